@@ -477,14 +477,14 @@ def die():
     {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, SIDES: 6, FLOW: 4},
     [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS, BEST, REMOTE],
 )
-def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
+def test_runs_killed_at_any_event_resume_to_the_same_bits(targets, name, count):
     target = targets(name)
     attack(target, target.moments(count), die, lambda codes, *_: codes == [-signal.SIGKILL])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW, *STREAMS])
-def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
+def test_runs_killed_at_random_times_resume_to_the_same_bits(targets, name):
     """Also between events, such as in the middle of a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()
     target.run()
@@ -503,7 +503,7 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, na
 
 
 @cases(25, {}, {NAMES[1]: 1})
-def test_two_processes_killed_or_one_of_them(targets, name, count):
+def test_two_process_runs_resume_after_one_or_both_are_killed(targets, name, count):
     """If one is killed after they have met, the other one ends by itself, with a sentence."""
     target = targets(name)
 
@@ -525,7 +525,7 @@ def test_two_processes_killed_or_one_of_them(targets, name, count):
 
 
 @cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
-def test_stopped_at_any_event_it_goes_on(targets, name, count):
+def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, count):
     """SIGTERM and SIGINT: a sentence, the right status, one more checkpoint, and nothing lost."""
     target = targets(name)
 
@@ -549,7 +549,7 @@ def test_stopped_at_any_event_it_goes_on(targets, name, count):
 
 
 @cases(25, {NAMES[1]: 3}, names=[*NAMES[:2], *OTHERS])
-def test_a_killed_loader_process_at_any_event(targets, name, count):
+def test_a_killed_data_loader_process_ends_the_run_with_one_error(targets, name, count):
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -569,7 +569,7 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
 
 
 @cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
-def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, name, count):
+def test_disk_errors_at_any_file_change_end_with_one_sentence(targets, name, count):
     """No space, over quota, device error, no permission."""
     target = targets(name)
 
@@ -585,7 +585,7 @@ def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, nam
 
 
 @cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS, *NEWER])
-def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets, name, count):
+def test_lack_of_memory_threads_or_file_descriptors_skips_no_row(targets, name, count):
     """Before any call or file change the run ends with a sentence; a rerun has the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
 
@@ -605,7 +605,7 @@ def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets
 
 
 @cases(4, {}, {NAMES[1]: 512}, [*NAMES, FLOW, BEST])
-def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
+def test_a_full_disk_at_any_write_ends_with_one_sentence(targets, name, count):
     """On a disk that grows by `count` KiB after each failure, reruns end with the same bits."""
     target, verdicts = targets(name), Verdicts()
     target.whole()
@@ -653,7 +653,7 @@ def damage(path, how, other):
     {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8},
     [*NAMES, "its cache", ADAPTED, FLOW, BEST],
 )
-def test_damaged_files_are_mended_or_refused(targets, name, count):
+def test_damaged_files_are_repaired_or_refused(targets, name, count):
     """Damage each file in six ways, mostly large files first.
 
     Cut or empty it, delete it, replace it with the next file or a folder, or flip a bit.
@@ -809,7 +809,7 @@ def make_caption(rng):
 @pytest.mark.parametrize(
     "count", [pytest.param(120, marks=pytest.mark.ci), pytest.param(1000, marks=pytest.mark.long)]
 )
-def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_path, count):
+def test_odd_images_and_captions_are_used_or_listed_as_skipped(targets, tmp_path, count):
     rng = random.Random(count)
     files, captions = (
         [make_file(rng) for _ in range(count)],
@@ -873,7 +873,7 @@ def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_pat
         assert record["skipped_images"] <= len(listed)
 
 
-def test_every_kind_of_column_of_captions(targets, tmp_path):
+def test_caption_columns_of_any_type_are_used_or_refused(targets, tmp_path):
     """Rows are used or listed, or one sentence names the type of the column."""
     make_images(tmp_path / "images", 6)
     images = [
@@ -931,7 +931,7 @@ def list_flags(script):
 
 
 @cases(10**9, {NAMES[2]: 6})
-def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count, capsys):
+def test_numeric_flags_at_their_limits_are_refused_or_work(targets, name, count, capsys):
     """Run one step with each flag at its limits, if the parser accepts the value.
 
     Values are 0, -1, nan, inf, 1e30, 10**30 and the flag's bounds.
@@ -983,7 +983,7 @@ def limit_memory_and_let_warn():
 
 
 @cases(150, {NAMES[2]: 6})
-def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, count):
+def test_changed_values_in_model_configs_are_refused_or_work(targets, name, count):
     """Replace values in the models' JSON files with null, 0, -1, "x", [], true, a large number."""
     target, verdicts = targets(name), Verdicts()
     folder, copied = (
@@ -1028,7 +1028,7 @@ def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, 
 @pytest.mark.parametrize(
     "count", [pytest.param(300, marks=pytest.mark.ci), pytest.param(20000, marks=pytest.mark.long)]
 )
-def test_nothing_grows_with_the_steps(targets, count):
+def test_memory_open_files_and_step_time_do_not_grow_with_steps(targets, count):
     """Memory, open files and the time of a step, in ten parts of a run."""
     target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()
 

@@ -191,7 +191,7 @@ def list_runs():
     yield "inpainting", "text", "cache"
 
 
-def test_changes_are_short_and_are_for_every_trainer_that_can_have_them():
+def test_documented_changes_are_short_and_cover_the_right_trainers():
     sizes = {}
     for name, trainer, _ in list_runs():
         _, lines = change_text(CHANGES[NAMES.index(name)], TRAINERS[trainer])
@@ -203,7 +203,7 @@ def test_changes_are_short_and_are_for_every_trainer_that_can_have_them():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name, trainer, kind", [*list_runs()])
-def test_a_change_trains_and_resumes_to_the_same_bits(
+def test_documented_changes_train_and_resume_to_the_same_bits(
     root, tmp_path, monkeypatch, name, trainer, kind
 ):
     """With gradient checkpointing, a search for the batch size, and held-out images at once."""
@@ -251,7 +251,7 @@ def test_a_change_trains_and_resumes_to_the_same_bits(
 
 
 @pytest.mark.parametrize("name, trainer", [("labels", "unconditional"), ("repa", "flow")])
-def test_a_change_trains_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
+def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
     change = CHANGES[NAMES.index(name)]
     kind = "images"
     if name == "repa":
@@ -264,7 +264,7 @@ def test_a_change_trains_on_two_processes(root, tmp_path, monkeypatch, name, tra
     assert any("held_out_loss" in record for record in metrics(tmp_path / "out"))
 
 
-def test_a_huber_loss_is_trained_on(root, tmp_path):
+def test_huber_change_trains_with_the_huber_loss(root, tmp_path):
     script = apply(CHANGES[0], "unconditional", tmp_path)
     losses = []
     for kind in ("l2", "huber"):
@@ -274,7 +274,7 @@ def test_a_huber_loss_is_trained_on(root, tmp_path):
     assert losses[1] < 0.6 * losses[0]  # half the square, or less for errors above 1
 
 
-def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
+def test_labels_change_passes_class_labels_to_the_unet(root, tmp_path, monkeypatch):
     script = apply(CHANGES[1], "unconditional", tmp_path)
     flags = [*list_flags(root, tmp_path / "out", "labels", "unconditional"), "--holdout=0"]
     seen, forward = [], UNet2DModel.forward
@@ -300,7 +300,7 @@ def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
     assert drawn and drawn[0] == [i % 10 for i in range(12)]
 
 
-def test_a_second_image_column_is_trained_on_as_further_channels(root, tmp_path):
+def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):
     script = apply(CHANGES[2], "unconditional", tmp_path)
     flags = [*list_flags(root, tmp_path / "out", "second", "unconditional"), "--holdout=0"]
     batches, prepare_batch = [], script.prepare_batch
@@ -313,7 +313,7 @@ def test_a_second_image_column_is_trained_on_as_further_channels(root, tmp_path)
     assert np.asarray(Image.open(tmp_path / "out/samples/step-0000004.png")).ndim == 3
 
 
-def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
+def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
     """Errors in the masked half do not count: a constant there leaves the other half's loss."""
     script = apply(CHANGES[3], "unconditional", tmp_path)
     noise_scheduler, mask = DDPMScheduler(), torch.zeros(2, 1, 8, 8)
@@ -340,7 +340,7 @@ def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
     assert losses == [0.0, 0.0]
 
 
-def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_path, monkeypatch):
+def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path, monkeypatch):
     """Operations and memory of a further trained module, and of a network for the loss."""
     seen = {}
 

@@ -59,7 +59,7 @@ def show_layers(pipeline):
 
 
 @pytest.mark.parametrize("kind", ["sd", "sdxl"])
-def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
+def test_clip_skip_gives_the_embeddings_of_the_pipeline(tmp_path, kind):
     folder = make_sdxl(tmp_path) if kind == "sdxl" else make_models(tmp_path)
     for suffix in ("", "_2")[: 1 + (kind == "sdxl")]:  # three layers, so that SDXL keeps one
         config = CLIPTextConfig.from_pretrained(folder / f"text_encoder{suffix}")
@@ -110,7 +110,7 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
         load_encoders(open_base(replace(args, clip_skip=most + 1)), torch.float32)
 
 
-def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
+def test_a_cache_made_with_clip_skip_trains_and_samples_with_it(
     tmp_path, models, monkeypatch, capfd
 ):
     make_captioned(tmp_path / "images", 4)
@@ -173,7 +173,7 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
     assert "holds another cache (text_encoder.clip_skip 1 -> None)" in capfd.readouterr().err
 
 
-def test_where_it_does_nothing_it_is_refused(tmp_path, models, capfd):
+def test_clip_skip_is_refused_where_it_has_no_effect(tmp_path, models, capfd):
     make_captioned(tmp_path / "images", 4)
     with pytest.raises(SystemExit):
         precompute(tmp_path, MODELS, "--model_family=prx", "--clip_skip=1")

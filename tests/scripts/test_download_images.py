@@ -240,7 +240,7 @@ def check_download(server, kinds, folder):
         assert failure["url"] == f"{server.url}/{kinds[failure['row']]}/{failure['row']}"
 
 
-def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
+def test_good_images_are_saved_once_in_order_and_failures_are_listed(
     local_ray, server, tmp_path, capsys
 ):
     bad = [kind for kind in BAD if kind not in SLOW]
@@ -267,7 +267,7 @@ def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
 
 
 @pytest.mark.ci
-def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
+def test_download_shard_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
     """Most of these tests rely on this."""
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"]
@@ -278,7 +278,7 @@ def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp
     assert contents(tmp_path / "ray") == contents(tmp_path / "here")
 
 
-def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
+def test_datasets_and_precompute_latents_open_downloaded_shards(here, server, tmp_path):
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 7), None, f"{server.url}/missing/8"]
     )
@@ -310,7 +310,7 @@ def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
     ]
 
 
-def test_a_shard_without_a_single_image_does_no_harm(here, server, tmp_path):
+def test_a_downloaded_shard_without_images_can_be_loaded(here, server, tmp_path):
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 3), *good_urls(server, 3, "missing")]
     )
@@ -318,7 +318,7 @@ def test_a_shard_without_a_single_image_does_no_harm(here, server, tmp_path):
     assert len(datasets.load_dataset(str(tmp_path / "out"), split="train")) == 3
 
 
-def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
+def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(here, server, tmp_path):
     urls = [*good_urls(server, 24), f"{server.url}/missing/24"]
     make_table(tmp_path / "a.parquet", urls)
     table = pq.read_table(tmp_path / "a.parquet")
@@ -345,9 +345,7 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
     assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
 
 
-def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_from(
-    lazy_ray, server, tmp_path, capsys
-):
+def test_remote_tables_are_copied_while_other_shards_download(lazy_ray, server, tmp_path, capsys):
     fs = MemoryFileSystem()
     fs.store.clear()
     make_table(tmp_path / "all.parquet", good_urls(server, 14))
@@ -395,7 +393,7 @@ def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_fr
     assert "memory:///lines/0.jsonl can't be used (no column 'URL' among 'url', 'text'" in said
 
 
-def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tmp_path, capsys):
+def test_limit_takes_the_first_rows_that_match_where(here, server, tmp_path, capsys):
     """This holds for several tables, and for columns that the shards do not keep.
 
     CSV, whose columns are text, gives the same rows.
@@ -443,9 +441,7 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
 GIVEN = ["--input", "x", "--output_dir", "y"]
 
 
-def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
-    here, server, tmp_path, monkeypatch
-):
+def test_skip_repeated_keeps_the_first_row_of_each_file(here, server, tmp_path, monkeypatch):
     # rows in shards of 3; the last holds nothing new but image 5
     numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]
     kinds = ["image", "slow", "type"]  # the same bytes from other paths
@@ -513,7 +509,9 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
     ([*GIVEN, "--user_agent", "me/1.0\nX: y"], "must be one line of printable characters"),
     ([*GIVEN, "--allow_private_addresses", "10.0.0.1/8"], "--allow_private_addresses"),
 ])  # fmt: skip
-def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypatch):
+def test_download_images_reports_bad_flags_in_one_line(
+    flags, message, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         script.parse_args(flags)
@@ -521,7 +519,7 @@ def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
+def test_download_images_reports_bad_tables_in_one_line(tmp_path, capsys):
     table, out = make_table(tmp_path / "urls.parquet", ["http://127.0.0.1/"] * 3), tmp_path / "out"
     assert "can't be read" in refused(capsys, tmp_path / "none.parquet", out)
     assert "no column 'URL' among 'url', 'text', 'id'" in refused(
@@ -535,7 +533,9 @@ def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
     assert not list(out.glob("*.parquet"))
 
 
-def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
+def test_download_refuses_folders_with_other_files_and_changed_settings(
+    here, server, tmp_path, capsys
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("mine")
@@ -555,7 +555,9 @@ def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
 
 
 @pytest.mark.ci
-def test_a_task_that_is_too_large_for_every_machine_is_refused(local_ray, server, tmp_path, capsys):
+def test_download_refuses_tasks_that_need_more_memory_than_any_node(
+    local_ray, server, tmp_path, capsys
+):
     table = make_table(tmp_path / "urls.parquet", good_urls(server, 5))
     assert "lower --connections or --max_bytes" in refused(
         capsys, table, tmp_path / "out", "--max_bytes", 10**12
@@ -563,7 +565,7 @@ def test_a_task_that_is_too_large_for_every_machine_is_refused(local_ray, server
 
 
 @pytest.mark.ci
-def test_rows_that_end_every_process_are_named_and_cost_no_other(
+def test_rows_whose_download_worker_dies_four_times_are_reported(
     local_ray, server, tmp_path, capsys, monkeypatch
 ):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
@@ -587,7 +589,7 @@ def test_rows_that_end_every_process_are_named_and_cost_no_other(
     assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
 
 
-def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
+def test_download_fails_if_no_image_could_be_downloaded(here, server, tmp_path, capsys):
     table, out = (
         make_table(tmp_path / "urls.parquet", good_urls(server, 3, "missing")),
         tmp_path / "out",
@@ -598,21 +600,21 @@ def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
     assert len(read_failures(out)) == 3
 
 
-def test_files_for_a_while_may_lie_on_another_disk(here, server, tmp_path, monkeypatch):
+def test_download_does_not_need_the_systems_temporary_folder(here, server, tmp_path, monkeypatch):
     table = make_table(tmp_path / "urls.parquet", good_urls(server, 3))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     run(table, tmp_path / "out")
     assert len(read_rows(tmp_path / "out")) == 3
 
 
-def test_output_dir_may_lie_among_the_tables(here, server, tmp_path):
+def test_output_dir_may_be_inside_the_input_folder(here, server, tmp_path):
     make_table(tmp_path / "urls.parquet", good_urls(server, 3))
     for _ in range(2):
         run(tmp_path, tmp_path / "out")
     assert len(read_rows(tmp_path / "out")) == 3
 
 
-def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
+def test_very_long_urls_and_invalid_captions_are_listed_as_failures(here, server, tmp_path):
     urls = [
         "data:image/png;base64," + "A" * 250_000,
         *good_urls(server, 3),
@@ -632,7 +634,7 @@ def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
     )
 
 
-def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
+def test_download_reports_a_shard_that_could_not_be_written(here, server, tmp_path, capsys):
     """Here a folder takes the place of the shard."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
@@ -650,7 +652,7 @@ def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
 # ------------------------------------------------------------------- going on
 
 
-def test_shards_that_are_gone_are_made_again_and_records_without_asking(here, server, tmp_path):
+def test_missing_shards_are_downloaded_again_and_missing_records_rebuilt(here, server, tmp_path):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before = contents(out)
@@ -662,7 +664,9 @@ def test_shards_that_are_gone_are_made_again_and_records_without_asking(here, se
     assert sorted(server.requests) == [f"/image/{i}" for i in (3, 4, 5)]
 
 
-def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_path, capsys):
+def test_shards_that_differ_from_their_records_are_reported_and_repaired(
+    here, server, tmp_path, capsys
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before, path = contents(out), out / "data-00001-of-00003.parquet"
@@ -675,7 +679,7 @@ def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_p
 
 
 @pytest.mark.parametrize("what", ["shard", "record", "settings"])
-def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, what):
+def test_damaged_download_files_are_repaired_or_reported(here, server, tmp_path, capsys, what):
     """Here bytes in the middle change, and the footer of the shard does not."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
@@ -709,7 +713,7 @@ def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
         assert "another process is writing to" in refused(capsys, table, out)
 
 
-def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
+def test_retry_failed_requests_only_temporary_failures(here, server, tmp_path):
     """Temporary failures are retried, permanent ones are not. No good row is repeated or lost."""
     urls = good_urls(server, 12)
     urls[1], urls[4], urls[7] = (
@@ -797,7 +801,7 @@ def workers(address):
     # SIGKILL is also tested with object storage
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
 ])  # fmt: skip
-def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
+def test_a_killed_download_resumes_without_repeating_finished_shards(
     local_ray, server, tmp_path, here, number, code
 ):
     flags, out = ["--rows_per_shard", "10"], tmp_path / "out"
@@ -833,7 +837,7 @@ def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
 
 
 @pytest.mark.long
-def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
+def test_download_survives_a_lost_ray_node(ray_folder, server, tmp_path):
     """A cluster of two machines, one of which dies."""
     flags = ["--rows_per_shard", "10"]
     table, expected = undisturbed(server, tmp_path, *flags)
@@ -853,7 +857,7 @@ def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
 
 
 @pytest.mark.ci
-def test_object_storage(local_ray, storage, server, tmp_path, here):
+def test_download_reads_from_and_writes_to_s3(local_ray, storage, server, tmp_path, here):
     """Read the table from an S3 server and write the shards there.
 
     A killed driver leaves whole objects only.
@@ -903,7 +907,7 @@ def test_object_storage(local_ray, storage, server, tmp_path, here):
 
 
 @pytest.mark.long
-def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
+def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tmp_path):
     """A tenth of the rows fails, in every way.
 
     Memory stays bounded, and killed workers and drivers lose nothing.

@@ -47,7 +47,7 @@ def train(script, flags):
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", ["unet", "lora", "transformer"])
-def test_it_is_loaded_for_the_data_and_the_result_only(tmp_path, loads, kind, cached):
+def test_sampling_loads_no_text_encoder(tmp_path, loads, kind, cached):
     """Once for the data and once for a saved pipeline, with any number of samples."""
     make_captioned(tmp_path / "images", 6)
     models = make_models(tmp_path)

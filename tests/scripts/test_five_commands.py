@@ -96,7 +96,7 @@ def begin(tmp_path):
 
 
 @pytest.mark.long
-def test_five_commands_each_killed_once_give_what_they_give_undisturbed(
+def test_the_guides_five_commands_give_the_same_results_after_kills(
     tmp_path, server, bucket, begin
 ):
     """The trial, the download, the cache, the training and the picture."""

@@ -134,7 +134,7 @@ def losses(folder):
 
 
 @each_family
-def test_caches_say_what_they_hold(root, name):
+def test_flow_family_caches_record_their_features(root, name):
     family = FAMILIES[name]
     embeddings = load_cache(root / "embeddings").settings
     ids = load_cache(root / "ids").settings
@@ -153,7 +153,7 @@ def test_caches_say_what_they_hold(root, name):
 
 @each_family
 @pytest.mark.usefixtures("without_figures")
-def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
+def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags):
     """With several sizes, masks, several captions, mirrored images and dropped captions."""
     data = {
         "images": describe_data(root),
@@ -169,7 +169,7 @@ def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
 
 
 @each_family
-def test_embeddings_beyond_float16_are_refused_before_a_row_is_encoded(
+def test_embeddings_beyond_float16_are_refused_before_encoding(
     root, name, tmp_path, monkeypatch, capfd
 ):
     family_class = type(FAMILIES[name])
@@ -191,9 +191,7 @@ def test_embeddings_beyond_float16_are_refused_before_a_row_is_encoded(
 
 
 @each_family
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
-    root, name, tmp_path, flags
-):
+def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tmp_path, flags):
     prompts = ["a digit one", "a digit two"]
     cached = [*flags, f"--latents_dir={root / 'embeddings'}"]
     if name == "flux2-klein":  # the card's call needs it, because padding counts
@@ -228,7 +226,7 @@ def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
 
 @pytest.mark.parametrize("name", ["flux2-klein", "qwen-image"])
 @pytest.mark.usefixtures("without_figures")
-def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
+def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
     """On two processes; klein whole, and a LoRA of Qwen-Image."""
     argv = [*cached, "--num_train_epochs=3", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2", *["--rank=2"] * (name == "qwen-image")]
@@ -257,7 +255,7 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
 
 @each_family
 @pytest.mark.usefixtures("without_figures")
-def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
+def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
     train(*lora, "--learning_rate=1e-2", "--validation_prompts", "one")
     pipeline = DiffusionPipeline.from_pretrained(root / "base")
@@ -280,7 +278,7 @@ def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
     assert all(torch.equal(trained[key], loaded[key]) for key in trained)
 
 
-def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path, roots, capfd):
+def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots, capfd):
     """Before 0.1.0, `all` of Z-Image was only attention."""
     root = roots("z-image")
     argv = [
@@ -307,7 +305,7 @@ def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path,
 # ------------------------------------------------------------------- a VAE of another family
 
 
-def test_prx_is_trained_with_the_vae_of_flux2(tmp_path, roots):
+def test_prx_trains_with_the_vae_of_flux2(tmp_path, roots):
     root = roots("flux2-klein")
     vae = root / "base/vae"
     models = [f"--vae_name_or_path={vae}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}"]
@@ -342,7 +340,7 @@ def test_prx_is_trained_with_the_vae_of_flux2(tmp_path, roots):
 # ------------------------------------------------------------------- noise that depends on the size
 
 
-def test_noise_shifts_with_the_size_as_the_pipelines_compute_it(monkeypatch):
+def test_choose_shift_equals_the_pipelines_shift_for_each_size(monkeypatch):
     published = {
         "klein": {"base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 4096},
         "qwen": {"base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
@@ -376,7 +374,9 @@ def test_noise_shifts_with_the_size_as_the_pipelines_compute_it(monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen-image"])
 @pytest.mark.usefixtures("without_figures")
-def test_each_size_has_its_shift_and_a_flag_fixes_it(root, tmp_path, cached, monkeypatch):
+def test_each_image_size_has_its_own_shift_unless_the_flag_sets_one(
+    root, tmp_path, cached, monkeypatch
+):
     shifts = {}
     choose = script.choose_shift
 
@@ -396,7 +396,7 @@ def test_each_size_has_its_shift_and_a_flag_fixes_it(root, tmp_path, cached, mon
     assert (scheduler.config.shift, scheduler.config.use_dynamic_shifting) == (2.5, False)
 
 
-def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path):
+def test_make_scheduler_uses_the_bases_scheduler_or_a_default_shift(tmp_path):
     def make(resolution, index, *flags):
         argv = ["--pretrained_model_name_or_path=x", "--latents_dir=y", *flags]
         base = Base(FAMILIES["qwen-image"], "x", str(tmp_path), index)
@@ -431,7 +431,7 @@ def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path
         {"shift_terminal": "0.02"},
     ],
 )
-def test_a_scheduler_whose_shift_can_not_be_computed_is_one_sentence(tmp_path, change):
+def test_schedulers_with_invalid_shift_settings_are_refused(tmp_path, change):
     kind = FlowMatchEulerDiscreteScheduler
     kind(use_dynamic_shifting=True).save_pretrained(tmp_path / "scheduler")
     path = tmp_path / "scheduler/scheduler_config.json"
@@ -461,7 +461,7 @@ def test_a_distilled_base_is_trained_with_a_warning(tmp_path, roots, capfd):
 
 
 @pytest.mark.parametrize("parse", ["train", "precompute"])
-def test_a_pipeline_of_no_family_is_named(tmp_path, parse, roots, capfd):
+def test_pipelines_of_unknown_families_are_refused(tmp_path, parse, roots, capfd):
     images = roots("z-image") / "images"
     base = tmp_path / "base"
     base.mkdir()

@@ -139,7 +139,7 @@ def settings(folder):
     ("unconditional", {"debug": True, "gpu_ids": "0", "enable_cpu_affinity": True}),
     ("precompute", {"mixed_precision": "bf16"}), ("text", {"mixed_precision": "bf16"}),
 ])  # fmt: skip
-def test_plain_keys_are_used(tmp_path, flags, name, config):
+def test_common_accelerate_config_keys_are_used(tmp_path, flags, name, config):
     argv = [*flags[name], *["--max_train_steps=2"][: name in TRAINERS]]
     codes, log = run(tmp_path, name, argv, environment(tmp_path, **config))
     assert codes == {0}, log
@@ -154,7 +154,7 @@ def test_plain_keys_are_used(tmp_path, flags, name, config):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_can_not_be_done_ends_each_script_in_a_sentence(tmp_path, flags, name):
+def test_each_script_refuses_unsupported_launches(tmp_path, flags, name):
     sentences = {
         "2 processes were launched, but they do not work together": {
             "distributed_type": "MULTI_CPU",
@@ -176,7 +176,7 @@ def test_what_can_not_be_done_ends_each_script_in_a_sentence(tmp_path, flags, na
         assert not (tmp_path / "out").exists()
 
 
-def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
+def test_unsupported_launch_settings_are_refused(tmp_path, flags):
     """Both from a file of `accelerate config` and from environment variables."""
     # Devices are missing: the CPU must not be used silently instead
     missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}
@@ -214,7 +214,7 @@ def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
         assert not (tmp_path / "out").exists()
 
 
-def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
+def test_launcher_accumulation_steps_work_like_the_flag(tmp_path, flags):
     records, launch = {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}
     flag = "--gradient_accumulation_steps=3"
     for way, argv, env in (("launch", [], launch), ("flag", [flag], {}), ("both", [flag], launch)):
@@ -233,7 +233,7 @@ def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
     ("unconditional", {"dynamo_mode": "reduce-overhead"}), ("text", {"dynamo_use_fullgraph": True}),
     ("precompute", {"dynamo_use_dynamic": False}),
 ])  # fmt: skip
-def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config):
+def test_all_dynamo_keys_reach_torch_compile(tmp_path, flags, name, config):
     """Only the trained model or the encoders are compiled, in place, so weights keep names."""
     compiler = torch.nn.Module.compile
 
@@ -265,7 +265,7 @@ def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config)
 
 
 @pytest.mark.ci
-def test_regional_compilation_is_done_or_refused(tmp_path, flags):
+def test_regional_compilation_works_or_is_refused(tmp_path, flags):
     regional = {"dynamo_backend": "EAGER", "dynamo_use_regional_compilation": True}
     env = environment(tmp_path, dynamo_config={**DYNAMO, **regional})
     codes, log = run(tmp_path, "text", [*flags["text"], "--max_train_steps=2"], env)
@@ -301,7 +301,7 @@ def test_regional_compilation_is_done_or_refused(tmp_path, flags):
         ),
     ],
 )
-def test_really_launched_with_the_users_threads_or_all_cores(
+def test_accelerate_launch_uses_omp_num_threads_or_all_cores(
     tmp_path, flags, name, launcher, env, threads
 ):
     """The user's own OMP_NUM_THREADS counts, even if it equals the launcher's default."""
@@ -347,7 +347,7 @@ notebook_launcher(run, (flags,), num_processes=2, use_port=port)
 """
 
 
-def test_two_processes_start_from_a_fresh_kernel_and_a_locked_folder_is_refused(tmp_path, flags):
+def test_notebook_launcher_starts_two_processes_and_refuses_a_locked_folder(tmp_path, flags):
     """A plain process replaces the kernel: both imported the script and used no device."""
     (tmp_path / "taken").mkdir()
     argv = [str(tmp_path / "taken"), str(tmp_path / "free"), str(free_port())]

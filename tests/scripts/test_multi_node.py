@@ -83,9 +83,7 @@ def signal_node(nodes, node, number=signal.SIGKILL):
 
 
 @pytest.mark.long
-def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent_ends_all(
-    tmp_path, nodes
-):
+def test_two_machines_stop_together_and_train_to_the_bits_of_one(tmp_path, nodes):
     make_captioned(tmp_path / "images", 7)
     flags = [
         f"--train_data_dir={tmp_path / 'images'}",

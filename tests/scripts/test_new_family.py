@@ -245,7 +245,7 @@ def losses(folder):
 
 
 @pytest.mark.parametrize("parse_args", [script.parse_args, precompute_latents.parse_args])
-def test_its_name_can_be_given(root, parse_args, monkeypatch, capsys):
+def test_a_new_family_is_a_choice_of_model_family(root, parse_args, monkeypatch, capsys):
     argv = [f"--pretrained_model_name_or_path={root / 'sd3'}", "--model_family=sd3"]
     argv.append(f"--train_data_dir={root / 'images'}")
     assert parse_args(argv).model_family == "sd3"
@@ -259,7 +259,7 @@ def test_its_name_can_be_given(root, parse_args, monkeypatch, capsys):
 
 
 @torch.no_grad()
-def test_it_encodes_predicts_and_draws_as_its_pipeline(root):
+def test_a_new_family_encodes_predicts_and_samples_like_its_pipeline(root):
     """A bug in the family itself would show in no other test."""
     family, pipeline = FAMILIES["sd3"], open_sd3(root / "sd3")
     argv = [f"--pretrained_model_name_or_path={root / 'sd3'}"]
@@ -296,7 +296,7 @@ def test_it_encodes_predicts_and_draws_as_its_pipeline(root):
 # ------------------------------------------------------------------- cached
 
 
-def test_a_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
+def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
     pipeline = open_sd3(root / "sd3")
     embeds, _, pooled, _ = pipeline.encode_prompt(CAPTIONS, None, None)
     settings = {kind: load_cache(root / kind).settings for kind in ("embeddings", "ids")}
@@ -329,7 +329,7 @@ def test_a_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
+def test_a_new_familys_caches_give_the_same_losses_as_images(root, tmp_path, flags):
     data = {
         "images": [
             f"--train_data_dir={root / 'images'}",
@@ -349,7 +349,7 @@ def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_several_captions_and_sizes_train_alike(tmp_path, flags):
+def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
     make_masked(tmp_path / "images")
     lines = []
     for i, path in enumerate(sorted((tmp_path / "images").glob("[0-9][0-9].png"))):
@@ -376,7 +376,7 @@ def test_several_captions_and_sizes_train_alike(tmp_path, flags):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_killed_and_resumed_is_bit_identical(tmp_path, cached, num_processes=2):
+def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, num_processes=2):
     argv = [*cached, "--num_train_epochs=4", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2"]
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
@@ -395,7 +395,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, cached, num_processes=2):
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
 
 
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_path, cached):
+def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, cached):
     """With all that a run computes besides its steps: costs, curves, the held-out loss."""
     prompts = ["a digit one", "a digit two"]
     train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2")
@@ -420,7 +420,7 @@ def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_p
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_lora_is_trained_that_the_pipeline_loads(root, tmp_path, flags):
+def test_a_new_familys_pipeline_loads_the_trained_lora(root, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
     lora += ["--learning_rate=1e-2", "--checkpointing_steps=5"]
     train(*lora, "--num_train_epochs=2", "--validation_prompts", "one")

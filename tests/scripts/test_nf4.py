@@ -132,7 +132,7 @@ def predict(unet):
     return unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 8, 32)).sample
 
 
-def test_a_base_is_read_part_by_part_and_hashed_before_it_is_quantized(inputs, monkeypatch):
+def test_nf4_base_is_hashed_and_quantized_weight_by_weight(inputs, monkeypatch):
     folder = str(inputs / "z-image")
     exact = ZImageTransformer2DModel.from_pretrained(folder, subfolder="transformer")
     assert len(list((inputs / "z-image/transformer").glob("*.safetensors"))) > 3
@@ -166,7 +166,7 @@ def test_a_base_is_read_part_by_part_and_hashed_before_it_is_quantized(inputs, m
     assert all(torch.equal(x, weights[name]) for name, x in kept.items())
 
 
-def test_weights_that_are_missing_or_have_other_shapes_are_named(inputs, tmp_path):
+def test_load_quantized_names_missing_and_mismatched_weights(inputs, tmp_path):
     folder = tmp_path / "unet"
     folder.mkdir()
     (folder / "config.json").write_bytes((inputs / "sd/unet/config.json").read_bytes())
@@ -187,7 +187,7 @@ def test_weights_that_are_missing_or_have_other_shapes_are_named(inputs, tmp_pat
         load_quantized(UNet2DConditionModel, str(tmp_path), CPU, torch.float32, subfolder="unet")
 
 
-def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs):
+def test_nf4_trains_only_the_adapter_and_copies_share_the_base(inputs):
     unet = adapt(*load_unet(inputs, torch.bfloat16), torch.bfloat16)
     for name, weight in unet.named_parameters():
         assert weight.requires_grad == ("lora_" in name)
@@ -203,7 +203,7 @@ def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs
         assert all(one.quant_state is other.quant_state for one, other in pairs)
 
 
-def test_samples_leave_the_weights_as_they_are(inputs):
+def test_nf4_sampling_does_not_change_the_weights(inputs):
     """CPU kernels for sampling would rearrange them, and afterwards give no gradient."""
     unet = adapt(*load_unet(inputs)).train()
     before = [weight.clone() for weight in unet.parameters()]
@@ -219,7 +219,7 @@ def test_samples_leave_the_weights_as_they_are(inputs):
     assert all(x.any() for x in gradients[0]) and all(map(torch.equal, *gradients))
 
 
-def test_operations_and_memory_are_counted(inputs):
+def test_nf4_flops_and_memory_are_counted(inputs):
     """The same operations as with an exact base; half a byte per weight, plus scales."""
     exact = UNet2DConditionModel.from_pretrained(inputs / "sd", subfolder="unet")
     unets = [adapt(exact, "hash"), adapt(*load_unet(inputs))]
@@ -249,7 +249,7 @@ def test_operations_and_memory_are_counted(inputs):
     ("sd", 1, ["--lora_layers=all", "--lora_dropout=0.1", "--optimizer=adamw8bit"]),
     ("z-image", 2, ["--gradient_checkpointing"]),
 ])  # fmt: skip
-def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
+def test_nf4_runs_resume_bit_identically_and_fit_the_exact_base(
     tmp_path, inputs, name, num_processes, more
 ):
     looked = ["--holdout=2", "--validation_prompts=a", "--validation_steps=3"]
@@ -284,7 +284,7 @@ def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
         assert 0 < rounding < effect / 3
 
 
-def test_a_run_keeps_its_precision_and_says_what_it_can_not_do(tmp_path, inputs, capfd):
+def test_nf4_runs_keep_their_precision_and_refuse_unsupported_flags(tmp_path, inputs, capfd):
     out = tmp_path / "out"
     few = ["--max_train_steps=1"]
     train("sd", list_flags(inputs, "sd", out, *few))

@@ -99,7 +99,7 @@ def expected_moments(vae, images):
 # ------------------------------------------------------------------- what is in the cache
 
 
-def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_caption(tmp_path):
+def test_cache_rows_hold_latents_of_any_image_mode_and_caption_embeddings(tmp_path):
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 255, (16, 16, 3)).astype(np.uint8)
     rgb, deep = Image.fromarray(pixels), np.linspace(0, 65535, 256).reshape(16, 16)
@@ -189,7 +189,7 @@ def test_rows_hold_the_moments_of_every_kind_of_image_and_the_embedding_of_its_c
     )
 
 
-def test_latents_fill_a_shard_as_half_floats_and_decode_back_to_the_images(tmp_path, capsys):
+def test_cached_latents_are_float16_and_decode_to_the_images(tmp_path, capsys):
     precompute("--output_dir", tmp_path / "out", "--max_train_samples=64")
     cache = datasets.load_from_disk(str(tmp_path / "out"))
     assert (
@@ -208,7 +208,7 @@ def test_latents_fill_a_shard_as_half_floats_and_decode_back_to_the_images(tmp_p
     assert error < 0.1 * real.var()  # 28 dB; digits in another order would give 2
 
 
-def test_sample_is_a_draw_around_the_mean_and_half_the_size(tmp_path, flags):
+def test_latents_sample_stores_one_draw_instead_of_mean_and_std(tmp_path, flags):
     precompute(*flags)
     precompute(*flags, "--latents=sample", f"--output_dir={tmp_path / 'sample'}")
     precompute(
@@ -229,7 +229,9 @@ def test_sample_is_a_draw_around_the_mean_and_half_the_size(tmp_path, flags):
     assert np.corrcoef(z[0], z[2])[0, 1] < 0.5  # the first of one batch and the first of the next
 
 
-def test_autoencoder_tiny_and_models_from_several_places(tmp_path, flags, capfd):
+def test_cache_is_made_with_autoencoder_tiny_and_models_from_separate_folders(
+    tmp_path, flags, capfd
+):
     tae = AutoencoderTiny(
         in_channels=1,
         out_channels=1,
@@ -262,7 +264,7 @@ def test_autoencoder_tiny_and_models_from_several_places(tmp_path, flags, capfd)
     )
 
 
-def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags, monkeypatch):
+def test_bf16_latents_are_close_and_overflows_are_encoded_in_float32(tmp_path, flags, monkeypatch):
     precompute(*flags)
     precompute(*flags, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'bf16'}")
     exact, low = (datasets.load_from_disk(str(tmp_path / name)) for name in ("out", "bf16"))
@@ -287,7 +289,7 @@ def test_bf16_is_close_and_fp16_that_overflows_is_encoded_again(tmp_path, flags,
     assert np.array_equal(again[:9], low[:9])
 
 
-def test_a_text_encoder_that_overflows_is_not_cached(tmp_path, flags, monkeypatch):
+def test_embeddings_that_overflow_are_not_cached(tmp_path, flags, monkeypatch):
     def overflow(encoders, tokens):
         factor = 1 if encoders.text_encoders[0].dtype == torch.float32 else float("inf")
         return {name: embeds * factor for name, embeds in encode_prompts(encoders, tokens).items()}
@@ -298,7 +300,7 @@ def test_a_text_encoder_that_overflows_is_not_cached(tmp_path, flags, monkeypatc
     assert np.isfinite(datasets.load_from_disk(str(tmp_path / "out"))["prompt_embeds"][:]).all()
 
 
-def test_a_row_that_stays_infinite_is_skipped(tmp_path, flags, monkeypatch):
+def test_rows_with_infinite_latents_are_skipped(tmp_path, flags, monkeypatch):
     def overflow(encoders, pixel_values):
         latents = encode_images(encoders, pixel_values)
         return torch.where(pixel_values.amax((1, 2, 3), keepdim=True) > 175, latents * 1e6, latents)
@@ -313,9 +315,7 @@ def test_a_row_that_stays_infinite_is_skipped(tmp_path, flags, monkeypatch):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(
-    tmp_path, flags, num_processes
-):
+def test_a_killed_cache_run_resumes_to_the_same_bytes(tmp_path, flags, num_processes):
     flags = [*flags, "--random_flip", "--rows_per_shard=1", "--batch_size=1", "--latents=sample"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     whole = contents(tmp_path / "whole")
@@ -359,7 +359,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(
     assert redone <= num_processes  # only shards that were renamed but not recorded
 
 
-def test_a_signal_ends_the_run_and_leaves_whole_shards_only(tmp_path, flags):
+def test_sigterm_ends_the_cache_run_and_leaves_complete_shards(tmp_path, flags):
     encode = script.encode
 
     def slow(*args):
@@ -382,9 +382,7 @@ def test_a_signal_ends_the_run_and_leaves_whole_shards_only(tmp_path, flags):
     assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
 
 
-def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(
-    tmp_path, flags, capfd, monkeypatch
-):
+def test_a_second_run_encodes_only_damaged_and_missing_shards(tmp_path, flags, capfd, monkeypatch):
     (tmp_path / "images/4.png").write_bytes(b"no image")
     flags.append("--max_skipped=0.2")
     precompute(*flags)
@@ -418,7 +416,7 @@ def test_the_same_command_again_redoes_only_what_is_damaged_or_gone(
         assert contents(tmp_path / "out") == whole
 
 
-def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, capfd):
+def test_cache_refuses_other_models_data_and_precision(tmp_path, flags, capfd):
     """test_cache.py tests that each setting is compared."""
     precompute(*flags)
     whole = contents(tmp_path / "out")
@@ -460,7 +458,7 @@ def test_another_model_data_or_precision_is_refused_by_name(tmp_path, flags, cap
 
 
 @pytest.mark.long
-def test_launched_for_real_on_two_processes_it_writes_what_one_writes(tmp_path, flags):
+def test_accelerate_launch_with_two_processes_writes_the_same_cache(tmp_path, flags):
     precompute(*flags, f"--output_dir={tmp_path / 'one'}")
     argv = [
         "--multi_gpu",
@@ -478,7 +476,7 @@ def test_launched_for_real_on_two_processes_it_writes_what_one_writes(tmp_path, 
 
 
 @pytest.mark.ci
-def test_memory_does_not_grow_with_the_rows(tmp_path):
+def test_precompute_latents_memory_does_not_grow_with_the_rows(tmp_path):
     digits = datasets.load_dataset(str(ROOT / "demo/digits"), split="train")
     peaks = []
     for count in (1000, 10000):
@@ -513,7 +511,9 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 # ------------------------------------------------------------------- things that go wrong
 
 
-def test_rows_that_fail_are_listed_and_the_rest_is_kept(tmp_path, flags, capfd, monkeypatch):
+def test_failed_rows_are_listed_in_skipped_jsonl_and_others_kept(
+    tmp_path, flags, capfd, monkeypatch
+):
     (tmp_path / "images/3.png").write_bytes(b"no image")
     (tmp_path / "images/7.png").write_bytes((tmp_path / "images/7.png").read_bytes()[:200])
     captions = [
@@ -544,7 +544,7 @@ def test_rows_that_fail_are_listed_and_the_rest_is_kept(tmp_path, flags, capfd, 
     assert (described["rows"], described["skipped"], described["source"]["rows"]) == (7, 3, 10)
 
 
-def test_a_shard_without_a_good_row_opens(tmp_path, flags):
+def test_a_cache_shard_without_rows_can_be_opened(tmp_path, flags):
     for i in (3, 4, 5):
         (tmp_path / f"images/{i}.png").write_bytes(b"no image")
     precompute(*flags, "--max_skipped=0.5")
@@ -552,7 +552,9 @@ def test_a_shard_without_a_good_row_opens(tmp_path, flags):
     assert cache["key"][:] == [f"{i}.png" for i in (0, 1, 2, 6, 7, 8, 9)]
 
 
-def test_a_full_disk_is_one_sentence_and_what_was_good_stays(tmp_path, flags, capfd, monkeypatch):
+def test_a_full_disk_ends_the_cache_run_and_keeps_written_shards(
+    tmp_path, flags, capfd, monkeypatch
+):
     real, calls = pa.ipc.new_stream, []
 
     def full(*args):
@@ -571,7 +573,7 @@ def test_a_full_disk_is_one_sentence_and_what_was_good_stays(tmp_path, flags, ca
     assert len(calls) == 5 and len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
 
 
-def test_folders_that_hold_something_else_or_are_in_use_are_refused(tmp_path, flags, capfd):
+def test_cache_refuses_folders_with_other_files_or_another_writer(tmp_path, flags, capfd):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model_index.json").write_text("{}")
     assert "holds model_index.json and no latent cache" in refused(
@@ -584,7 +586,7 @@ def test_folders_that_hold_something_else_or_are_in_use_are_refused(tmp_path, fl
     assert "is damaged" in refused(capfd, *flags)
 
 
-def test_run_args_are_the_flags_again(tmp_path, flags):
+def test_run_args_file_makes_the_same_cache_again(tmp_path, flags):
     precompute(*flags, "--max_skipped=0.5")
     again = [f"@{tmp_path / 'out/run.args'}", f"--output_dir={tmp_path / 'again'}"]
     precompute(*again)
@@ -625,7 +627,7 @@ def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monk
     assert len(queued) == 64 and sum(0 < count < 64 for count in written) == 3
 
 
-def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkeypatch):
+def test_rows_lost_in_an_outage_are_read_by_the_next_run(tmp_path, flags, capfd, monkeypatch):
     """The folder disappears while it is read and comes back.
 
     No good row is lost, and broken rows stay skipped.
@@ -650,7 +652,7 @@ def test_rows_that_an_outage_took_are_tried_again(tmp_path, flags, capfd, monkey
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, monkeypatch):
+def test_dry_run_prints_the_cache_size_and_writes_nothing(tmp_path, flags, capsys, monkeypatch):
     patch(monkeypatch, "decode_image", lambda *args, **options: pytest.fail("an image was read"))
     precompute(*flags, "--dry_run", "--random_flip")
     said = capsys.readouterr().out
@@ -659,7 +661,7 @@ def test_dry_run_tells_the_size_and_touches_nothing(tmp_path, flags, capsys, mon
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
+def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, flags, capfd):
     for argv, said in {
         "--caption_column=caption": (
             "no column 'caption', only image, text: choose with --caption_column"
@@ -695,7 +697,7 @@ def test_bad_data_and_models_end_with_one_sentence(tmp_path, flags, capfd):
         (["--max_skipped=5"], "--max_skipped: 5 is not between 0 and 1"),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
+def test_precompute_latents_reports_bad_flags_in_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]

@@ -250,7 +250,7 @@ def here(monkeypatch):
 # ------------------------------------------------------------------- the same bytes
 
 
-def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
+def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
     tmp_path, flags, whole, here
 ):
     assert len(whole) == 4 + 6 and whole["skipped.jsonl"].count(b"\n") == 2
@@ -269,7 +269,7 @@ def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
     assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
-def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path, flags, here):
+def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(tmp_path, flags, here):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
@@ -285,7 +285,7 @@ def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path
     assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
 
 
-def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
+def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, here):
     """Random crops, images of two shapes, embeddings and tokens.
 
     The VAE is in float32 and the text encoders are in bfloat16.
@@ -305,7 +305,7 @@ def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
         assert b'"sdxl"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
+def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, here):
     for kind in ("embeddings", "ids"):
         argv = [*flags, "--model_family=prx", f"--text_cache={kind}"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
@@ -316,7 +316,7 @@ def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
 
 
 @pytest.mark.parametrize("make", [make_klein, make_qwen_image])
-def test_caches_of_published_transformers_have_the_same_bytes_too(tmp_path, flags, here, make):
+def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, here, make):
     """Latents in patches with a scale per channel; ids without padding, or with a template."""
     base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"
     for kind in ("embeddings", "ids"):
@@ -328,7 +328,7 @@ def test_caches_of_published_transformers_have_the_same_bytes_too(tmp_path, flag
         assert b'"scaling_factor": [' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_path, flags, here):
+def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(tmp_path, flags, here):
     """The other script was interrupted: one cache lacks a shard and a half, one is missing."""
     for side in ("8", "16"):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
@@ -350,7 +350,7 @@ def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_pat
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-def test_a_batch_size_is_tried_by_an_encoder_and_kept(tmp_path, flags, here):
+def test_ray_encoder_finds_batch_size_auto_and_later_runs_keep_it(tmp_path, flags, here):
     flags += ["--batch_size=auto", "--rows_per_shard=12"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = here(*flags)
@@ -369,7 +369,7 @@ def test_a_batch_size_is_tried_by_an_encoder_and_kept(tmp_path, flags, here):
 
 
 @pytest.mark.long
-def test_an_encoder_of_ray_tries_batch_sizes(tmp_path, flags, driver):
+def test_batch_size_auto_works_on_real_ray(tmp_path, flags, driver):
     code, said = driver(*flags, "--batch_size=auto", "--rows_per_shard=4")
     assert (
         code == 0
@@ -379,7 +379,7 @@ def test_an_encoder_of_ray_tries_batch_sizes(tmp_path, flags, driver):
     ), said
 
 
-def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, flags, here):
+def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, flags, here):
     for kind in ("sd", "prx"):
         lines = [
             json.loads(line)
@@ -409,9 +409,7 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
 
 
 @pytest.mark.ci
-def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(
-    tmp_path, flags, whole, driver
-):
+def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags, whole, driver):
     """Ray really runs it, from a copy with another name in another folder.
 
     So workers can only import modules that were sent to them.
@@ -433,7 +431,7 @@ def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_byt
     assert contents(tmp_path / "out") == whole
 
 
-def test_the_demo_is_the_one_of_the_other_script(capsys):
+def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
     args = script.parse_args(["--num_encoders=3"])
     said = capsys.readouterr().out
     assert (
@@ -446,7 +444,7 @@ def test_the_demo_is_the_one_of_the_other_script(capsys):
     assert all(getattr(args, name, None) == value for name, value in theirs.items())
 
 
-def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, here):
+def test_ray_cache_of_moments_and_ids_in_bf16_has_the_same_bytes(tmp_path, flags, here):
     flags += [
         "--latents=moments",
         "--no-random_flip",
@@ -460,7 +458,7 @@ def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, 
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_each_script_goes_on_with_what_the_other_began_and_mends_it(tmp_path, flags, whole, here):
+def test_both_cache_scripts_resume_and_repair_each_others_caches(tmp_path, flags, whole, here):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     names = sorted(name for name in whole if name.endswith(".arrow"))
     (tmp_path / "out" / names[0]).unlink()
@@ -545,14 +543,16 @@ MARKS = {"done", "decoded-4"}
 
 
 @pytest.mark.long
-def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flags, whole, driver):
+def test_ray_run_recovers_from_a_killed_encoder_and_a_killed_task(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=kill_both)
     assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
     assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.ci
-def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, bucket, request):
+def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
+    tmp_path, flags, whole, driver, bucket, request
+):
     """Nor does a killed driver: its files, here at an address, are complete and it resumes."""
     flags.append("--output_dir=s3://bucket/latents")
     argv = [*flags, f"--address={driver.address}"]
@@ -616,7 +616,7 @@ def gone_encoder():
     script.ray.wait = lambda refs, **options: (refs[:1], [])
 
 
-def test_rows_that_end_every_encoder_are_named_after_four(tmp_path, flags, whole, here):
+def test_rows_whose_encoder_dies_four_times_are_reported(tmp_path, flags, whole, here):
     """And no others, though they were with them."""
     code, said = here(*flags, setup=gone_encoder)
     assert (
@@ -630,7 +630,7 @@ def test_rows_that_end_every_encoder_are_named_after_four(tmp_path, flags, whole
 
 
 @pytest.mark.long
-def test_rows_that_end_every_process_are_named_after_four(tmp_path, flags, whole, driver):
+def test_real_ray_reports_rows_whose_encoder_dies_four_times(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=dying_encoder)
     assert code == 1 and "rows 8 to 15 could not be made: its process died 4 times" in said, said
     assert (tmp_path / "tries").read_text() == "xxxx"
@@ -648,9 +648,7 @@ def slow_encoder():
 
 
 @pytest.mark.long
-def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(
-    tmp_path, flags, whole, driver
-):
+def test_killed_ray_driver_leaves_complete_files_and_resumes(tmp_path, flags, whole, driver):
     log, out = tmp_path / "log", tmp_path / "out"
     process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
     wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
@@ -671,7 +669,7 @@ def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(
 
 @pytest.mark.long
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(
+def test_signal_ends_the_ray_run_soon_and_leaves_complete_files(
     tmp_path, flags, whole, driver, number, code
 ):
     log, out = tmp_path / "log", tmp_path / "out"
@@ -705,7 +703,7 @@ def raising_encoder():
     script.Encoder = Raises
 
 
-def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whole, here):
+def test_ray_reports_a_model_error_after_four_tries(tmp_path, flags, whole, here):
     code, said = here(*flags, setup=raising_encoder)
     assert (
         code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said
@@ -721,7 +719,7 @@ def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whol
     ) and "state.json" not in os.listdir(tmp_path / "out")
 
 
-def test_what_fails_is_tried_four_times_and_its_reason_kept():
+def test_attempt_tries_four_times_and_returns_the_reason():
     calls = []
 
     def work(error=None):
@@ -752,7 +750,7 @@ def broken_decoder():
     script.decode_part = decode_part
 
 
-def test_rows_that_can_not_be_decoded_are_named(tmp_path, flags, whole, here):
+def test_ray_reports_rows_that_could_not_be_decoded(tmp_path, flags, whole, here):
     """All rows of the part are named. Other shards are made, and the same command resumes."""
     code, said = here(*flags, setup=broken_decoder)
     assert (
@@ -764,7 +762,7 @@ def test_rows_that_can_not_be_decoded_are_named(tmp_path, flags, whole, here):
     assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
-def test_parts_are_some_batches_and_end_with_their_shard(flags):
+def test_list_parts_splits_each_shard_into_parts_of_whole_batches(flags):
     job = argparse.Namespace(
         caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48
     )
@@ -776,7 +774,7 @@ def test_parts_are_some_batches_and_end_with_their_shard(flags):
     assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
 
 
-def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
+def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
     """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
     job = argparse.Namespace(
         caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, threads=1
@@ -818,14 +816,14 @@ def other_models():
     script.describe_models = lambda encoders: real(encoders) | {"vae": {"sha256": "another"}}
 
 
-def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
+def test_ray_node_with_different_models_is_refused(tmp_path, flags, here):
     code, said = here(*flags, setup=other_models)
     differences = "(vae.class AutoencoderKL -> None, vae.sha256"
     assert code == 1 and f"node differ from the driver's {differences}" in said, said
     assert not list((tmp_path / "out").glob("data-*"))
 
 
-def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
+def test_ray_workers_load_the_data_if_the_drivers_cache_is_missing(tmp_path, flags):
     args = single.parse_args(flags)
     rows = load_rows(args, others=["text"]).rows
     pickled = lambda fingerprint: pickle.dumps(
@@ -841,7 +839,9 @@ def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp
         script.open_rows(pickled("another"))
 
 
-def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, flags, whole, here):
+def test_ray_refuses_changed_settings_too_many_bad_rows_and_locked_folders(
+    tmp_path, flags, whole, here
+):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     code, said = here(*flags, "--seed=3")
     assert code == 1 and "transform.seed 0 -> 3" in said
@@ -877,7 +877,7 @@ def plan(flags, monkeypatch):
     return planned
 
 
-def test_ray_is_used_as_far_as_it_goes(plan):
+def test_plan_engine_uses_all_cpus_and_gpus_of_ray(plan):
     engine, places, sentences = plan()
     assert (places.allowed, places.tasks) == (1, 8 - 1)
     assert sentences.startswith("Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU")
@@ -901,7 +901,7 @@ def test_ray_is_used_as_far_as_it_goes(plan):
     assert engine.encoder["accelerator_type"] == "T4" and "accelerator_type" not in engine.task
 
 
-def test_encoders_and_tasks_are_packed_together(plan):
+def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
     """An encoder takes 3.3 GB here, and a task 1.3 GB."""
     # Eight GPUs, and memory for three encoders and a task
     _, places, said = plan(nodes=((8, 8),), memory=12)
@@ -929,7 +929,7 @@ def test_encoders_and_tasks_are_packed_together(plan):
             plan(*count, nodes=((4, 0),), memory=4)
 
 
-def test_what_no_node_has_is_refused_or_asked_for(plan):
+def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     for argv, options, said in [
         (
@@ -991,20 +991,20 @@ def test_what_no_node_has_is_refused_or_asked_for(plan):
         (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
+def test_precompute_latents_ray_reports_bad_flags_in_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv)
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_neighbour_whose_name_begins_alike_is_no_part_of_the_data(flags):
+def test_output_dir_may_share_a_name_prefix_with_train_data_dir(flags):
     args = script.parse_args(
         [*flags, "--train_data_dir=s3://a/images", "--output_dir=s3://a/images-latents"]
     )
     assert args.output_dir == "s3://a/images-latents"
 
 
-def test_workers_get_paths_from_the_root_and_nothing_else_changes(tmp_path, monkeypatch, flags):
+def test_make_absolute_changes_only_local_paths(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()  # also the name of a split, which is no path
     (tmp_path / "base.safetensors").touch()
@@ -1031,7 +1031,7 @@ def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
     assert "26 rows of" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def test_the_other_scripts_do_not_need_ray(monkeypatch):
+def test_only_precompute_latents_ray_imports_ray_at_its_start(monkeypatch):
     """Nor does what they share, until it is asked for."""
     for path in {*ROOT.glob("*.py"), *ROOT.glob("diffusion_training/**/*.py")} - {
         ROOT / "precompute_latents_ray.py"
@@ -1100,9 +1100,7 @@ def without_source(files):
 
 
 @pytest.mark.ci
-def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
-    tmp_path, flags, here, bucket
-):
+def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, here, bucket):
     precompute(
         *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
     )
@@ -1160,7 +1158,7 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
     assert {path.split("/")[2] for path in bucket.find("bucket/both")} == {"8", "16"}
 
 
-def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
+def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, here):
     """There is no lock: one run begins, another makes the whole cache, then the first continues."""
     MemoryFileSystem.store.clear()
     flags.append("--output_dir=memory://bucket/latents")
@@ -1178,7 +1176,7 @@ def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
     assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
 
 
-def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket):
+def test_remote_rows_refuse_files_that_changed_at_the_address(tmp_path, flags, bucket):
     args = script.parse_args([*flags, "--train_data_dir=s3://bucket/images"])
     rows = remote_rows.RemoteRows(args)
     again = pickle.loads(pickle.dumps(rows))
@@ -1262,7 +1260,7 @@ def turn(crew):
     return sorted(crew.calls, key=str)
 
 
-def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are_left(crew):
+def test_crew_gives_shards_to_ready_encoders_and_ends_idle_ones(crew):
     crew, cluster = crew(3, 8, 2.5, 9)
     assert turn(crew) == [(0, None), (1, None), (2, None)]
     cluster.answers = {(0, None): True, (1, None): True}
@@ -1281,7 +1279,7 @@ def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
 
 
-def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
+def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
     """They are tried again one at a time. The new encoder may never get a place.
 
     One that dies at its start four times ends the run.
@@ -1305,7 +1303,7 @@ def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
     assert crew.read_answer((0, 3)) == (3, {}) and crew.is_done()
 
 
-def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
+def test_crew_ends_an_encoder_if_no_memory_is_left_for_tasks(crew):
     crew, cluster = crew(2, 6, 2, 1)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
@@ -1337,7 +1335,7 @@ def a_place_and_none_for_a_task():
 
 
 @pytest.mark.ci
-def test_more_encoders_than_places_hold_nothing_up(tmp_path, flags, whole, driver):
+def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=one_place)
     assert code == 0 and contents(tmp_path / "out") == whole, said
     assert "Ray has a place for 1 of 2 encoders (5.4 GB each); the others wait" in said
@@ -1374,7 +1372,7 @@ def come_and_go():
 
 
 @pytest.mark.long
-def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
+def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, driver):
     flags.append("--rows_per_shard=4")
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
@@ -1389,7 +1387,7 @@ def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
 
 
 @pytest.mark.long
-def test_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
+def test_ray_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=two_places_and_none_for_a_task)
     assert code == 0 and contents(tmp_path / "out") == whole, said
     assert "Only 1 of 2 encoders start: with more (3.8 GB each) no node would have memory" in said
@@ -1422,7 +1420,7 @@ def encoders_and_tasks(node):
 
 
 @pytest.mark.long
-def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, whole):
+def test_random_worker_kills_and_a_lost_node_do_not_change_the_cache(tmp_path, flags, whole):
     port, nodes = free_port(), []
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     flags = [*flags, "--rows_per_shard=4", "--batch_size=1"]
@@ -1477,7 +1475,7 @@ def slower_encoder():
 
 
 @pytest.mark.long
-def test_memory_stays_in_bounds_while_encoders_are_slow(tmp_path, flags, driver):
+def test_object_store_stays_bounded_while_encoders_are_slow(tmp_path, flags, driver):
     make_captioned(tmp_path / "images", 1200)
     size = 1200 * 3 * 256**2 / 2**20  # MiB of pixels, through a store of 100
     code, said = driver(
@@ -1500,7 +1498,7 @@ def plain_encoder():
 
 
 @pytest.mark.long
-def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
+def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, flags, bucket):
     """Kill encoders, tasks, nodes and the driver at random, STORM minutes long (default: 3).
 
     Images and cache are in a bucket, and each node's object store is the smallest that Ray allows.

@@ -115,9 +115,7 @@ def read_prompts(family, *argv):
         ("prx", "ids", []),
     ],
 )
-def test_a_cache_gives_the_captions_that_the_images_give(
-    tmp_path, models, family, text_cache, more
-):
+def test_a_cache_draws_the_same_captions_as_the_images(tmp_path, models, family, text_cache, more):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models[family]}"
     flow = ["--model_family=prx"] * (family == "prx")
     flags = [f"--train_data_dir={data}", pipeline, *COLUMNS, *more]
@@ -183,9 +181,7 @@ def test_a_cache_gives_the_captions_that_the_images_give(
     st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=5), st.integers(0, 2**63 - 1), st.data(),
     st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 12),
 )  # fmt: skip
-def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(
-    weights, seed, data, launch, steps
-):
+def test_resumed_runs_draw_each_images_caption_by_its_epoch(weights, seed, data, launch, steps):
     count = 6
     there = st.lists(st.booleans(), min_size=len(weights), max_size=len(weights)).filter(any)
     there = [data.draw(there) for _ in range(count)]
@@ -221,7 +217,7 @@ def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(
     )
 
 
-def test_captions_come_as_often_as_their_weights_say():
+def test_draw_caption_follows_the_caption_weights():
     def share(weights, there):
         found = collections.Counter(
             draw_caption(5, epoch, 2, weights, there) for epoch in range(4000)
@@ -235,9 +231,7 @@ def test_captions_come_as_often_as_their_weights_say():
     assert share([6, 2, 2], [True, True, False]) == pytest.approx([0.75, 0.25, 0], abs=0.03)
 
 
-def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(
-    tmp_path, models
-):
+def test_several_captions_train_the_same_from_a_cache_and_resume_exactly(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     precompute(
         f"--train_data_dir={data}",
@@ -279,7 +273,7 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
     assert whole.read_bytes() == again.read_bytes()
 
 
-def test_a_list_in_one_column_has_weights_too(tmp_path):
+def test_caption_weights_apply_to_a_list_in_one_column(tmp_path):
     pairs = [["a", "b"], ["a"], [None, "b"], "a", [], None, ["a", "b", "c"], ["a", 7], ["", "b"]]
     flags = [
         "--train_data_dir=.",
@@ -312,7 +306,7 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         list_captions({"text": ["", " \n"]}, transform)
 
 
-def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
+def test_mismatched_caption_columns_and_weights_are_refused(tmp_path, models, capfd):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [f"--train_data_dir={data}", pipeline]
 
@@ -361,7 +355,7 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
     assert "features [] -> " in refused(train, *both)
 
 
-def test_a_stream_has_the_same_captions(tmp_path, models):
+def test_streaming_caches_the_same_captions(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [pipeline, f"--train_data_dir={data}", "--resolution=16", *COLUMNS]
     train(

@@ -57,7 +57,7 @@ def found(tmp_path):
     return {side: contents(tmp_path / f"out/{side}") for side in (8, 16)}
 
 
-def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(
+def test_several_resolutions_equal_separate_caches_and_decode_once(
     tmp_path, flags, monkeypatch, capsys
 ):
     alone, decoded, texts, encode_texts = make_each(tmp_path, flags), [], [], script.encode_texts
@@ -85,7 +85,7 @@ def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(
     )
 
 
-def test_sizes_masks_sdxl_ids_and_workers_too(tmp_path, flags):
+def test_several_resolutions_work_with_buckets_masks_sdxl_and_ids(tmp_path, flags):
     make_masked(tmp_path / "data")
     flags += [
         f"--train_data_dir={tmp_path / 'data'}",
@@ -103,7 +103,7 @@ def test_sizes_masks_sdxl_ids_and_workers_too(tmp_path, flags):
     assert json.loads(alone[8]["cache.json"])["features"] == ["sdxl", "ragged latents", "masks"]
 
 
-def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, monkeypatch):
+def test_overflow_at_one_resolution_leaves_the_other_unchanged(tmp_path, flags, monkeypatch):
     """The batch of one resolution overflows and is encoded again, with its captions.
 
     That of the other resolution is kept.
@@ -125,7 +125,7 @@ def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, mo
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_each(
+def test_a_killed_run_of_several_resolutions_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes
 ):
     alone, encode = make_each(tmp_path, flags), script.encode
@@ -150,7 +150,7 @@ def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_ea
     assert found(tmp_path) == alone
 
 
-def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags, monkeypatch):
+def test_several_resolutions_encode_only_missing_and_damaged_shards(tmp_path, flags, monkeypatch):
     """One cache has a damaged shard and one lacks two.
 
     Afterwards, a run with the stored flags encodes nothing.
@@ -174,7 +174,7 @@ def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags,
     assert found(tmp_path) == alone and encoded == []
 
 
-def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, capfd):
+def test_invalid_resolutions_are_refused_before_anything_is_written(tmp_path, flags, capfd):
     with pytest.raises(SystemExit):
         script.parse_args([*flags, "--resolution", "8", "16", "8"])
     assert "--resolution 8 16 8 gives a value twice" in capfd.readouterr().err
@@ -202,7 +202,7 @@ def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, 
 # ------------------------------------------------------------------- a batch size
 
 
-def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
+def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
     tmp_path, flags, monkeypatch, capsys
 ):
     """The device has memory for five images of 16 px.
@@ -239,7 +239,9 @@ def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
     assert "memory, GB" not in capsys.readouterr().out
 
 
-def test_not_even_one_fits_and_nothing_is_written(tmp_path, flags, monkeypatch, capfd):
+def test_batch_size_auto_writes_nothing_if_not_even_one_image_fits(
+    tmp_path, flags, monkeypatch, capfd
+):
     def full(batch, *rest):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
@@ -250,7 +252,7 @@ def test_not_even_one_fits_and_nothing_is_written(tmp_path, flags, monkeypatch, 
     assert not (tmp_path / "out").exists()
 
 
-def test_two_processes_choose_the_same_and_several_sizes_are_tried_together(tmp_path, flags):
+def test_batch_size_auto_on_two_processes_tries_several_sizes_together(tmp_path, flags):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4", "--batch_size=auto"]
     two = start(
@@ -262,7 +264,7 @@ def test_two_processes_choose_the_same_and_several_sizes_are_tried_together(tmp_
     assert contents(tmp_path / "two") == contents(tmp_path / "out")
 
 
-def test_a_stream_makes_one_cache_and_is_given_a_batch_size(tmp_path, flags, capsys):
+def test_streaming_refuses_several_resolutions_and_batch_size_auto(tmp_path, flags, capsys):
     for argv, said in (
         (["8", "16"], "give one --resolution"),
         (["8", "--batch_size=auto"], "--batch_size auto needs"),

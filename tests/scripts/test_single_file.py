@@ -88,7 +88,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("family", ["sd", "xl"])
-def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tmp_path, family):
+def test_a_single_file_base_trains_and_caches_to_the_bits_of_its_folder(bases, tmp_path, family):
     folder, path = bases[family]
     config = f"--single_file_config={folder}"
     train(bases, tmp_path, folder, "folder")
@@ -120,7 +120,7 @@ def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tm
         assert other != unpacked
 
 
-def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened(bases, tmp_path):
+def test_two_processes_unpack_the_single_file_once_and_a_lora_names_it(bases, tmp_path):
     folder, path = bases["sd"]
     flags = [f"--single_file_config={folder}", "--rank=2"]
     assert finish(
@@ -136,7 +136,7 @@ def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened
     assert json.loads(header["ss_tag_frequency"]) == {"images": tags}
 
 
-def test_float16_is_read_as_it_is(bases, tmp_path):
+def test_float16_weights_of_a_single_file_are_read_exactly(bases, tmp_path):
     folder, _ = bases["sd"]
     save_original(folder, tmp_path / "half.safetensors", dtype=torch.float16)
     train(
@@ -171,7 +171,7 @@ def refused(bases, tmp_path, capsys, base, *more):
     return said
 
 
-def test_what_is_no_such_file_is_one_sentence(bases, tmp_path, capsys):
+def test_unsuitable_single_files_are_refused(bases, tmp_path, capsys):
     folder, path = bases["sd"]
     config, broken = f"--single_file_config={folder}", tmp_path / "broken.safetensors"
     (tmp_path / "base.ckpt").write_bytes(b"a pickle")
@@ -208,7 +208,7 @@ def test_what_is_no_such_file_is_one_sentence(bases, tmp_path, capsys):
         ),
     ],
 )
-def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part, why):
+def test_single_files_with_missing_weights_are_refused(bases, tmp_path, capsys, part, why):
     folder, path = bases["sd"]
     without(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
     said = refused(
@@ -230,7 +230,9 @@ def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part
     ([], {"modelspec.prediction_type": "v"}, ("v_prediction", None)),
     (["v_pred", "ztsnr"], {}, ("v_prediction", True)),
 ])  # fmt: skip
-def test_a_base_that_says_that_it_predicts_v_is_trained_so(bases, tmp_path, keys, header, expected):
+def test_a_single_files_prediction_type_is_used_for_training(
+    bases, tmp_path, keys, header, expected
+):
     folder, path = bases["sd"]
     base = tmp_path / "base.safetensors"
     save_file(load_file(path) | {key: torch.tensor([]) for key in keys}, base, header)
@@ -259,7 +261,7 @@ def read_modules(pipeline):
 
 
 @pytest.mark.parametrize("family", ["sd", "xl"])
-def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, family, capsys):
+def test_output_single_file_holds_the_weights_of_the_pipeline(bases, tmp_path, family, capsys):
     folder, _ = bases[family]
     train(bases, tmp_path, folder, "out", "--output_single_file")
     out = tmp_path / "out"
@@ -292,7 +294,7 @@ def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, fami
     assert readers in (out / "README.md").read_text().replace("`", "")
 
 
-def test_the_text_encoder_of_stable_diffusion_2_has_open_clips_layout(bases, tmp_path):
+def test_merge_writes_the_sd2_text_encoder_in_open_clips_layout(bases, tmp_path):
     """Query, key and value are one matrix there. Its width tells it from Stable Diffusion 1."""
     folder, _ = bases["sd"]
     shutil.copytree(folder, tmp_path / "sd2")

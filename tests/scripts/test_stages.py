@@ -59,14 +59,14 @@ def make_filter(folder, images):
         part.save_pretrained(folder)
 
 
-def test_the_changes_have_less_than_ten_lines(tmp_path, stage):
+def test_stage_changes_in_the_docs_have_fewer_than_ten_lines(tmp_path, stage):
     assert list(CHANGES) == ["download_images", "precompute_latents", "precompute_latents_ray"]
     for name, change in CHANGES.items():
         _, lines = change_text(change, f"{name}.py")
         assert len(lines) < 10 and max(map(len, lines)) <= 101
 
 
-def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
+def test_a_stage_filters_downloaded_images(tmp_path, stage, monkeypatch):
     script = apply(CHANGES["download_images"], "download_images.py", tmp_path)
     monkeypatch.setattr(script, "run_items", lambda *args: run_here(*args, script=script))
     server = ImageServer()
@@ -88,7 +88,9 @@ def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
         script.main(script.parse_args(flags))
 
 
-def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, request, capsys):
+def test_a_stage_filters_a_cache_and_rewrites_its_captions(
+    tmp_path, stage, monkeypatch, request, capsys
+):
     """Without Ray's processes: the cache equals the other script's except for the captions."""
     make_captioned(tmp_path / "images", 12)
     images = [Image.open(path).convert("RGB") for path in (tmp_path / "images").glob("*.png")]

@@ -92,7 +92,7 @@ def folder_bytes(folder):
     return found
 
 
-def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, stored):
+def test_a_cache_in_a_bucket_trains_to_the_bits_of_one_on_disk(tmp_path, stored):
     flags, address = stored
     run(
         flags,
@@ -114,7 +114,7 @@ def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, sto
     assert "order" not in content["settings"]
 
 
-def test_in_ranges_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, stored, in_ranges):
+def test_a_killed_run_that_reads_in_ranges_resumes_bit_identically(tmp_path, stored, in_ranges):
     """The run is the same from a disk and from a bucket, and the shards folder keeps its limit.
 
     The limit of 13 shards is for two processes. Each reads half of the 12 shards, has the windows
@@ -186,7 +186,7 @@ def faulty(tmp_path, storage, monkeypatch):
 
 
 @pytest.mark.ci
-def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, faulty, monkeypatch):
+def test_bucket_errors_are_retried(tmp_path, stored, in_ranges, faulty, monkeypatch):
     patch(monkeypatch, "WAITS", (0.05,) * 3)
     flags, address = stored
     run(flags, tmp_path / "disk", f"--latents_dir={tmp_path / 'cache'}")
@@ -208,7 +208,7 @@ def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, fa
 
 
 @pytest.mark.ci
-def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
+def test_lasting_bucket_errors_end_the_run_and_it_resumes_later(
     tmp_path, stored, in_ranges, faulty, monkeypatch
 ):
     patch(monkeypatch, "WAITS", (0.05,) * 2)
@@ -236,7 +236,7 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
 # ------------------------------------------------------------------- what is refused
 
 
-def test_what_cannot_be_streamed_is_refused_in_a_sentence(tmp_path, stored, in_ranges, capfd):
+def test_caches_that_can_not_be_fetched_are_refused(tmp_path, stored, in_ranges, capfd):
     flags, local = stored[0], f"--latents_dir={tmp_path / 'cache'}"
     flags = [*flags, f"--output_dir={tmp_path / 'out'}"]
     error = refused(capfd, *flags, local, "--latents_weights", "2")

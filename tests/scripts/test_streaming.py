@@ -111,9 +111,7 @@ def contents(folder):
     }
 
 
-def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total(
-    tmp_path, flags, capsys
-):
+def test_streaming_writes_the_same_shards_as_a_copy_on_disk(tmp_path, flags, capsys):
     precompute(*flags)
     assert "A stream; each row is" in capsys.readouterr().out
     whole = contents(tmp_path / "out")
@@ -140,7 +138,7 @@ def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total
         assert (f"data-{damaged:05d}.arrow is damaged" in capsys.readouterr().out) == bool(damaged)
 
 
-def test_raw_data_in_a_bucket_gives_the_rows_of_a_copy_on_the_disk(tmp_path, flags, raw, capfd):
+def test_streaming_from_a_bucket_gives_the_rows_of_a_copy_on_disk(tmp_path, flags, raw, capfd):
     precompute(*flags)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.arrow")}
     tars = f"--train_data_dir={raw}/tars/{{008..010}}.tar"
@@ -169,7 +167,7 @@ def test_raw_data_in_a_bucket_gives_the_rows_of_a_copy_on_the_disk(tmp_path, fla
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(
+def test_a_killed_streaming_cache_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes, monkeypatch
 ):
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
@@ -194,7 +192,7 @@ def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(
     assert contents(tmp_path / "out") == whole
 
 
-def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, capfd):
+def test_streaming_skips_failed_rows_and_refuses_changed_data(tmp_path, flags, capfd):
     rows = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "parquet/train-2.parquet"), split="train"
     )
@@ -256,7 +254,7 @@ def stream_of(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer, raw):
+def test_streaming_trainers_resume_exactly(tmp_path, trainer, raw):
     """One of the two trainers reads from a bucket, in two processes."""
     script, argv = trainer
     num_processes = 2 if script is train_text_to_image else 1
@@ -281,7 +279,7 @@ def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer, raw):
     assert_same_weights(tmp_path / "trained" / model, tmp_path / "again" / model)
 
 
-def test_a_trainer_reads_the_cache_of_a_stream_as_any_other(tmp_path, flags):
+def test_train_text_to_image_reads_a_cache_made_by_streaming(tmp_path, flags):
     precompute(*flags)
     run(
         train_text_to_image,
@@ -315,16 +313,14 @@ def test_a_trainer_reads_the_cache_of_a_stream_as_any_other(tmp_path, flags):
     ],
 )
 @pytest.mark.parametrize("script", [train_text_to_image, train_flow])
-def test_what_a_stream_can_not_give_is_refused_before_anything_is_loaded(
-    script, argv, sentence, capsys
-):
+def test_streaming_refuses_unsupported_flags_before_loading(script, argv, sentence, capsys):
     argv = ["--streaming", *argv, "--pretrained_model_name_or_path=x"]
     with pytest.raises(SystemExit) as stop:
         script.parse_args(argv if "--latents_dir=x" in argv else [*argv, "--dataset_name=x"])
     assert stop.value.code == 2 and sentence in capsys.readouterr().err
 
 
-def test_a_cache_of_a_stream_has_sizes_but_not_what_lies_beside_images(tmp_path, flags, capfd):
+def test_streaming_supports_bucket_step_but_not_caption_and_mask_files(tmp_path, flags, capfd):
     precompute(*flags, "--bucket_step=8")
     assert "size" in datasets.load_from_disk(str(tmp_path / "out")).column_names
     for name, masks in (("captions", False), ("masks", True)):

@@ -45,7 +45,7 @@ def make_choice(args):
     return choose_captions(args, weigh_captions(args))
 
 
-def test_tags_behind_those_that_stay_come_in_every_order_as_often():
+def test_shuffle_caption_draws_all_orders_behind_keep_tokens_equally():
     args = make_args("--shuffle_caption", "--keep_tokens=2", "--seed=4")
     choice = make_choice(args)
     found = collections.Counter(
@@ -68,7 +68,7 @@ def test_tags_behind_those_that_stay_come_in_every_order_as_often():
 @pytest.mark.parametrize(
     "family, several", [("sd", False), ("sd", True), ("sdxl", False), ("prx", True)]
 )
-def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models, family, several):  # noqa: F811
+def test_a_cache_of_ids_shuffles_tags_like_the_images(tmp_path, models, family, several):  # noqa: F811
     columns = {"text": TAGS, "long": LONG} if several else {"text": TAGS}
     flags = [
         f"--train_data_dir={make_data(tmp_path, **columns)}",
@@ -101,7 +101,7 @@ def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models,
     torch.testing.assert_close(images["prompt_embeds"], expected)
 
 
-def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(
+def test_shuffled_tags_train_the_same_from_a_cache_and_resume_exactly(
     tmp_path,
     models,  # noqa: F811
 ):
@@ -143,7 +143,7 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, several):  # noqa: F811
+def test_changed_captions_in_a_cache_are_reported_as_damage(tmp_path, models, several):  # noqa: F811
     columns = {"text": TAGS, "long": LONG} if several else {"text": TAGS}
     flags = [
         f"--train_data_dir={make_data(tmp_path, **columns)}",
@@ -165,7 +165,7 @@ def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, severa
         dataset[[(0, 4, 1.0)]]
 
 
-def test_where_it_can_not_be_done_it_is_refused(tmp_path, models, capfd):  # noqa: F811
+def test_shuffle_caption_is_refused_where_it_has_no_effect(tmp_path, models, capfd):  # noqa: F811
     make_captioned(tmp_path / "images", 4)
     flags = [
         f"--train_data_dir={tmp_path / 'images'}",
