@@ -1,4 +1,4 @@
-"""Parts of libraries that the scripts rely on: an upgrade that changes one fails here first."""
+"""Library behaviour that the scripts rely on: an upgrade that changes it fails here first."""
 
 import inspect
 
@@ -24,7 +24,7 @@ from PIL import Image
 
 
 def test_accelerate_divides_gradients_by_the_launchers_accumulation_steps(monkeypatch):
-    """The scripts set it to 1 and divide themselves."""
+    """The scripts set it to 1 and divide the loss themselves."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     accelerator, weight = Accelerator(), torch.ones(1, requires_grad=True)
@@ -55,7 +55,7 @@ def test_accelerate_updates_at_every_step_and_reports_skipped_steps(monkeypatch)
 
 
 def test_accelerate_names_its_distributed_types_as_before():
-    """MULTI_... is DDP on any device; the scripts refuse the rest."""
+    """MULTI_* is DDP on any device. The scripts refuse the other types."""
     ddp = {kind.value for kind in DistributedType if kind.value.startswith(("NO", "MULTI_"))}
     assert {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU"} <= ddp
     assert {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"} == {
@@ -108,7 +108,7 @@ def test_pipelines_draw_the_same_images_as_an_explicit_sampling_loop(kind, sched
 
 
 def test_last_epoch_starts_an_lr_scheduler_at_any_step():
-    """`last_epoch=k` with initial_lr in the group gives the rate f(k) for the next update."""
+    """With `last_epoch=k` and initial_lr in the group, the next update has the rate of step k."""
 
     def rates(start, count):
         optimizer = torch.optim.SGD(
@@ -135,7 +135,7 @@ def test_only_the_conditional_unet_lists_repeated_blocks():
 
 
 def test_set_timesteps_does_not_change_add_noise():
-    """The pipeline and the training share one."""
+    """Training and its samples share one scheduler."""
     scheduler, images = DDPMScheduler(), torch.ones(1, 1, 2, 2)
     before = scheduler.add_noise(images, images, torch.tensor([500]))
     config = dict(scheduler.config)

@@ -1,6 +1,6 @@
-"""Attack the scripts at every moment, with all kinds of input, and judge the result.
+"""Attack the scripts at any moment and with odd input, and check the result.
 
-There are two good verdicts: the same bits as an undisturbed run, or one sentence and nothing lost.
+There are two good results: the same bits as an undisturbed run, or one error sentence and no loss.
 The long part (`pytest -m long tests/attacks`) runs more of the same cases for every script. The
 scripts share most of their code, so the quick part tries each attack on one or two of them. A run
 is recorded as events (see `watch`). An attack happens before the n-th event of a name, so a failure
@@ -73,7 +73,7 @@ REMOTE = "train_text_to_image --latents_dir=s3"  # a cache in a bucket, with roo
 NEWER = [FLOW, BEST, *STREAMS, REMOTE]
 LONG = pytest.mark.long
 # fields of a record that depend on the machine
-MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")
+MACHINE_FIELDS = ("images_per_second", "data_wait", "memory_gb", "tflops")
 
 
 def cases(many, quick, slow=None, names=NAMES):
@@ -88,7 +88,7 @@ def cases(many, quick, slow=None, names=NAMES):
     )
 
 
-# ------------------------------------------------------------------- a run, attacks and verdicts
+# ------------------------------------------------------------------- runs and their results
 
 
 def watch(script, out, happen):
@@ -100,7 +100,7 @@ def watch(script, out, happen):
     """
     home, own, watched = os.getpid(), threading.local(), {}
 
-    def tell(event):
+    def report_event(event):
         if os.getpid() == home and not getattr(own, "busy", False):
             own.busy = True
             try:
@@ -119,39 +119,39 @@ def watch(script, out, happen):
             # args[-1]: descriptor of the folder that is being deleted, or -1
             in_folder = name not in ("open", "os.rename") and args[-1] != -1
             if in_folder or f"{args[0]}/".startswith(f"{out}/"):
-                tell(f"{name.removeprefix('os.')} {str(args[0]).removeprefix(str(out))}")
+                report_event(f"{name.removeprefix('os.')} {str(args[0]).removeprefix(str(out))}")
 
-    def tell_of(owner, name, function):
+    def report_calls(owner, name, function):
         @functools.wraps(function)
-        def told(*args, **options):
-            tell(function.__qualname__)
+        def reported(*args, **options):
+            report_event(function.__qualname__)
             return function(*args, **options)
 
-        setattr(owner, name, watched.setdefault(function, told))
+        setattr(owner, name, watched.setdefault(function, reported))
 
-    house = [
+    modules = [
         module
         for name, module in sorted(sys.modules.items())
         if name.startswith("diffusion_training.")
     ]
-    house = {script.__name__: script, **{module.__name__: module for module in house}}
+    modules = {script.__name__: script, **{module.__name__: module for module in modules}}
     kinds = (
         kind
-        for module in house.values()
+        for module in modules.values()
         for kind in vars(module).values()
         if isinstance(kind, type)
     )
-    for owner in [*house.values(), *dict.fromkeys(kinds)]:
+    for owner in [*modules.values(), *dict.fromkeys(kinds)]:
         for name, function in list(vars(owner).items()):
-            if inspect.isfunction(function) and function.__module__ in house:
-                tell_of(owner, name, function)
+            if inspect.isfunction(function) and function.__module__ in modules:
+                report_calls(owner, name, function)
     for owner, name in [
         (os, "fsync"),
         (torch, "save"),
         (safetensors.torch, "save_file"),
         (DDPMScheduler, "step"),
     ]:
-        tell_of(owner, name, getattr(owner, name))
+        report_calls(owner, name, getattr(owner, name))
     sys.addaudithook(audit)
 
 
@@ -176,7 +176,7 @@ def contents(folder):
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
         found["metrics.jsonl"] = [  # only a run that also trained finds signs in samples
-            {k: v for k, v in record.items() if k not in MOMENTS}
+            {k: v for k, v in record.items() if k not in MACHINE_FIELDS}
             for record in records
             if record.keys() != {"step", "signs"}
         ]
@@ -377,7 +377,7 @@ class Target:
         return sentences[0]
 
     def judge_either(self, codes, said, reproduction, **options):
-        """Check that it is one of these two; returns which."""
+        """Check for the same bits or one sentence; returns which it was."""
         if set(codes) == {0}:
             self.judge_same(codes, said, reproduction, **options)
         else:
@@ -434,7 +434,7 @@ def targets(tmp_path_factory, storage):
     return functools.cache(lambda name: Target(name, folder / re.sub(r"[^a-z_]+", "-", name)))
 
 
-# ------------------------------------------------------------------- what happens to a run
+# ------------------------------------------------------------------- attacks on a run
 
 
 def attack(
@@ -456,7 +456,7 @@ def attack(
         options = {"num_processes": num_processes, "happen": at(event, nth, act), "victim": victim}
         with verdicts.case(target):
             codes, said = target.run(*argv, together=together, **options)
-            verdicts["came"] += judge(codes, said, victim, reproduction)
+            verdicts["attacked"] += judge(codes, said, victim, reproduction)
             if set(codes) != {0} and (number % 4 == 0 or number == len(moments)):
                 codes, said = target.run(num_processes=num_processes)
             if set(codes) == {0}:
@@ -464,7 +464,7 @@ def attack(
                 verdicts["the same bits in the end"] += 1
                 shutil.rmtree(target.out)
     verdicts.show(f"{target.name}, {len(moments)} times {act.__name__} with {num_processes}")
-    assert verdicts["came"] >= len(moments) / 2
+    assert verdicts["attacked"] >= len(moments) / 2
 
 
 def die():
@@ -504,7 +504,7 @@ def test_runs_killed_at_random_times_resume_to_the_same_bits(targets, name):
 
 @cases(25, {}, {NAMES[1]: 1})
 def test_two_process_runs_resume_after_one_or_both_are_killed(targets, name, count):
-    """If one is killed after they have met, the other one ends by itself, with a sentence."""
+    """If one process is killed after they connected, the other one ends itself with a sentence."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -526,7 +526,7 @@ def test_two_process_runs_resume_after_one_or_both_are_killed(targets, name, cou
 
 @cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
 def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, count):
-    """SIGTERM and SIGINT: a sentence, the right status, one more checkpoint, and nothing lost."""
+    """SIGTERM and SIGINT give a sentence, the right status and a checkpoint, and lose no step."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -576,32 +576,38 @@ def test_disk_errors_at_any_file_change_end_with_one_sentence(targets, name, cou
     def judge(codes, said, victim, reproduction):
         return codes != [0] and bool(target.judge_sentence(codes, said, reproduction))
 
-    def refuse():
+    def raise_disk_error():
         number = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES][os.getpid() % 4]
         raise OSError(number, os.strerror(number))
 
     # a run continues if it can't write report.json
-    attack(target, target.moments(count, of_files=True), refuse, judge, left_out="report.json")
+    attack(
+        target,
+        target.moments(count, of_files=True),
+        raise_disk_error,
+        judge,
+        left_out="report.json",
+    )
 
 
 @cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS, *NEWER])
 def test_lack_of_memory_threads_or_file_descriptors_skips_no_row(targets, name, count):
-    """Before any call or file change the run ends with a sentence; a rerun has the same bits."""
+    """The errors come before any call or file change. A rerun ends with the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
 
     def judge(codes, said, victim, reproduction):
         return bool(target.judge_either(codes, said, reproduction, left_out=left_out))
 
-    def lack():
+    def raise_shortage():
         number = [errno.EMFILE, errno.ENFILE, errno.ENOMEM][os.getpid() % 3]
-        lacking = [
+        errors = [
             MemoryError(),
             RuntimeError("can't start new thread"),
             OSError(number, os.strerror(number)),
         ]
-        raise lacking[os.getpid() // 3 % 3]
+        raise errors[os.getpid() // 3 % 3]
 
-    attack(target, target.moments(count, after="main"), lack, judge, left_out=left_out)
+    attack(target, target.moments(count, after="main"), raise_shortage, judge, left_out=left_out)
 
 
 @cases(4, {}, {NAMES[1]: 512}, [*NAMES, FLOW, BEST])
@@ -628,11 +634,11 @@ def test_a_full_disk_at_any_write_ends_with_one_sentence(targets, name, count):
         subprocess.run(["umount", "-l", target.out], check=True)
 
 
-# ------------------------------------------------------------------- what happens to files
+# ------------------------------------------------------------------- damaged files
 
 
 def damage(path, how, other):
-    """Damage a file as disks and people do; `other` is another file."""
+    """Damage a file in one of six ways; "swap" exchanges it with the file `other`."""
     data = path.read_bytes()
     if how in ("gone", "folder"):
         path.unlink()
@@ -713,7 +719,7 @@ def test_damaged_files_are_repaired_or_refused(targets, name, count):
     verdicts.show(name)
 
 
-# ------------------------------------------------------------------- what people bring
+# ------------------------------------------------------------------- odd input
 
 
 FORMATS = {
@@ -730,7 +736,7 @@ FORMATS = {
 
 
 def make_file(rng):
-    """Return the bytes of an image or something like one, and whether the scripts must use it."""
+    """Return the bytes of an image file, perhaps broken, and whether the scripts must use it."""
     format = rng.choice(list(FORMATS))
     mode = rng.choice(FORMATS[format].split())
     size = rng.choice(
@@ -771,7 +777,7 @@ def make_file(rng):
 
 
 def make_caption(rng):
-    """Return something that columns of captions contain, sometimes None."""
+    """Return a caption as data sets have them: empty, long, odd characters, or None."""
     pieces = [
         "a red bicycle",
         "ein Füchslein",
@@ -976,8 +982,8 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def limit_memory_and_let_warn():
-    """Libraries may warn of an unusual setting, which pytest would turn into an error."""
+def limit_memory_and_ignore_warnings():
+    """Ignore libraries' warnings of an unusual setting, which pytest would turn into errors."""
     warnings.simplefilter("ignore", FutureWarning)
     limit_memory()
 
@@ -1014,7 +1020,7 @@ def test_changed_values_in_model_configs_are_refused_or_work(targets, name, coun
         ][: name != NAMES[0]]
         shutil.rmtree(target.out, ignore_errors=True)
         with verdicts.case(target):
-            codes, said = target.run(flags=flags, before=limit_memory_and_let_warn)
+            codes, said = target.run(flags=flags, before=limit_memory_and_ignore_warnings)
             verdicts[
                 target.judge_sound(codes, said, f"{target}\n{file}: {key} = {json.dumps(value)}")
             ] += 1
@@ -1022,14 +1028,14 @@ def test_changed_values_in_model_configs_are_refused_or_work(targets, name, coun
     verdicts.show(f"{name}, {len(trials)} settings")
 
 
-# ------------------------------------------------------------------- a long time
+# ------------------------------------------------------------------- long runs
 
 
 @pytest.mark.parametrize(
     "count", [pytest.param(300, marks=pytest.mark.ci), pytest.param(20000, marks=pytest.mark.long)]
 )
 def test_memory_open_files_and_step_time_do_not_grow_with_steps(targets, count):
-    """Memory, open files and the time of a step, in ten parts of a run."""
+    """They are measured in ten parts of a run."""
     target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()
 
     def note(event):

@@ -206,7 +206,7 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
 def test_documented_changes_train_and_resume_to_the_same_bits(
     root, tmp_path, monkeypatch, name, trainer, kind
 ):
-    """With gradient checkpointing, a search for the batch size, and held-out images at once."""
+    """The runs use gradient checkpointing, --train_batch_size=auto and held-out images."""
     change = CHANGES[NAMES.index(name)]
     if kind == "cache":
         use_column(monkeypatch, change)
@@ -341,7 +341,7 @@ def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
 
 
 def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path, monkeypatch):
-    """Operations and memory of a further trained module, and of a network for the loss."""
+    """This covers a second trained module and a network in the loss, whose weights stay frozen."""
     seen = {}
 
     def spy_on_loss(copies, objective, prepared):

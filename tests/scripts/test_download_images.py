@@ -1,4 +1,4 @@
-"""Downloads from a server as faulty as the web. Tests of Ray start a real Ray here.
+"""Downloads from a server with the faults of the web. Some tests start a real Ray.
 
 Single requests, images, tables and shards are tested in tests/package.
 """
@@ -77,15 +77,15 @@ def local_ray(ray_folder, storage):
     ray.shutdown()
 
 
-def run_here(items, args, output_dir, schema, script=script):
+def run_items_without_ray(items, args, output_dir, schema, script=script):
     """`run_items` without Ray: one piece of work after the other."""
     for item in items:
         yield script.download_shard(item, args, output_dir, schema)
 
 
 @pytest.fixture
-def here(monkeypatch):
-    monkeypatch.setattr(script, "run_items", run_here)
+def without_ray(monkeypatch):
+    monkeypatch.setattr(script, "run_items", run_items_without_ray)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def run(table, output, *flags):
 
 
 def start(table, output, *flags, env=None):
-    """The same in a separate process."""
+    """Start the script in a separate process."""
     command = [
         sys.executable,
         ROOT / "download_images.py",
@@ -170,7 +170,7 @@ def start(table, output, *flags, env=None):
     return subprocess.Popen(list(map(str, command)), env={**os.environ, **(env or {})}, **options)
 
 
-def end(process, code=0, timeout=200):
+def wait_for_end(process, code=0, timeout=200):
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
     return output
@@ -212,7 +212,7 @@ def read_failures(folder):
     ]
 
 
-# ------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------- downloaded shards
 
 
 def check_download(server, kinds, folder):
@@ -268,17 +268,17 @@ def test_good_images_are_saved_once_in_order_and_failures_are_listed(
 
 @pytest.mark.ci
 def test_download_shard_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
-    """Most of these tests rely on this."""
+    """The tests with `without_ray` rely on this."""
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"]
     )
     run(table, tmp_path / "ray", "--rows_per_shard", 5)
-    monkeypatch.setattr(script, "run_items", run_here)
-    run(table, tmp_path / "here", "--rows_per_shard", 5)
-    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
+    monkeypatch.setattr(script, "run_items", run_items_without_ray)
+    run(table, tmp_path / "without-ray", "--rows_per_shard", 5)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "without-ray")
 
 
-def test_datasets_and_precompute_latents_open_downloaded_shards(here, server, tmp_path):
+def test_datasets_and_precompute_latents_open_downloaded_shards(without_ray, server, tmp_path):
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 7), None, f"{server.url}/missing/8"]
     )
@@ -310,7 +310,7 @@ def test_datasets_and_precompute_latents_open_downloaded_shards(here, server, tm
     ]
 
 
-def test_a_downloaded_shard_without_images_can_be_loaded(here, server, tmp_path):
+def test_a_downloaded_shard_without_images_can_be_loaded(without_ray, server, tmp_path):
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 3), *good_urls(server, 3, "missing")]
     )
@@ -318,7 +318,9 @@ def test_a_downloaded_shard_without_images_can_be_loaded(here, server, tmp_path)
     assert len(datasets.load_dataset(str(tmp_path / "out"), split="train")) == 3
 
 
-def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(here, server, tmp_path):
+def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(
+    without_ray, server, tmp_path
+):
     urls = [*good_urls(server, 24), f"{server.url}/missing/24"]
     make_table(tmp_path / "a.parquet", urls)
     table = pq.read_table(tmp_path / "a.parquet")
@@ -388,12 +390,12 @@ def test_remote_tables_are_copied_while_other_shards_download(lazy_ray, server, 
         m.setattr(script, "plan_copies", lose)
         said = refused(capsys, "memory://tables", tmp_path / "gone", "--rows_per_shard", 2)
     assert "memory:///tables/0.parquet can't be used" in said
-    assert len(whole(tmp_path / "gone")) == 6
+    assert len(finished_shards(tmp_path / "gone")) == 6
     said = refused(capsys, "memory://lines", tmp_path / "no", "--url_column", "URL")
     assert "memory:///lines/0.jsonl can't be used (no column 'URL' among 'url', 'text'" in said
 
 
-def test_limit_takes_the_first_rows_that_match_where(here, server, tmp_path, capsys):
+def test_limit_takes_the_first_rows_that_match_where(without_ray, server, tmp_path, capsys):
     """This holds for several tables, and for columns that the shards do not keep.
 
     CSV, whose columns are text, gives the same rows.
@@ -441,7 +443,7 @@ def test_limit_takes_the_first_rows_that_match_where(here, server, tmp_path, cap
 GIVEN = ["--input", "x", "--output_dir", "y"]
 
 
-def test_skip_repeated_keeps_the_first_row_of_each_file(here, server, tmp_path, monkeypatch):
+def test_skip_repeated_keeps_the_first_row_of_each_file(without_ray, server, tmp_path, monkeypatch):
     # rows in shards of 3; the last holds nothing new but image 5
     numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]
     kinds = ["image", "slow", "type"]  # the same bytes from other paths
@@ -534,7 +536,7 @@ def test_download_images_reports_bad_tables_in_one_line(tmp_path, capsys):
 
 
 def test_download_refuses_folders_with_other_files_and_changed_settings(
-    here, server, tmp_path, capsys
+    without_ray, server, tmp_path, capsys
 ):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     (tmp_path / "full").mkdir()
@@ -586,10 +588,10 @@ def test_rows_whose_download_worker_dies_four_times_are_reported(
     assert (
         f"rows 3 to 5 of file://{table} could not be downloaded: its worker process died 4 times"
     ) in said
-    assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
+    assert (tmp_path / "tries").read_text() == "xxxx" and finished_shards(out) == [0, 2]
 
 
-def test_download_fails_if_no_image_could_be_downloaded(here, server, tmp_path, capsys):
+def test_download_fails_if_no_image_could_be_downloaded(without_ray, server, tmp_path, capsys):
     table, out = (
         make_table(tmp_path / "urls.parquet", good_urls(server, 3, "missing")),
         tmp_path / "out",
@@ -600,21 +602,23 @@ def test_download_fails_if_no_image_could_be_downloaded(here, server, tmp_path, 
     assert len(read_failures(out)) == 3
 
 
-def test_download_does_not_need_the_systems_temporary_folder(here, server, tmp_path, monkeypatch):
+def test_download_does_not_need_the_systems_temporary_folder(
+    without_ray, server, tmp_path, monkeypatch
+):
     table = make_table(tmp_path / "urls.parquet", good_urls(server, 3))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     run(table, tmp_path / "out")
     assert len(read_rows(tmp_path / "out")) == 3
 
 
-def test_output_dir_may_be_inside_the_input_folder(here, server, tmp_path):
+def test_output_dir_may_be_inside_the_input_folder(without_ray, server, tmp_path):
     make_table(tmp_path / "urls.parquet", good_urls(server, 3))
     for _ in range(2):
         run(tmp_path, tmp_path / "out")
     assert len(read_rows(tmp_path / "out")) == 3
 
 
-def test_very_long_urls_and_invalid_captions_are_listed_as_failures(here, server, tmp_path):
+def test_very_long_urls_and_invalid_captions_are_listed_as_failures(without_ray, server, tmp_path):
     urls = [
         "data:image/png;base64," + "A" * 250_000,
         *good_urls(server, 3),
@@ -634,8 +638,8 @@ def test_very_long_urls_and_invalid_captions_are_listed_as_failures(here, server
     )
 
 
-def test_download_reports_a_shard_that_could_not_be_written(here, server, tmp_path, capsys):
-    """Here a folder takes the place of the shard."""
+def test_download_reports_a_shard_that_could_not_be_written(without_ray, server, tmp_path, capsys):
+    """A folder with the name of the shard stands in for a full disk."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     name = "data-00001-of-00002.parquet"
@@ -649,10 +653,12 @@ def test_download_reports_a_shard_that_could_not_be_written(here, server, tmp_pa
     assert len(read_rows(out)) == 5
 
 
-# ------------------------------------------------------------------- going on
+# ------------------------------------------------------------------- resuming and repairing
 
 
-def test_missing_shards_are_downloaded_again_and_missing_records_rebuilt(here, server, tmp_path):
+def test_missing_shards_are_downloaded_again_and_missing_records_rebuilt(
+    without_ray, server, tmp_path
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before = contents(out)
@@ -665,7 +671,7 @@ def test_missing_shards_are_downloaded_again_and_missing_records_rebuilt(here, s
 
 
 def test_shards_that_differ_from_their_records_are_reported_and_repaired(
-    here, server, tmp_path, capsys
+    without_ray, server, tmp_path, capsys
 ):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
@@ -679,8 +685,10 @@ def test_shards_that_differ_from_their_records_are_reported_and_repaired(
 
 
 @pytest.mark.parametrize("what", ["shard", "record", "settings"])
-def test_damaged_download_files_are_repaired_or_reported(here, server, tmp_path, capsys, what):
-    """Here bytes in the middle change, and the footer of the shard does not."""
+def test_damaged_download_files_are_repaired_or_reported(
+    without_ray, server, tmp_path, capsys, what
+):
+    """Bytes in the middle change, but not the footer of the shard."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before, record = contents(out), out / "__download__/records/data-00001-of-00003.json"
@@ -713,7 +721,7 @@ def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
         assert "another process is writing to" in refused(capsys, table, out)
 
 
-def test_retry_failed_requests_only_temporary_failures(here, server, tmp_path):
+def test_retry_failed_requests_only_temporary_failures(without_ray, server, tmp_path):
     """Temporary failures are retried, permanent ones are not. No good row is repeated or lost."""
     urls = good_urls(server, 12)
     urls[1], urls[4], urls[7] = (
@@ -768,14 +776,14 @@ def undisturbed(server, tmp_path, *flags):
     urls = [f"{server.url}/{'missing' if i % 20 == 7 else 'image'}/{i}" for i in range(120)]
     table = make_table(tmp_path / "urls.parquet", urls)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(script, "run_items", run_here)
+        m.setattr(script, "run_items", run_items_without_ray)
         run(table, tmp_path / "undisturbed", *flags)
     assert len(read_rows(tmp_path / "undisturbed")) == 114
     server.delay, server.requests = 0.2, collections.Counter()
     return table, contents(tmp_path / "undisturbed")
 
 
-def whole(folder):
+def finished_shards(folder):
     """Numbers of the finished shards."""
     return sorted(
         int(path.name[5:10]) for path in Path(folder).glob("__download__/records/data-*.json")
@@ -802,7 +810,7 @@ def workers(address):
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_killed_download_resumes_without_repeating_finished_shards(
-    local_ray, server, tmp_path, here, number, code
+    local_ray, server, tmp_path, without_ray, number, code
 ):
     flags, out = ["--rows_per_shard", "10"], tmp_path / "out"
     table, expected = undisturbed(server, tmp_path, *flags)
@@ -810,25 +818,26 @@ def test_a_killed_download_resumes_without_repeating_finished_shards(
     # speed does not matter.
     server.held = 40
     driver = start(table, out, *flags, "--address", local_ray)
-    wait_until(lambda: whole(out) == [0, 1, 2, 3] and server.open > 4)  # so that requests are lost
+    # with open requests, so that some are lost
+    wait_until(lambda: finished_shards(out) == [0, 1, 2, 3] and server.open > 4)
     killed = [worker.kill() for worker in workers(local_ray)]
     server.held = 80
     repeated = lambda: [path for path, count in server.requests.copy().items() if count > 1]
-    wait_until(lambda: len(whole(out)) >= 5 and repeated())  # others continue
+    wait_until(lambda: len(finished_shards(out)) >= 5 and repeated())  # others continue
     again = repeated()
     assert killed and len(again) <= len(killed) * 10  # no more than the shards in work
     driver.send_signal(number)
-    printed = end(driver, code)
+    printed = wait_for_end(driver, code)
     if number != signal.SIGKILL:
         assert "the same command continues from here" in printed and "Traceback" not in printed, (
             printed
         )
     wait_until(lambda: not workers(local_ray))  # Ray ends the workers of a lost driver
-    assert 5 <= len(whole(out)) < 12
-    for shard in whole(out):
+    assert 5 <= len(finished_shards(out)) < 12
+    for shard in finished_shards(out):
         name = f"data-{shard:05d}-of-00012.parquet"
         assert (out / name).read_bytes() == expected[name]
-    rows = {row for shard in whole(out) for row in range(10 * shard, 10 * shard + 10)}
+    rows = {row for shard in finished_shards(out) for row in range(10 * shard, 10 * shard + 10)}
     before, server.held = server.requests.copy(), math.inf
     run(table, out, *flags)
     assert contents(out) == expected
@@ -846,10 +855,10 @@ def test_download_survives_a_lost_ray_node(ray_folder, server, tmp_path):
     try:
         node = cluster.add_node(**options)
         driver = start(table, tmp_path / "out", *flags, "--address", cluster.address)
-        wait_until(lambda: len(whole(tmp_path / "out")) >= 3)
+        wait_until(lambda: len(finished_shards(tmp_path / "out")) >= 3)
         cluster.remove_node(node, allow_graceful=False)
-        assert len(whole(tmp_path / "out")) < 12
-        assert "Done: 114 images" in end(driver)
+        assert len(finished_shards(tmp_path / "out")) < 12
+        assert "Done: 114 images" in wait_for_end(driver)
         assert contents(tmp_path / "out") == expected
         assert len([path for path, count in server.requests.items() if count > 1]) <= 20
     finally:
@@ -857,10 +866,10 @@ def test_download_survives_a_lost_ray_node(ray_folder, server, tmp_path):
 
 
 @pytest.mark.ci
-def test_download_reads_from_and_writes_to_s3(local_ray, storage, server, tmp_path, here):
+def test_download_reads_from_and_writes_to_s3(local_ray, storage, server, tmp_path, without_ray):
     """Read the table from an S3 server and write the shards there.
 
-    A killed driver leaves whole objects only.
+    A killed driver leaves only complete objects.
     """
     if storage is None:
         pytest.skip("needs moto[server]")
@@ -903,7 +912,7 @@ def test_download_reads_from_and_writes_to_s3(local_ray, storage, server, tmp_pa
     assert sum(server.requests[f"/image/{i}"] for i in range(30)) <= 40
 
 
-# ------------------------------------------------------------------- at length
+# ------------------------------------------------------------------- long runs
 
 
 @pytest.mark.long
@@ -933,7 +942,7 @@ def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tm
             with contextlib.suppress(psutil.Error):
                 most = max(most, worker.memory_info().rss)
         time.sleep(0.2)
-    printed = end(undisturbed)
+    printed = wait_for_end(undisturbed)
     print(
         f"{time.monotonic() - began:.0f} s, {most / 1e6:.0f} MB in a worker, "
         f"{server.sent / 1e6:.0f} MB without end"
@@ -943,13 +952,16 @@ def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tm
     assert most < 600_000_000
 
     out, drivers = tmp_path / "out", 0
-    while len(whole(out)) < 20 if out.exists() else True:
+    while len(finished_shards(out)) < 20 if out.exists() else True:
         driver = start(table, out, *flags)
         drivers += 1
-        least = len(whole(out)) + 4
+        least = len(finished_shards(out)) + 4
         for number in (0, 1):
             wait_until(
-                lambda: driver.poll() is not None or len(whole(out)) >= min(20, least - 2 * number),
+                lambda: (
+                    driver.poll() is not None
+                    or len(finished_shards(out)) >= min(20, least - 2 * number)
+                ),
                 200,
             )
             for worker in workers(local_ray)[:1]:
@@ -959,7 +971,7 @@ def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tm
             driver.kill()
         driver.communicate()
         assert drivers < 12
-    end(start(table, out, *flags))
+    wait_for_end(start(table, out, *flags))
     print(f"{drivers} drivers and as many workers were killed")
     check_download(server, kinds, out)
     mine, theirs = contents(out), contents(tmp_path / "undisturbed")

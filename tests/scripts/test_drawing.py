@@ -48,7 +48,7 @@ def train(script, flags):
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("kind", ["unet", "lora", "transformer"])
 def test_sampling_loads_no_text_encoder(tmp_path, loads, kind, cached):
-    """Once for the data and once for a saved pipeline, with any number of samples."""
+    """It is loaded once for the data and once for a saved pipeline, for any number of samples."""
     make_captioned(tmp_path / "images", 6)
     models = make_models(tmp_path)
     images = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--center_crop"]

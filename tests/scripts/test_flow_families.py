@@ -154,7 +154,7 @@ def test_flow_family_caches_record_their_features(root, name):
 @each_family
 @pytest.mark.usefixtures("without_figures")
 def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags):
-    """With several sizes, masks, several captions, mirrored images and dropped captions."""
+    """The data has several sizes, masks, several captions, mirrored images, dropped captions."""
     data = {
         "images": describe_data(root),
         "embeddings": [f"--latents_dir={root / 'embeddings'}"],
@@ -187,7 +187,7 @@ def test_embeddings_beyond_float16_are_refused_before_encoding(
     assert not (tmp_path / "cache").exists()
 
 
-# ------------------------------------------------------------------- trained whole
+# ------------------------------------------------------------------- full training
 
 
 @each_family
@@ -227,7 +227,7 @@ def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tm
 @pytest.mark.parametrize("name", ["flux2-klein", "qwen-image"])
 @pytest.mark.usefixtures("without_figures")
 def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
-    """On two processes; klein whole, and a LoRA of Qwen-Image."""
+    """On two processes: full training of klein, and a LoRA for Qwen-Image."""
     argv = [*cached, "--num_train_epochs=3", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2", *["--rank=2"] * (name == "qwen-image")]
     whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
@@ -279,7 +279,7 @@ def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags
 
 
 def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots, capfd):
-    """Before 0.1.0, `all` of Z-Image was only attention."""
+    """Before 0.1.0, --lora_layers=all adapted only the attention layers of Z-Image."""
     root = roots("z-image")
     argv = [
         f"--pretrained_model_name_or_path={root / 'base'}",
@@ -337,7 +337,7 @@ def test_prx_trains_with_the_vae_of_flux2(tmp_path, roots):
     assert config.shift_factor == pytest.approx(float(original.bn.running_mean.mean()))
 
 
-# ------------------------------------------------------------------- noise that depends on the size
+# ------------------------------------------------------------------- the shift for each image size
 
 
 def test_choose_shift_equals_the_pipelines_shift_for_each_size(monkeypatch):
@@ -444,7 +444,7 @@ def test_schedulers_with_invalid_shift_settings_are_refused(tmp_path, change):
         script.make_scheduler(base, 512, args)
 
 
-# ------------------------------------------------------------------- what can't or should not be
+# ------------------------------------------------------------------- warnings and refusals
 
 
 @pytest.mark.usefixtures("without_figures")

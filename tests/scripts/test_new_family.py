@@ -1,4 +1,4 @@
-"""A family of models is one file: the one in this test is like Stable Diffusion 3.
+"""A new family of models needs one file. The one in this test is like Stable Diffusion 3.
 
 Two CLIP text encoders with projections, padding that is kept without a mask, a VAE that shifts, and
 flow matching. The scripts cache, train (fully and as a LoRA), resume and draw with it.
@@ -47,7 +47,7 @@ from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
 
-# ------------------------------------------------------------------- the family: one file
+# ------------------------------------------------------------------- the family
 
 WIDTH = 64  # of embeddings; 4,096 in the published one, the width of its third text encoder
 THIRD = 256  # tokens of the missing third text encoder, replaced by zeros
@@ -108,7 +108,7 @@ class StableDiffusion3(Family):
         return super().build(parts | third, base, resolution)
 
 
-# ------------------------------------------------------------------- a tiny pipeline of it
+# ------------------------------------------------------------------- a tiny pipeline
 
 
 def make_sd3(folder):
@@ -241,7 +241,7 @@ def losses(folder):
     return [record["loss"] for record in metrics(folder) if "loss" in record]
 
 
-# ------------------------------------------------------------------- it is known
+# ------------------------------------------------------------------- its name and its pipeline
 
 
 @pytest.mark.parametrize("parse_args", [script.parse_args, precompute_latents.parse_args])
@@ -293,7 +293,7 @@ def test_a_new_family_encodes_predicts_and_samples_like_its_pipeline(root):
         assert np.array_equal(drawn, pipeline(captions, guidance_scale=scale, **options).images)
 
 
-# ------------------------------------------------------------------- cached
+# ------------------------------------------------------------------- caches
 
 
 def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
@@ -325,7 +325,7 @@ def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, m
         load_cache(root / "embeddings")
 
 
-# ------------------------------------------------------------------- trained
+# ------------------------------------------------------------------- training
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -396,7 +396,7 @@ def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, nu
 
 
 def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, cached):
-    """With all that a run computes besides its steps: costs, curves, the held-out loss."""
+    """The run also computes its costs, its curves and the held-out loss."""
     prompts = ["a digit one", "a digit two"]
     train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2")
     record = metrics(tmp_path / "out")[-1]

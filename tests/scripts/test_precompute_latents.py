@@ -1,4 +1,4 @@
-"""A latent cache from end to end: contents, the same bytes after any failure, messages.
+"""A latent cache from end to end: its contents, the same bytes after a kill, and errors.
 
 Its files, its models and its reader are tested in tests/package.
 """
@@ -96,7 +96,7 @@ def expected_moments(vae, images):
     return torch.cat([posterior.mean, posterior.std], dim=1)
 
 
-# ------------------------------------------------------------------- what is in the cache
+# ------------------------------------------------------------------- contents of the cache
 
 
 def test_cache_rows_hold_latents_of_any_image_mode_and_caption_embeddings(tmp_path):
@@ -311,7 +311,7 @@ def test_rows_with_infinite_latents_are_skipped(tmp_path, flags, monkeypatch):
     assert "not finite" in json.loads((tmp_path / "out/skipped.jsonl").read_text())["reason"]
 
 
-# ------------------------------------------------------------------- the same whatever happens
+# ------------------------------------------------------------------- kills, repairs, settings
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -508,7 +508,7 @@ def test_precompute_latents_memory_does_not_grow_with_the_rows(tmp_path):
     assert peaks[1] < 1.1 * peaks[0], peaks
 
 
-# ------------------------------------------------------------------- things that go wrong
+# ------------------------------------------------------------------- errors
 
 
 def test_failed_rows_are_listed_in_skipped_jsonl_and_others_kept(
@@ -594,7 +594,7 @@ def test_run_args_file_makes_the_same_cache_again(tmp_path, flags):
 
 
 def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monkeypatch):
-    """While a file is written, the device gets 16 further batches: no clock is read."""
+    """While a file is written, the device gets 16 further batches. The test reads no clock."""
     make_images(tmp_path / "more", 64)
     lines = [json.dumps({"file_name": f"{i}.png", "text": "x"}) for i in range(64)]
     (tmp_path / "more/metadata.jsonl").write_text("\n".join(lines))

@@ -1,4 +1,4 @@
-"""The cache of precompute_latents.py made on Ray: the same bytes, whichever process dies."""
+"""A cache made on Ray has the bytes of precompute_latents.py, whichever process is killed."""
 
 import argparse
 import ast
@@ -220,7 +220,7 @@ class Gauge:
 
 
 @pytest.fixture
-def here(monkeypatch):
+def without_ray(monkeypatch):
     """Runs the script as `driver` does, but without Ray: one shard at a time, in random order."""
     nodes, rng = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}], random.Random(0)
     monkeypatch.setattr(
@@ -251,11 +251,11 @@ def here(monkeypatch):
 
 
 def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
-    tmp_path, flags, whole, here
+    tmp_path, flags, whole, without_ray
 ):
     assert len(whole) == 4 + 6 and whole["skipped.jsonl"].count(b"\n") == 2
     for count in (1, 3):
-        code, said = here(
+        code, said = without_ray(
             *flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}"
         )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
@@ -269,23 +269,25 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
     assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
-def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(tmp_path, flags, here):
+def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
+    tmp_path, flags, without_ray
+):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = here(*flags, "--num_encoders=2")
+    code, said = without_ray(*flags, "--num_encoders=2")
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
     described = json.loads((tmp_path / "out/cache.json").read_text())
     assert described["features"] == ["ragged latents", "masks"]
 
     flags += ["--resolution", "8", "16"]
     precompute(*flags, f"--output_dir={tmp_path / 'each'}")
-    code, said = here(*flags, f"--output_dir={tmp_path / 'ray'}")
+    code, said = without_ray(*flags, f"--output_dir={tmp_path / 'ray'}")
     assert code == 0 and contents(tmp_path / "ray") == contents(tmp_path / "each"), said
     assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
 
 
-def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, here):
+def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, without_ray):
     """Random crops, images of two shapes, embeddings and tokens.
 
     The VAE is in float32 and the text encoders are in bfloat16.
@@ -299,36 +301,44 @@ def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, here):
         ]
         argv += ["--latents=moments", f"--text_cache={kind}"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0 and "Done: 25 rows, 1 skipped" in said, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"sdxl"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, here):
+def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, without_ray):
     for kind in ("embeddings", "ids"):
         argv = [*flags, "--model_family=prx", f"--text_cache={kind}"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
 @pytest.mark.parametrize("make", [make_klein, make_qwen_image])
-def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, here, make):
+def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, without_ray, make):
     """Latents in patches with a scale per channel; ids without padding, or with a template."""
     base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"
     for kind in ("embeddings", "ids"):
         argv = [*flags, base, f"--text_cache={kind}", "--latents=moments"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"scaling_factor": [' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(tmp_path, flags, here):
+def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
+    tmp_path, flags, without_ray
+):
     """The other script was interrupted: one cache lacks a shard and a half, one is missing."""
     for side in ("8", "16"):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
@@ -338,7 +348,7 @@ def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(tmp_pat
     (half / "state.json").unlink()
     (half / "data-00001-of-00004.arrow").write_bytes(b"half")
     (half / "data-00003-of-00004.arrow").unlink()
-    code, said = here(*flags, "--num_encoders=2")
+    code, said = without_ray(*flags, "--num_encoders=2")
     assert (
         code == 0
         and said.count("making it again") == 2
@@ -350,19 +360,19 @@ def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(tmp_pat
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-def test_ray_encoder_finds_batch_size_auto_and_later_runs_keep_it(tmp_path, flags, here):
+def test_ray_encoder_finds_batch_size_auto_and_later_runs_keep_it(tmp_path, flags, without_ray):
     flags += ["--batch_size=auto", "--rows_per_shard=12"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0 and re.search(
         r"images  memory, GB  images/s\n +1 .*\n +2 .*\n +4 .*\n +8 .*\n +12 ", said
     ), said
     assert "Batch size: 12\n" in said and contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out/data-00001-of-00003.arrow").unlink()
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0 and "Batch size: 12\n" in said and "memory, GB" not in said
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    code, said = here(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
+    code, said = without_ray(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
     assert (
         code == 1 and "the models on this node differ" in said and not (tmp_path / "other").exists()
     ), said
@@ -379,7 +389,7 @@ def test_batch_size_auto_works_on_real_ray(tmp_path, flags, driver):
     ), said
 
 
-def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, flags, here):
+def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, flags, without_ray):
     for kind in ("sd", "prx"):
         lines = [
             json.loads(line)
@@ -401,7 +411,9 @@ def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, fl
             "3",
         ]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0 and contents(tmp_path / kind / "ray") == contents(
             tmp_path / kind / "one"
         ), said
@@ -444,7 +456,7 @@ def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
     assert all(getattr(args, name, None) == value for name, value in theirs.items())
 
 
-def test_ray_cache_of_moments_and_ids_in_bf16_has_the_same_bytes(tmp_path, flags, here):
+def test_ray_cache_of_moments_and_ids_in_bf16_has_the_same_bytes(tmp_path, flags, without_ray):
     flags += [
         "--latents=moments",
         "--no-random_flip",
@@ -453,18 +465,20 @@ def test_ray_cache_of_moments_and_ids_in_bf16_has_the_same_bytes(tmp_path, flags
         "--text_cache=ids",
     ]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0, said
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_both_cache_scripts_resume_and_repair_each_others_caches(tmp_path, flags, whole, here):
+def test_both_cache_scripts_resume_and_repair_each_others_caches(
+    tmp_path, flags, whole, without_ray
+):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     names = sorted(name for name in whole if name.endswith(".arrow"))
     (tmp_path / "out" / names[0]).unlink()
     (tmp_path / "out" / names[2]).write_bytes(whole[names[2]][:-8])
     before = {name: (tmp_path / "out" / name).stat().st_ino for name in (names[1], names[3])}
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0 and f"{names[0]} is gone" in said and f"{names[2]} is damaged" in said, said
     assert contents(tmp_path / "out") == whole
     # Good files were not written again
@@ -473,7 +487,7 @@ def test_both_cache_scripts_resume_and_repair_each_others_caches(tmp_path, flags
     assert contents(tmp_path / "out") == whole
 
 
-# ------------------------------------------------------------------- whoever dies
+# ------------------------------------------------------------------- killed processes
 
 
 def marker(args, name):
@@ -553,7 +567,7 @@ def test_ray_run_recovers_from_a_killed_encoder_and_a_killed_task(tmp_path, flag
 def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
     tmp_path, flags, whole, driver, bucket, request
 ):
-    """Nor does a killed driver: its files, here at an address, are complete and it resumes."""
+    """The files of the killed driver, in a bucket, are complete, and the same command resumes."""
     flags.append("--output_dir=s3://bucket/latents")
     argv = [*flags, f"--address={driver.address}"]
 
@@ -572,8 +586,9 @@ def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
     assert {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
     assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
-    here = request.getfixturevalue("here")  # only now, because the fork needs the real Ray
-    code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
+    # only now, because the fork needs the real Ray
+    without_ray = request.getfixturevalue("without_ray")
+    code, said = without_ray(*flags)  # at once: the dead one's workers may not have noticed yet
     assert code == 0, said
     assert objects(bucket, "bucket/latents") == whole
     assert times == {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
@@ -616,9 +631,9 @@ def gone_encoder():
     script.ray.wait = lambda refs, **options: (refs[:1], [])
 
 
-def test_rows_whose_encoder_dies_four_times_are_reported(tmp_path, flags, whole, here):
-    """And no others, though they were with them."""
-    code, said = here(*flags, setup=gone_encoder)
+def test_rows_whose_encoder_dies_four_times_are_reported(tmp_path, flags, whole, without_ray):
+    """Rows that were at the same encoder are not reported."""
+    code, said = without_ray(*flags, setup=gone_encoder)
     assert (
         code == 1
         and "rows 8 to 15 could not be made: its process died 4 times, out of memory?" in said
@@ -626,7 +641,7 @@ def test_rows_whose_encoder_dies_four_times_are_reported(tmp_path, flags, whole,
     assert (
         tmp_path / "tries"
     ).read_text() == "0120111" and "data-00000-of-00004.arrow" in os.listdir(tmp_path / "out")
-    assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+    assert without_ray(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
 @pytest.mark.long
@@ -686,7 +701,7 @@ def test_signal_ends_the_ray_run_soon_and_leaves_complete_files(
     assert driver(*flags)[0] == 0 and contents(out) == whole
 
 
-# ------------------------------------------------------------------- things that go wrong
+# ------------------------------------------------------------------- errors
 
 
 class Raises(script.Encoder):
@@ -703,8 +718,8 @@ def raising_encoder():
     script.Encoder = Raises
 
 
-def test_ray_reports_a_model_error_after_four_tries(tmp_path, flags, whole, here):
-    code, said = here(*flags, setup=raising_encoder)
+def test_ray_reports_a_model_error_after_four_tries(tmp_path, flags, whole, without_ray):
+    code, said = without_ray(*flags, setup=raising_encoder)
     assert (
         code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said
     ), said
@@ -750,16 +765,16 @@ def broken_decoder():
     script.decode_part = decode_part
 
 
-def test_ray_reports_rows_that_could_not_be_decoded(tmp_path, flags, whole, here):
+def test_ray_reports_rows_that_could_not_be_decoded(tmp_path, flags, whole, without_ray):
     """All rows of the part are named. Other shards are made, and the same command resumes."""
-    code, said = here(*flags, setup=broken_decoder)
+    code, said = without_ray(*flags, setup=broken_decoder)
     assert (
         code == 1
         and "rows 16 to 23 could not be made: RuntimeError: rows 20 to 23 could not be decoded"
         in said
     )
     assert "no more of it" in said and not (tmp_path / "out/state.json").exists()
-    assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+    assert without_ray(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
 def test_list_parts_splits_each_shard_into_parts_of_whole_batches(flags):
@@ -774,7 +789,7 @@ def test_list_parts_splits_each_shard_into_parts_of_whole_batches(flags):
     assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
 
 
-def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
+def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray, monkeypatch):
     """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
     job = argparse.Namespace(
         caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, threads=1
@@ -816,8 +831,8 @@ def other_models():
     script.describe_models = lambda encoders: real(encoders) | {"vae": {"sha256": "another"}}
 
 
-def test_ray_node_with_different_models_is_refused(tmp_path, flags, here):
-    code, said = here(*flags, setup=other_models)
+def test_ray_node_with_different_models_is_refused(tmp_path, flags, without_ray):
+    code, said = without_ray(*flags, setup=other_models)
     differences = "(vae.class AutoencoderKL -> None, vae.sha256"
     assert code == 1 and f"node differ from the driver's {differences}" in said, said
     assert not list((tmp_path / "out").glob("data-*"))
@@ -840,19 +855,19 @@ def test_ray_workers_load_the_data_if_the_drivers_cache_is_missing(tmp_path, fla
 
 
 def test_ray_refuses_changed_settings_too_many_bad_rows_and_locked_folders(
-    tmp_path, flags, whole, here
+    tmp_path, flags, whole, without_ray
 ):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    code, said = here(*flags, "--seed=3")
+    code, said = without_ray(*flags, "--seed=3")
     assert code == 1 and "transform.seed 0 -> 3" in said
-    code, said = here(*flags, "--max_skipped=0.01", f"--output_dir={tmp_path / 'other'}")
+    code, said = without_ray(*flags, "--max_skipped=0.01", f"--output_dir={tmp_path / 'other'}")
     assert code == 1 and "more than --max_skipped 0.01 allows" in said and said.count(".py:") == 1
     assert not list((tmp_path / "other").glob(".tmp-*"))
-    code, said = here(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
+    code, said = without_ray(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
     assert code == 0 and contents(tmp_path / "other") == whole
     with FileLock(tmp_path / "out/.lock"):
         (tmp_path / "out/.tmp-of-another-run").touch()
-        code, said = here(*flags)
+        code, said = without_ray(*flags)
         assert code == 1 and "another process is writing" in said
         assert (tmp_path / "out/.tmp-of-another-run").exists()
 
@@ -1032,7 +1047,7 @@ def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
 
 
 def test_only_precompute_latents_ray_imports_ray_at_its_start(monkeypatch):
-    """Nor does what they share, until it is asked for."""
+    """The package imports Ray only inside functions."""
     for path in {*ROOT.glob("*.py"), *ROOT.glob("diffusion_training/**/*.py")} - {
         ROOT / "precompute_latents_ray.py"
     }:
@@ -1100,17 +1115,17 @@ def without_source(files):
 
 
 @pytest.mark.ci
-def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, here, bucket):
+def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, without_ray, bucket):
     precompute(
         *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
     )
     disk = contents(tmp_path / "disk")
     there = [*flags, "--train_data_dir=s3://bucket/images/"]
-    code, said = here(*there, "--output_dir=s3://bucket/latents")
+    code, said = without_ray(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/latents" in said, said
     made = objects(bucket, "bucket/latents")
     assert made.keys() == disk.keys() and without_source(made) == without_source(disk)
-    code, said = here(*there)  # remote images, local cache
+    code, said = without_ray(*there)  # remote images, local cache
     assert code == 0 and contents(tmp_path / "out") == made, said
 
     # A complete cache is not written again. Damaged, missing and half-made parts are repaired
@@ -1118,16 +1133,16 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, her
     names = sorted(name for name in made if name.endswith(".arrow"))
     bucket.pipe_file(f"bucket/latents/{names[1]}", made[names[1]][:-8])
     bucket.rm_file(f"bucket/latents/{names[2]}")
-    code, said = here(*there, "--output_dir=s3://bucket/latents", setup=raising_encoder)
+    code, said = without_ray(*there, "--output_dir=s3://bucket/latents", setup=raising_encoder)
     assert code == 1 and f"{names[1]} is damaged" in said and f"{names[2]} is gone" in said, said
     assert not bucket.exists("bucket/latents/state.json")
-    code, said = here(*there, "--output_dir=s3://bucket/latents")
+    code, said = without_ray(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and objects(bucket, "bucket/latents") == made, said
     same = [f"bucket/latents/{name}" for name in (names[0], names[3])]
     assert all(bucket.info(path)["LastModified"] == times[path] for path in same)
 
     # A trial: the first rows, of the first two of three files
-    code, said = here(*there, "--max_train_samples=12", f"--output_dir={tmp_path / 'trial'}")
+    code, said = without_ray(*there, "--max_train_samples=12", f"--output_dir={tmp_path / 'trial'}")
     assert code == 0 and "Done: 11 rows, 1 skipped" in said, said
     rows = datasets.load_from_disk(str(tmp_path / "trial"))
     assert rows["text"][:] == datasets.load_from_disk(str(tmp_path / "out"))["text"][:11]
@@ -1142,23 +1157,23 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, her
         "--caption_column=caption": "s3://bucket/images has no column 'caption', only",
         "--train_data_dir=s3://bucket/latents2": "it holds no parquet files",
     }.items():
-        code, said = here(*there, "--output_dir=s3://bucket/latents", argv)
+        code, said = without_ray(*there, "--output_dir=s3://bucket/latents", argv)
         assert code == 1 and sentence in said, said
     both = [*there, "--rows_per_shard=26", "--resolution", "8", "16"]
-    code, said = here(*both, "--output_dir=s3://bucket/latents")
+    code, said = without_ray(*both, "--output_dir=s3://bucket/latents")
     assert code == 1 and "s3://bucket/latents is a cache itself" in said, said
     assert objects(bucket, "bucket/latents") == made
 
     # Two resolutions, then each one alone: nothing is made again
     for side in ([], ["--resolution=8", "--output_dir=s3://bucket/both/8"]):
-        code, said = here(*both, "--output_dir=s3://bucket/both", *side)
+        code, said = without_ray(*both, "--output_dir=s3://bucket/both", *side)
         assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/both/8" in said, said
-    code, said = here(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
+    code, said = without_ray(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
     assert code == 0 and objects(bucket, "bucket/both/16") == contents(tmp_path / "16"), said
     assert {path.split("/")[2] for path in bucket.find("bucket/both")} == {"8", "16"}
 
 
-def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, here):
+def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, without_ray):
     """There is no lock: one run begins, another makes the whole cache, then the first continues."""
     MemoryFileSystem.store.clear()
     flags.append("--output_dir=memory://bucket/latents")
@@ -1169,7 +1184,7 @@ def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, h
         script.main(script.parse_args(flags))
         yield from made
 
-    code, said = here(*flags, setup=lambda: setattr(script, "make_shards", make_shards))
+    code, said = without_ray(*flags, setup=lambda: setattr(script, "make_shards", make_shards))
     assert (
         code == 0 and said.count("Done: 24 rows, 2 skipped, are in memory://bucket/latents") == 2
     ), said
@@ -1316,38 +1331,38 @@ def test_crew_ends_an_encoder_if_no_memory_is_left_for_tasks(crew):
     assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
 
 
-def weigh(gigabytes):
+def set_encoder_memory(gigabytes):
     """Let each encoder need this memory. A task needs 1 GiB, and the first node has 7.5."""
     real = script.plan_engine
     script.plan_engine = lambda args, weights: real(args, (gigabytes - 1) * 2**29)
 
 
-def one_place():
-    weigh(5)
+def room_for_one_encoder():
+    set_encoder_memory(5)
 
 
-def two_places_and_none_for_a_task():
-    weigh(3.5)
+def room_for_two_encoders_without_a_task():
+    set_encoder_memory(3.5)
 
 
-def a_place_and_none_for_a_task():
-    weigh(7)
+def room_for_one_encoder_without_a_task():
+    set_encoder_memory(7)
 
 
 @pytest.mark.ci
 def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_encoders=2", setup=one_place)
+    code, said = driver(*flags, "--num_encoders=2", setup=room_for_one_encoder)
     assert code == 0 and contents(tmp_path / "out") == whole, said
     assert "Ray has a place for 1 of 2 encoders (5.4 GB each); the others wait" in said
     assert "1 starting or waiting for a place" in said
 
-    code, said = driver(*flags, setup=a_place_and_none_for_a_task)
+    code, said = driver(*flags, setup=room_for_one_encoder_without_a_task)
     assert code == 1 and "no node of Ray has memory for both: add a node" in said, said
 
 
-def come_and_go():
-    """Two nodes join when encoders wait for them. One is lost at work and not replaced."""
-    weigh(9)
+def add_and_lose_nodes():
+    """Two nodes join when encoders wait for them. One is lost later and not replaced."""
+    set_encoder_memory(9)
     script.Encoder, make = Slow, script.make_shards
     nodes, seen = [], set()
 
@@ -1375,7 +1390,7 @@ def come_and_go():
 def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, driver):
     flags.append("--rows_per_shard=4")
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
+    code, said = driver(*flags, "--num_encoders=2", setup=add_and_lose_nodes)
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
     assert "Waiting for more nodes: an encoder needs 0 GPUs and 9.7 GB" in said
     phases = [
@@ -1388,12 +1403,12 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
 
 @pytest.mark.long
 def test_ray_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_encoders=2", setup=two_places_and_none_for_a_task)
+    code, said = driver(*flags, "--num_encoders=2", setup=room_for_two_encoders_without_a_task)
     assert code == 0 and contents(tmp_path / "out") == whole, said
     assert "Only 1 of 2 encoders start: with more (3.8 GB each) no node would have memory" in said
 
 
-# ------------------------------------------------------------------- whole nodes, and memory
+# ------------------------------------------------------------------- lost nodes, and memory
 
 
 def end_node(process):
@@ -1406,7 +1421,7 @@ def end_node(process):
 AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
 
-def encoders_and_tasks(node):
+def find_workers(node):
     """The ids of the worker processes under a Ray node, which may be killed."""
     import psutil
 
@@ -1438,7 +1453,7 @@ def test_random_worker_kills_and_a_lost_node_do_not_change_the_cache(tmp_path, f
             120,
         )
         for _ in range(2):
-            for pid in rng.sample(encoders_and_tasks(nodes[0]), 1):
+            for pid in rng.sample(find_workers(nodes[0]), 1):
                 os.kill(pid, signal.SIGKILL)
             time.sleep(3)
         assert process.poll() is None, (tmp_path / "said").read_text()
@@ -1558,7 +1573,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, f
                 continue
             what = rng.choices(["worker", "node", "driver"], [12, 1, 1])[0]
             if what == "worker":
-                workers = [pid for node in nodes for pid in encoders_and_tasks(node)]
+                workers = [pid for node in nodes for pid in find_workers(node)]
                 for pid in rng.sample(workers, min(1, len(workers))):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

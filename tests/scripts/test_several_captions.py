@@ -1,6 +1,6 @@
-"""Several captions per image: a cache has all of them, and one is drawn each epoch.
+"""Several captions per image: a cache holds all of them, and one is drawn each epoch.
 
-The same ones are drawn from a cache as from images.
+A cache draws the same captions as the images.
 """
 
 import collections

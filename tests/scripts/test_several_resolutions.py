@@ -1,4 +1,4 @@
-"""Several resolutions in one pass have the bytes of one pass each, after any interruption."""
+"""One run for several resolutions writes the bytes of separate runs, also after a kill."""
 
 import json
 import random
@@ -46,13 +46,13 @@ def flags(tmp_path):
 
 
 def make_each(tmp_path, flags):
-    """{side: the files} of one pass each, in folders with other names."""
+    """{resolution: files} of separate runs, in folders with other names."""
     for side in (8, 16):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / f'alone-{side}'}")
     return {side: contents(tmp_path / f"alone-{side}") for side in (8, 16)}
 
 
-def found(tmp_path):
+def read_caches(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"8", "16"}
     return {side: contents(tmp_path / f"out/{side}") for side in (8, 16)}
 
@@ -72,7 +72,7 @@ def test_several_resolutions_equal_separate_caches_and_decode_once(
     )
     precompute(*flags)
     assert (
-        found(tmp_path) == alone
+        read_caches(tmp_path) == alone
         and json.loads(alone[8]["cache.json"])["transform"]["resolution"] == 8
     )
     assert (
@@ -99,7 +99,7 @@ def test_several_resolutions_work_with_buckets_masks_sdxl_and_ids(tmp_path, flag
     ]
     alone = make_each(tmp_path, flags)
     precompute(*flags)
-    assert found(tmp_path) == alone
+    assert read_caches(tmp_path) == alone
     assert json.loads(alone[8]["cache.json"])["features"] == ["sdxl", "ragged latents", "masks"]
 
 
@@ -119,7 +119,7 @@ def test_overflow_at_one_resolution_leaves_the_other_unchanged(tmp_path, flags, 
     flags += ["--mixed_precision=bf16", "--model_family=prx"]
     alone = make_each(tmp_path, flags)
     precompute(*flags)
-    assert found(tmp_path) == alone
+    assert read_caches(tmp_path) == alone
     again = [json.loads(alone[side]["cache.json"])["encoded_again"] for side in (8, 16)]
     assert again == [0, 10] and alone[8]["empty_prompt.npy"] == alone[16]["empty_prompt.npy"]
 
@@ -147,7 +147,7 @@ def test_a_killed_run_of_several_resolutions_resumes_to_the_same_bytes(
     assert finish(start(run, num_processes, log=tmp_path / "log")) == [0] * num_processes, (
         tmp_path / "log"
     ).read_text()
-    assert found(tmp_path) == alone
+    assert read_caches(tmp_path) == alone
 
 
 def test_several_resolutions_encode_only_missing_and_damaged_shards(tmp_path, flags, monkeypatch):
@@ -168,10 +168,10 @@ def test_several_resolutions_encode_only_missing_and_damaged_shards(tmp_path, fl
 
     monkeypatch.setattr(script, "encode", watched)
     precompute(*flags)
-    assert found(tmp_path) == alone and encoded == [(1, [3, 4]), (1, [5]), (0, [9]), (1, [9])]
+    assert read_caches(tmp_path) == alone and encoded == [(1, [3, 4]), (1, [5]), (0, [9]), (1, [9])]
     encoded.clear()
     precompute(f"@{tmp_path}/out/8/run.args", f"--output_dir={tmp_path}/out/8", "--max_skipped=1")
-    assert found(tmp_path) == alone and encoded == []
+    assert read_caches(tmp_path) == alone and encoded == []
 
 
 def test_invalid_resolutions_are_refused_before_anything_is_written(tmp_path, flags, capfd):
@@ -199,7 +199,7 @@ def test_invalid_resolutions_are_refused_before_anything_is_written(tmp_path, fl
     assert "holds 16 and no latent cache" in refused(capfd, *flags, "--resolution=8")
 
 
-# ------------------------------------------------------------------- a batch size
+# ------------------------------------------------------------------- the batch size
 
 
 def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
@@ -224,10 +224,10 @@ def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
     assert sizes == [1, 2, 4, 8, 6, 5]
     said = capsys.readouterr().out
     assert " 6    too many\n" in said and "Batch size: 5\n" in said
-    whole = found(tmp_path)
+    whole = read_caches(tmp_path)
     shutil.rmtree(tmp_path / "out")
     precompute(*flags, "--batch_size=5")
-    assert found(tmp_path) == whole and b"--batch_size=5" in whole[8]["run.args"]
+    assert read_caches(tmp_path) == whole and b"--batch_size=5" in whole[8]["run.args"]
 
     # A half-made cache keeps its batch size, also with other memory
     tried.clear()
@@ -235,7 +235,7 @@ def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
         path.unlink()
     monkeypatch.setattr(script, "encode_images", encode)
     precompute(*flags)
-    assert found(tmp_path) == whole and tried == []
+    assert read_caches(tmp_path) == whole and tried == []
     assert "memory, GB" not in capsys.readouterr().out
 
 

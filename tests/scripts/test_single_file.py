@@ -1,4 +1,4 @@
-"""A base in one published file gives the same bits as its folder, or one sentence."""
+"""A base in one published file trains to the same bits as its folder, or is refused."""
 
 import json
 import os
@@ -156,9 +156,9 @@ def test_float16_weights_of_a_single_file_are_read_exactly(bases, tmp_path):
         assert torch.equal(trained[name], value.half().float())
 
 
-def without(path, found, keep):
-    save_file({name: value for name, value in load_file(path).items() if keep(name)}, found)
-    return found
+def copy_weights(path, target, keep):
+    save_file({name: value for name, value in load_file(path).items() if keep(name)}, target)
+    return target
 
 
 def refused(bases, tmp_path, capsys, base, *more):
@@ -188,7 +188,7 @@ def test_unsuitable_single_files_are_refused(bases, tmp_path, capsys):
     assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
         bases, tmp_path, capsys, broken, config
     )
-    without(path, broken, lambda name: "cond_stage_model" not in name)
+    copy_weights(path, broken, lambda name: "cond_stage_model" not in name)
     assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
         bases, tmp_path, capsys, broken, config
     )
@@ -210,7 +210,7 @@ def test_unsuitable_single_files_are_refused(bases, tmp_path, capsys):
 )
 def test_single_files_with_missing_weights_are_refused(bases, tmp_path, capsys, part, why):
     folder, path = bases["sd"]
-    without(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
+    copy_weights(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
     said = refused(
         bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}"
     )
@@ -295,7 +295,7 @@ def test_output_single_file_holds_the_weights_of_the_pipeline(bases, tmp_path, f
 
 
 def test_merge_writes_the_sd2_text_encoder_in_open_clips_layout(bases, tmp_path):
-    """Query, key and value are one matrix there. Its width tells it from Stable Diffusion 1."""
+    """OpenCLIP has query, key and value in one matrix. The width tells it from version 1."""
     folder, _ = bases["sd"]
     shutil.copytree(folder, tmp_path / "sd2")
     config = transformers.CLIPTextConfig.from_pretrained(folder / "text_encoder")

@@ -1,4 +1,4 @@
-"""A further stage, as in docs/cluster.md: the changes are applied to the scripts and run."""
+"""The additional stage of docs/cluster.md: its changes are applied to the scripts and run."""
 
 import importlib
 import io
@@ -15,8 +15,8 @@ from conftest import MODELS, ROOT, make_captioned, reset
 from image_server import FAST, ImageServer, make_image
 from PIL import Image
 from test_changes import apply, change_text
-from test_download_images import make_table, read_failures, read_rows, run_here
-from test_precompute_latents_ray import here  # noqa: F401
+from test_download_images import make_table, read_failures, read_rows, run_items_without_ray
+from test_precompute_latents_ray import without_ray  # noqa: F401
 
 ray = pytest.importorskip("ray")
 
@@ -68,7 +68,9 @@ def test_stage_changes_in_the_docs_have_fewer_than_ten_lines(tmp_path, stage):
 
 def test_a_stage_filters_downloaded_images(tmp_path, stage, monkeypatch):
     script = apply(CHANGES["download_images"], "download_images.py", tmp_path)
-    monkeypatch.setattr(script, "run_items", lambda *args: run_here(*args, script=script))
+    monkeypatch.setattr(
+        script, "run_items", lambda *args: run_items_without_ray(*args, script=script)
+    )
     server = ImageServer()
     table = make_table(tmp_path / "urls.parquet", [f"{server.url}/image/{i}" for i in range(9)])
     flags = [f"--input={table}", f"--output_dir={tmp_path / 'out'}", "--keep_columns", "id", *FAST]
@@ -126,7 +128,7 @@ def test_a_stage_filters_a_cache_and_rewrites_its_captions(
     changed = apply(CHANGES["precompute_latents_ray"], "precompute_latents_ray.py", tmp_path)
     monkeypatch.setitem(sys.modules, changed.__name__, changed)
     monkeypatch.setattr(on_ray, "script", changed)
-    run = request.getfixturevalue("here")
+    run = request.getfixturevalue("without_ray")
     actors = {}
 
     class Named:

@@ -1,4 +1,4 @@
-"""Training from a cache at an address: in any order, with kills and a faulty server."""
+"""Training from a cache in a bucket, with kills and a faulty server."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def stored(tmp_path, storage, monkeypatch):
 
 @pytest.fixture
 def in_ranges(monkeypatch):
-    """Caches of any size are read in ranges: 4 for one process, 2 for each of two."""
+    """Read caches of any size in ranges: 4 for one process, 2 for each of two."""
     patch(monkeypatch, "MOST_PERMUTED", 0)
     patch(monkeypatch, "LEAST_RANGES", 4)
 
@@ -233,7 +233,7 @@ def test_lasting_bucket_errors_end_the_run_and_it_resumes_later(
     assert_same_run(tmp_path / "whole", tmp_path / "out")
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- refused flags
 
 
 def test_caches_that_can_not_be_fetched_are_refused(tmp_path, stored, in_ranges, capfd):

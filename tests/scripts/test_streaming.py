@@ -1,4 +1,4 @@
-"""Data from a stream: the same cache as from a copy on disk, exact resume, errors."""
+"""--streaming gives the cache of a copy on disk, resumes exactly, and reports errors."""
 
 import json
 import os

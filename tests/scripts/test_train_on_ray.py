@@ -1,4 +1,4 @@
-"""A trainer on Ray Train: workers come and go, and every image comes once per epoch."""
+"""A trainer on Ray Train: workers come and go, and each image is drawn once per epoch."""
 
 import collections
 import contextlib
@@ -293,7 +293,7 @@ def test_train_on_ray_reports_bad_flags_in_one_line(tmp_path, capsys, monkeypatc
 
 
 def test_a_single_worker_ignores_the_ranks_of_another_launcher(tmp_path, monkeypatch):
-    """For example of a job of two machines that has started Ray on them."""
+    """For example, a job of two machines has started Ray on them."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("KEPT", "2")
