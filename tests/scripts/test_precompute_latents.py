@@ -21,13 +21,13 @@ import torch
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     finish,
     kill,
     launch,
     make_captioned,
     make_images,
     patch,
-    reset,
     start,
     wait_until,
 )
@@ -41,36 +41,19 @@ from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.latents.encoders import encode_images, encode_prompts
 from diffusion_training.order import draw_choices
 
+precompute = Script("precompute_latents")
+
 
 @pytest.fixture
 def flags(tmp_path):
     """A cache of 10 images in 4 shards that takes a second; later flags override these."""
     make_captioned(tmp_path / "images", 10)
-    return [
+    return precompute.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={MODELS}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--rows_per_shard=3",
-        "--batch_size=2",
-        "--dataloader_num_workers=0",
-    ]
-
-
-def precompute(*argv):
-    reset()  # each run has its own precision
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def refused(capfd, *argv):
-    try:
-        precompute(*argv)
-    except SystemExit as stop:
-        assert stop.code == 1
-        error = capfd.readouterr().err
-        assert error.count("precompute_latents.py:") == 1 and "Traceback" not in error
-        return error
-    pytest.fail("the run was not refused")
+    )
 
 
 def contents(folder):
@@ -143,16 +126,9 @@ def test_cache_rows_hold_latents_of_any_image_mode_and_caption_embeddings(tmp_pa
         for name, text in zip(kinds, captions, strict=True)
     ]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
-    precompute(
-        f"--train_data_dir={folder}",
-        f"--pretrained_model_name_or_path={MODELS}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--rows_per_shard=4",
-        "--batch_size=3",
-        "--random_flip",
-        "--dataloader_num_workers=1",
-    )
+    more = ["--rows_per_shard=4", "--batch_size=3", "--random_flip", "--dataloader_num_workers=1"]
+    models = f"--pretrained_model_name_or_path={MODELS}"
+    precompute(*precompute.flags(tmp_path / "out", f"--train_data_dir={folder}", models, *more))
     cache = datasets.load_from_disk(str(tmp_path / "out"))
     assert cache.column_names == [
         "latents",
@@ -189,7 +165,7 @@ def test_cache_rows_hold_latents_of_any_image_mode_and_caption_embeddings(tmp_pa
     )
 
 
-def test_cached_latents_are_float16_and_decode_to_the_images(tmp_path, capsys):
+def test_cached_latents_are_float16_and_decode_to_the_images(tmp_path):
     precompute("--output_dir", tmp_path / "out", "--max_train_samples=64")
     cache = datasets.load_from_disk(str(tmp_path / "out"))
     assert (
@@ -229,9 +205,7 @@ def test_latents_sample_stores_one_draw_instead_of_mean_and_std(tmp_path, flags)
     assert np.corrcoef(z[0], z[2])[0, 1] < 0.5  # the first of one batch and the first of the next
 
 
-def test_cache_is_made_with_autoencoder_tiny_and_models_from_separate_folders(
-    tmp_path, flags, capfd
-):
+def test_cache_is_made_with_autoencoder_tiny_and_models_from_separate_folders(tmp_path, flags):
     tae = AutoencoderTiny(
         in_channels=1,
         out_channels=1,
@@ -259,8 +233,8 @@ def test_cache_is_made_with_autoencoder_tiny_and_models_from_separate_folders(
     torch.testing.assert_close(
         torch.tensor(cache[0]["latents"]).view(expected.shape), expected, atol=0.02, rtol=0.01
     )
-    assert "no moments" in refused(
-        capfd, *data, *apart, "--latents=moments", f"--output_dir={tmp_path / 'b'}"
+    assert "no moments" in precompute.refused(
+        *data, *apart, "--latents=moments", f"--output_dir={tmp_path / 'b'}"
     )
 
 
@@ -416,7 +390,7 @@ def test_a_second_run_encodes_only_damaged_and_missing_shards(tmp_path, flags, c
         assert contents(tmp_path / "out") == whole
 
 
-def test_cache_refuses_other_models_data_and_precision(tmp_path, flags, capfd):
+def test_cache_refuses_other_models_data_and_precision(tmp_path, flags):
     """test_cache.py tests that each setting is compared."""
     precompute(*flags)
     whole = contents(tmp_path / "out")
@@ -442,7 +416,7 @@ def test_cache_refuses_other_models_data_and_precision(tmp_path, flags, capfd):
         ("--max_train_samples=5",): ["source.fingerprint", "source.rows 10 -> 5"],
         (f"--train_data_dir={tmp_path / 'others'}",): ["source.fingerprint"],
     }.items():
-        error = refused(capfd, *flags, *change)
+        error = precompute.refused(*flags, *change)
         assert all(name in error for name in names) and error.count(" -> ") == len(names), (
             change,
             error,
@@ -511,9 +485,7 @@ def test_precompute_latents_memory_does_not_grow_with_the_rows(tmp_path):
 # ------------------------------------------------------------------- errors
 
 
-def test_failed_rows_are_listed_in_skipped_jsonl_and_others_kept(
-    tmp_path, flags, capfd, monkeypatch
-):
+def test_failed_rows_are_listed_in_skipped_jsonl_and_others_kept(tmp_path, flags, monkeypatch):
     (tmp_path / "images/3.png").write_bytes(b"no image")
     (tmp_path / "images/7.png").write_bytes((tmp_path / "images/7.png").read_bytes()[:200])
     captions = [
@@ -521,7 +493,7 @@ def test_failed_rows_are_listed_in_skipped_jsonl_and_others_kept(
     ]
     captions[8]["text"] = None
     (tmp_path / "images/metadata.jsonl").write_text("\n".join(map(json.dumps, captions)))
-    error = refused(capfd, *flags)
+    error = precompute.refused(*flags)
     assert "rows could not be used, more than --max_skipped 0.05" in error
     kept = set((tmp_path / "out").glob("data-*"))
     assert kept and not (tmp_path / "out/state.json").exists()
@@ -552,9 +524,7 @@ def test_a_cache_shard_without_rows_can_be_opened(tmp_path, flags):
     assert cache["key"][:] == [f"{i}.png" for i in (0, 1, 2, 6, 7, 8, 9)]
 
 
-def test_a_full_disk_ends_the_cache_run_and_keeps_written_shards(
-    tmp_path, flags, capfd, monkeypatch
-):
+def test_a_full_disk_ends_the_cache_run_and_keeps_written_shards(tmp_path, flags, monkeypatch):
     real, calls = pa.ipc.new_stream, []
 
     def full(*args):
@@ -564,7 +534,7 @@ def test_a_full_disk_ends_the_cache_run_and_keeps_written_shards(
         return real(*args)
 
     monkeypatch.setattr(pa.ipc, "new_stream", full)
-    error = refused(capfd, *flags)
+    error = precompute.refused(*flags)
     assert "data-00002-of-00004.arrow could not be written" in error and "No space left" in error
     assert len(list((tmp_path / "out").glob("data-*"))) == 2 and not list(
         (tmp_path / "out").glob(".tmp-*")
@@ -573,17 +543,17 @@ def test_a_full_disk_ends_the_cache_run_and_keeps_written_shards(
     assert len(calls) == 5 and len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
 
 
-def test_cache_refuses_folders_with_other_files_or_another_writer(tmp_path, flags, capfd):
+def test_cache_refuses_folders_with_other_files_or_another_writer(tmp_path, flags):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model_index.json").write_text("{}")
-    assert "holds model_index.json and no latent cache" in refused(
-        capfd, *flags, f"--output_dir={tmp_path / 'other'}"
+    assert "holds model_index.json and no latent cache" in precompute.refused(
+        *flags, f"--output_dir={tmp_path / 'other'}"
     )
     precompute(*flags)
     with FileLock(tmp_path / "out/.lock"):
-        assert "another process is writing" in refused(capfd, *flags)
+        assert "another process is writing" in precompute.refused(*flags)
     (tmp_path / "out/cache.json").write_text('{"rows')
-    assert "is damaged" in refused(capfd, *flags)
+    assert "is damaged" in precompute.refused(*flags)
 
 
 def test_run_args_file_makes_the_same_cache_again(tmp_path, flags):
@@ -642,7 +612,7 @@ def test_rows_lost_in_an_outage_are_read_by_the_next_run(tmp_path, flags, capfd,
 
     with monkeypatch.context() as broken:
         patch(broken, "decode_image", away)
-        error = refused(capfd, *flags, "--max_skipped=0.1")
+        error = precompute.refused(*flags, "--max_skipped=0.1")
         assert "not read: [Errno 2]" in error
         precompute(*flags, "--max_skipped=0.5")  # although the cache was complete
         assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 6
@@ -661,7 +631,7 @@ def test_dry_run_prints_the_cache_size_and_writes_nothing(tmp_path, flags, capsy
     assert not (tmp_path / "out").exists()
 
 
-def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, flags, capfd):
+def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, flags):
     for argv, said in {
         "--caption_column=caption": (
             "no column 'caption', only image, text: choose with --caption_column"
@@ -672,14 +642,14 @@ def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, fl
         ),
         "--mixed_precision=fp16": "fp16 does nothing on a CPU",
     }.items():
-        assert said in refused(capfd, *flags, argv)
+        assert said in precompute.refused(*flags, argv)
     shutil.copytree(MODELS, tmp_path / "models")
     config = json.loads((tmp_path / "models/vae/config.json").read_text())
     (tmp_path / "models/vae/config.json").write_text(
         json.dumps({**config, "norm_num_groups": True})
     )
-    assert "the VAE does not work (group_norm()" in refused(
-        capfd, *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}"
+    assert "the VAE does not work (group_norm()" in precompute.refused(
+        *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}"
     )
     assert not (tmp_path / "out").exists()
 
@@ -697,7 +667,5 @@ def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, fl
         (["--max_skipped=5"], "--max_skipped: 5 is not between 0 and 1"),
     ],
 )
-def test_precompute_latents_reports_bad_flags_in_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(argv)
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+def test_precompute_latents_reports_bad_flags_in_one_line(argv, sentence):
+    assert sentence in precompute.refused(*argv, status=2).splitlines()[-1]

@@ -28,6 +28,7 @@ from conftest import (
     CHILDREN,
     MODELS,
     ROOT,
+    Script,
     finish,
     free_port,
     kill,
@@ -172,9 +173,8 @@ def flags(tmp_path):
 
 
 def precompute(*argv):
-    """The other script."""
-    reset()
-    single.main(single.parse_args([*map(str, argv), "--dataloader_num_workers=0"]))
+    """Run the other script, in this process."""
+    Script("precompute_latents")(*argv, "--dataloader_num_workers=0")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from conftest import (
     start,
     wait_until,
 )
-from test_precompute_latents import contents, precompute, refused
+from test_precompute_latents import contents, precompute
 
 import precompute_latents as script
 from diffusion_training.data.images import decode_image
@@ -29,20 +29,16 @@ def flags(tmp_path):
     """Two caches of 10 images in 4 shards each, one image broken; later flags override these."""
     make_captioned(tmp_path / "images", 10)
     (tmp_path / "images/5.png").write_bytes(b"no image")
-    return [
+    return precompute.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={MODELS}",
         "--rows_per_shard=3",
-        f"--output_dir={tmp_path / 'out'}",
-        "--batch_size=2",
         "--random_flip",
         "--latents=sample",
         "--max_skipped=0.2",
-        "--dataloader_num_workers=0",
-        "--resolution",
-        "8",
-        "16",
-    ]
+        *["--resolution", "8", "16"],
+    )
 
 
 def make_each(tmp_path, flags):
@@ -175,11 +171,10 @@ def test_several_resolutions_encode_only_missing_and_damaged_shards(tmp_path, fl
 
 
 def test_invalid_resolutions_are_refused_before_anything_is_written(tmp_path, flags, capfd):
-    with pytest.raises(SystemExit):
-        script.parse_args([*flags, "--resolution", "8", "16", "8"])
-    assert "--resolution 8 16 8 gives a value twice" in capfd.readouterr().err
-    assert "--resolution 15 is not a multiple of 2" in refused(
-        capfd, *flags, "--resolution", "8", "15"
+    error = precompute.refused(*flags, "--resolution", "8", "16", "8", status=2)
+    assert "--resolution 8 16 8 gives a value twice" in error
+    assert "--resolution 15 is not a multiple of 2" in precompute.refused(
+        *flags, "--resolution", "8", "15"
     )
     precompute(*flags, "--dry_run")
     said = capfd.readouterr().out
@@ -190,13 +185,13 @@ def test_invalid_resolutions_are_refused_before_anything_is_written(tmp_path, fl
     assert not (tmp_path / "out").exists()
     precompute(*flags, "--resolution=8")
     before = contents(tmp_path / "out")
-    assert "out is a cache itself: several --resolution need another folder" in refused(
-        capfd, *flags
+    assert "out is a cache itself: several --resolution need another folder" in precompute.refused(
+        *flags
     )
     assert contents(tmp_path / "out") == before
     shutil.rmtree(tmp_path / "out")
     precompute(*flags)
-    assert "holds 16 and no latent cache" in refused(capfd, *flags, "--resolution=8")
+    assert "holds 16 and no latent cache" in precompute.refused(*flags, "--resolution=8")
 
 
 # ------------------------------------------------------------------- the batch size
@@ -239,15 +234,13 @@ def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
     assert "memory, GB" not in capsys.readouterr().out
 
 
-def test_batch_size_auto_writes_nothing_if_not_even_one_image_fits(
-    tmp_path, flags, monkeypatch, capfd
-):
+def test_batch_size_auto_writes_nothing_if_not_even_one_image_fits(tmp_path, flags, monkeypatch):
     def full(batch, *rest):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     monkeypatch.setattr(script, "encode", full)
-    assert "not even one image fits: try --mixed_precision bf16" in refused(
-        capfd, *flags, "--batch_size=auto"
+    assert "not even one image fits: try --mixed_precision bf16" in precompute.refused(
+        *flags, "--batch_size=auto"
     )
     assert not (tmp_path / "out").exists()
 
@@ -264,11 +257,9 @@ def test_batch_size_auto_on_two_processes_tries_several_sizes_together(tmp_path,
     assert contents(tmp_path / "two") == contents(tmp_path / "out")
 
 
-def test_streaming_refuses_several_resolutions_and_batch_size_auto(tmp_path, flags, capsys):
+def test_streaming_refuses_several_resolutions_and_batch_size_auto(flags):
     for argv, said in (
         (["8", "16"], "give one --resolution"),
         (["8", "--batch_size=auto"], "--batch_size auto needs"),
     ):
-        with pytest.raises(SystemExit):
-            script.parse_args([*flags, "--streaming", "--resolution", *argv])
-        assert said in capsys.readouterr().err
+        assert said in precompute.refused(*flags, "--streaming", "--resolution", *argv, status=2)
