@@ -13,6 +13,7 @@ import torch
 from conftest import (
     MODELS,
     PRX,
+    Script,
     checkpoints,
     finish,
     kill,
@@ -21,7 +22,6 @@ from conftest import (
     make_qwen_image,
     make_z_image,
     metrics,
-    reset,
     start,
     wait_until,
 )
@@ -31,7 +31,6 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from PIL import Image
 from safetensors.torch import load_file
 
-import precompute_latents
 import train_flow as script
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES
@@ -39,6 +38,8 @@ from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
 
 MAKE = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_qwen_image}
+precompute = Script("precompute_latents")
+train = Script("train_flow")
 each_family = pytest.mark.parametrize("name", MAKE)
 
 
@@ -90,40 +91,23 @@ def describe_data(folder):
     ]
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([*map(str, argv)]))
-    reset()
-
-
 @pytest.fixture
 def flags(root, name, tmp_path):
     """A short run; later flags override these."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={root / 'base'}",
         f"--model_family={name}",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--caption_dropout=0.3",
         "--random_flip",
-    ]
+    )
 
 
 @pytest.fixture
 def cached(root, flags):
     return [*flags, f"--latents_dir={root / 'embeddings'}"]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([*map(str, argv)]))
 
 
 def losses(folder):
@@ -169,9 +153,7 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
 
 
 @each_family
-def test_embeddings_beyond_float16_are_refused_before_encoding(
-    root, name, tmp_path, monkeypatch, capfd
-):
+def test_embeddings_beyond_float16_are_refused_before_encoding(root, name, tmp_path, monkeypatch):
     family_class = type(FAMILIES[name])
     encode = family_class.encode
 
@@ -181,9 +163,8 @@ def test_embeddings_beyond_float16_are_refused_before_encoding(
         return prompts
 
     monkeypatch.setattr(family_class, "encode", encode_large)
-    with pytest.raises(SystemExit):
-        precompute(*describe_data(root), f"--output_dir={tmp_path / 'cache'}")
-    assert "do not fit into float16: use --text_cache ids" in capfd.readouterr().err
+    error = precompute.refused(*describe_data(root), f"--output_dir={tmp_path / 'cache'}")
+    assert "do not fit into float16: use --text_cache ids" in error
     assert not (tmp_path / "cache").exists()
 
 
@@ -278,26 +259,22 @@ def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags
     assert all(torch.equal(trained[key], loaded[key]) for key in trained)
 
 
-def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots, capfd):
+def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots):
     """Before 0.1.0, --lora_layers=all adapted only the attention layers of Z-Image."""
     root = roots("z-image")
-    argv = [
+    argv = train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={root / 'base'}",
         "--model_family=z-image",
         f"--latents_dir={root / 'ids'}",
-        f"--output_dir={tmp_path / 'out'}",
         "--rank=2",
         "--train_batch_size=2",
         "--checkpointing_steps=2",
         "--resume_from_checkpoint=latest",
-        "--report_to=none",
-    ]
-    train(*argv, "--lora_layers=attention", "--max_train_steps=2")
-    with pytest.raises(SystemExit):
-        train(*argv, "--lora_layers=all", "--max_train_steps=3")
-    assert (
-        "flags as they were (--lora_layers to_k,to_out.0,to_q,to_v), or" in capfd.readouterr().err
     )
+    train(*argv, "--lora_layers=attention", "--max_train_steps=2")
+    error = train.refused(*argv, "--lora_layers=all", "--max_train_steps=3")
+    assert "flags as they were (--lora_layers to_k,to_out.0,to_q,to_v), or" in error
     train(*argv, "--lora_layers=to_k,to_out.0,to_q,to_v", "--max_train_steps=3")
     assert metrics(tmp_path / "out")[-1]["step"] == 3
 
@@ -460,15 +437,13 @@ def test_a_distilled_base_is_trained_with_a_warning(tmp_path, roots, capfd):
     assert "was distilled to" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("parse", ["train", "precompute"])
-def test_pipelines_of_unknown_families_are_refused(tmp_path, parse, roots, capfd):
+@pytest.mark.parametrize("script", [train, precompute], ids=["train", "precompute"])
+def test_pipelines_of_unknown_families_are_refused(tmp_path, script, roots):
     images = roots("z-image") / "images"
     base = tmp_path / "base"
     base.mkdir()
     (base / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     argv = [f"--pretrained_model_name_or_path={base}", f"--train_data_dir={images}"]
     argv += [f"--output_dir={tmp_path / 'out'}"]
-    with pytest.raises(SystemExit):
-        train(*argv) if parse == "train" else precompute(*argv)
     sentence = f"{base} is a FluxPipeline, which these scripts can't train; families: sd, sdxl"
-    assert sentence in capfd.readouterr().err
+    assert sentence in script.refused(*argv)

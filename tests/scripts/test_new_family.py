@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import (
     MODELS,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -22,7 +23,6 @@ from conftest import (
     make_captioned,
     make_masked,
     metrics,
-    reset,
     start,
     wait_until,
 )
@@ -46,6 +46,9 @@ from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
+
+precompute = Script("precompute_latents")
+train = Script("train_flow")
 
 # ------------------------------------------------------------------- the family
 
@@ -186,55 +189,33 @@ def root(tmp_path_factory):
     with pytest.MonkeyPatch.context() as m:
         m.setitem(FAMILIES, "sd3", StableDiffusion3())
         for kind in ("embeddings", "ids"):
-            precompute(
+            flags = precompute.flags(
+                folder / kind,
                 f"--train_data_dir={folder / 'images'}",
                 f"--pretrained_model_name_or_path={folder / 'sd3'}",
-                f"--output_dir={folder / kind}",
                 f"--text_cache={kind}",
-                "--resolution=16",
-                "--center_crop",
-                "--random_flip",
-                "--rows_per_shard=4",
-                "--batch_size=3",
-                "--dataloader_num_workers=0",
+                *["--center_crop", "--random_flip", "--rows_per_shard=4", "--batch_size=3"],
             )
+            precompute(*flags)
     return folder
-
-
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([*map(str, argv)]))
-    reset()
 
 
 @pytest.fixture
 def flags(root, tmp_path):
     """A run of 6 steps on 6 images; later flags override these."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={root / 'sd3'}",
         "--model_family=sd3",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=2",
         "--caption_dropout=0.3",
         "--random_flip",
-    ]
+    )
 
 
 @pytest.fixture
 def cached(root, flags):
     return [*flags, f"--latents_dir={root / 'embeddings'}"]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([*map(str, argv)]))
 
 
 def losses(folder):
@@ -366,7 +347,8 @@ def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
         *["--caption_column", "short", "long", "--caption_weights", "1", "2"],
         *["--resolution=16", "--bucket_step=4", "--center_crop", "--dataloader_num_workers=0"],
     ]
-    base, cache = flags[0], f"--output_dir={tmp_path / 'cache'}"
+    (base,) = [flag for flag in flags if flag.startswith("--pretrained_model_name_or_path=")]
+    cache = f"--output_dir={tmp_path / 'cache'}"
     precompute(*data, base, cache, "--random_flip")
     flags = [*flags, "--train_batch_size=2"]
     train(*flags, *data, f"--output_dir={tmp_path / 'online'}")
