@@ -18,19 +18,25 @@ import torch
 import torch._dynamo
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from conftest import ROOT, finish, free_port, launch, make_captioned, metrics, start, weights
+from conftest import (
+    ROOT,
+    Script,
+    finish,
+    free_port,
+    launch,
+    make_captioned,
+    metrics,
+    start,
+    weights,
+)
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from filelock import FileLock
 
-import precompute_latents
-import train_text_to_image
-import train_unconditional
-
 pytestmark = pytest.mark.usefixtures("without_figures")
 SCRIPTS = {
-    "unconditional": train_unconditional,
-    "precompute": precompute_latents,
-    "text": train_text_to_image,
+    "unconditional": Script("train_unconditional"),
+    "precompute": Script("precompute_latents"),
+    "text": Script("train_text_to_image"),
 }
 TRAINERS = ["unconditional", "text"]
 # As `accelerate config` writes it for one machine.
@@ -74,33 +80,16 @@ def flags(tmp_path, unet_config):
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).save_pretrained(tmp_path / "sd/unet")
-    data = [
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--dataloader_num_workers=0",
-        "--center_crop",
-    ]
-    training = [
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--checkpointing_steps=2",
-        "--lr_warmup_steps=0",
-    ]
+    data = [f"--train_data_dir={tmp_path / 'images'}", "--center_crop"]
     models = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
-    return {
-        "unconditional": [
-            *data,
-            *training,
-            f"--model_config_name_or_path={unet_config}",
-            "--eval_batch_size=1",
-            "--ddpm_num_inference_steps=1",
-        ],
-        "precompute": [*data, models],
-        "text": [*data, *training, models],
+    more = {
+        "unconditional": ["--num_train_epochs=1", f"--model_config_name_or_path={unet_config}"],
+        "precompute": [models],
+        "text": [models, "--resolution=16", "--dataloader_num_workers=0"],
     }
+    for name in TRAINERS:
+        more[name] += ["--checkpointing_steps=2", "--lr_warmup_steps=0"]
+    return {name: SCRIPTS[name].flags(tmp_path / "out", *data, *more[name]) for name in SCRIPTS}
 
 
 def environment(tmp_path, **config):
@@ -123,8 +112,7 @@ def run(tmp_path, name, argv, env, num_processes=1, before=lambda: None):
     def function():
         os.environ.update(env)
         before()
-        script = SCRIPTS[name]
-        script.main(script.parse_args([str(arg) for arg in argv]))
+        SCRIPTS[name](*argv)
 
     log = tmp_path / "log"
     log.unlink(missing_ok=True)
@@ -170,7 +158,7 @@ def test_each_script_refuses_unsupported_launches(tmp_path, flags, name):
         codes, log = run(tmp_path, name, flags[name], environment(tmp_path, **config))
         assert (
             codes == {1}
-            and f"\n{SCRIPTS[name].__name__}.py: {sentence}" in log
+            and f"\n{SCRIPTS[name].file_name}: {sentence}" in log
             and "Traceback" not in log
         ), log
         assert not (tmp_path / "out").exists()
@@ -306,7 +294,7 @@ def test_accelerate_launch_uses_omp_num_threads_or_all_cores(
 ):
     """The user's own OMP_NUM_THREADS counts, even if it equals the launcher's default."""
     env = {"OMP_NUM_THREADS": None, "ACCELERATE_USE_CPU": "true", **env}
-    done = launch(*launcher, f"{SCRIPTS[name].__name__}.py", *flags[name], env=env)
+    done = launch(*launcher, SCRIPTS[name].file_name, *flags[name], env=env)
     assert done.returncode == 0, done.stderr
     processes = int(launcher[0][-1])
     assert done.stdout.count(f"Processes: {processes} on cpu, {threads} thread") == 1

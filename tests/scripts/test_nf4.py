@@ -8,21 +8,18 @@ import pytest
 import torch
 from conftest import (
     MODELS,
+    Script,
     finish,
     make_captioned,
     make_models,
     make_z_image,
     metrics,
     open_pipeline,
-    reset,
     start,
 )
 from diffusers import UNet2DConditionModel, ZImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-import precompute_latents
-import train_flow
-import train_text_to_image
 from diffusion_training import quantization
 from diffusion_training.batches import Prepared
 from diffusion_training.families.known import FAMILIES
@@ -40,6 +37,8 @@ from diffusion_training.training.lora import add_lora, list_lora_b, load_network
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.usefixtures("without_figures")
+precompute = Script("precompute_latents")
+TRAIN = {"sd": Script("train_text_to_image"), "z-image": Script("train_flow")}
 FILE = "pytorch_lora_weights.safetensors"
 CPU = torch.device("cpu")
 FLAGS = {
@@ -68,27 +67,23 @@ def inputs(tmp_path_factory):
         path.unlink()
     transformer.save_pretrained(base / "transformer", max_shard_size="100KB")
     make_captioned(folder / "images", 7)
-    for name, family in (("sd", "sd"), ("z-image", "z-image")):
-        reset()
-        flags = [
+    for name in TRAIN:
+        flags = precompute.flags(
+            folder / f"cache-{name}",
             f"--train_data_dir={folder / 'images'}",
             f"--pretrained_model_name_or_path={MODELS if name == 'sd' else base}",
-            f"--model_family={family}",
-            "--resolution=16",
-            f"--output_dir={folder / f'cache-{name}'}",
-            "--dataloader_num_workers=0",
-        ]
-        precompute_latents.main(precompute_latents.parse_args(flags))
-    reset()
+            f"--model_family={name}",
+        )
+        precompute(*flags)
     return folder
 
 
 def list_flags(inputs, name, output_dir, *more):
-    return [
+    return TRAIN[name].flags(
+        output_dir,
         f"--pretrained_model_name_or_path={inputs / name}",
         f"--latents_dir={inputs / f'cache-{name}'}",
         *([f"--model_family={name}"] if name == "z-image" else []),
-        f"--output_dir={output_dir}",
         "--rank=2",
         "--base_precision=nf4",
         "--mixed_precision=bf16",
@@ -97,18 +92,9 @@ def list_flags(inputs, name, output_dir, *more):
         "--learning_rate=1e-2",
         "--lr_warmup_steps=1",
         "--checkpointing_steps=3",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         *more,
-    ]
-
-
-def train(name, flags):
-    reset()
-    script = train_flow if name == "z-image" else train_text_to_image
-    script.main(script.parse_args(flags))
+    )
 
 
 def load_unet(inputs, dtype=torch.float32):
@@ -257,7 +243,7 @@ def test_nf4_runs_resume_bit_identically_and_fit_the_exact_base(
     resume = [f"--resume_from_checkpoint={whole / 'checkpoint-3'}"]
     for folder, again in ((whole, []), (rest, resume)):
         flags = list_flags(inputs, name, folder, *more, *looked, *again)
-        pids = start(lambda flags=flags: train(name, flags), num_processes, tmp_path / "log")
+        pids = start(lambda flags=flags: TRAIN[name](*flags), num_processes, tmp_path / "log")
         assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
     model = "transformer" if name == "z-image" else "unet"
     for path in (
@@ -287,7 +273,8 @@ def test_nf4_runs_resume_bit_identically_and_fit_the_exact_base(
 def test_nf4_runs_keep_their_precision_and_refuse_unsupported_flags(tmp_path, inputs, capfd):
     out = tmp_path / "out"
     few = ["--max_train_steps=1"]
-    train("sd", list_flags(inputs, "sd", out, *few))
+    train = TRAIN["sd"]
+    train(*list_flags(inputs, "sd", out, *few))
     assert "Memory in use: " in capfd.readouterr().out
     flags = list_flags(inputs, "sd", out, "--resume_from_checkpoint=latest")
     exact = [flag for flag in flags if flag != "--base_precision=nf4"]
@@ -300,19 +287,15 @@ def test_nf4_runs_keep_their_precision_and_refuse_unsupported_flags(tmp_path, in
             "--base_precision nf4: no layer of ",
         ),
     ):
-        with pytest.raises(SystemExit) as stop:
-            train("sd", argv)
-        assert stop.value.code == 1 and said in capfd.readouterr().err
+        assert said in train.refused(*argv)
     whole = [flag for flag in flags if flag != "--rank=2"]
     for argv, said in (
         ([*flags, "--use_dora"], "--use_dora needs the exact weights of the base"),
         (whole, "--base_precision does nothing without --rank"),
     ):
-        with pytest.raises(SystemExit):
-            train_text_to_image.parse_args(argv)
-        assert said in capfd.readouterr().err
+        assert said in train.refused(*argv, status=2)
     with pytest.raises(SystemExit, match="nf4 computes in bfloat16 or float32: use"):
         quantization.check_quantization("fp16", None)
     again = list_flags(inputs, "sd", tmp_path / "more", *few, f"--network_weights={out / FILE}")
-    train("sd", [*again, "--learning_rate=0"])
+    train(*again, "--learning_rate=0")
     assert (tmp_path / "more" / FILE).read_bytes() == (out / FILE).read_bytes()

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import MODELS, make_images, make_models, make_sdxl, metrics, replace, reset
+from conftest import MODELS, Script, make_images, make_models, make_sdxl, metrics, replace, reset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import precompute_latents
-import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import list_captions
 from diffusion_training.data.transforms import make_transform
@@ -30,6 +28,8 @@ from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import Order, draw_caption, step_batches
 from diffusion_training.training.progress import Progress
 
+precompute = Script("precompute_latents")
+train = Script("train_text_to_image")
 pytestmark = pytest.mark.usefixtures("without_figures")
 SHORT = ["a digit zero", "one", None, "a digit three", "a digit four", "five", "a digit six"]
 LONG = [
@@ -62,34 +62,18 @@ def models(tmp_path_factory):
     return {"sd": make_models(folder / "sd"), "sdxl": make_sdxl(folder / "sdxl"), "prx": MODELS}
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                "--resolution=16",
-                "--rows_per_shard=4",
-                "--batch_size=3",
-                "--dataloader_num_workers=0",
-                *map(str, argv),
-            ]
-        )
-    )
-    reset()
+def make_cache(folder, *more):
+    precompute(*precompute.flags(folder, "--rows_per_shard=4", "--batch_size=3", *more))
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([
-        "--train_batch_size=2", "--learning_rate=1e-3", "--lr_warmup_steps=0", "--logging_steps=1",
-        "--report_to=none", "--num_inference_steps=2", *map(str, argv),
-    ]))  # fmt: skip
+def list_train_flags(output_dir, *more):
+    return train.flags(output_dir, "--train_batch_size=2", "--lr_warmup_steps=0", *more)
 
 
 def read_prompts(family, *argv):
     """The trainer's inputs for the captions of KEYS, in order: {name: tensor}."""
     reset()
-    args = replace(script.parse_args([str(arg) for arg in argv]), model_family=family)
+    args = replace(train.module.parse_args([str(arg) for arg in argv]), model_family=family)
     launch = make_launch(Accelerator(**accelerator_options(args)), args)
     data = open_data(launch, open_base(args), None, {}, args)
     found = []
@@ -119,7 +103,7 @@ def test_a_cache_draws_the_same_captions_as_the_images(tmp_path, models, family,
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models[family]}"
     flow = ["--model_family=prx"] * (family == "prx")
     flags = [f"--train_data_dir={data}", pipeline, *COLUMNS, *more]
-    precompute(*flags, *flow, f"--text_cache={text_cache}", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, *flow, f"--text_cache={text_cache}")
     images = read_prompts(
         family, *flags, "--resolution=16", "--dataloader_num_workers=0", "--seed=3"
     )
@@ -138,7 +122,7 @@ def test_a_cache_draws_the_same_captions_as_the_images(tmp_path, models, family,
         assert all(torch.equal(stored[name], numbers) for name, numbers in cache.items())
 
     # these captions are drawn
-    args = precompute_latents.parse_args([*flags, *flow])
+    args = precompute.module.parse_args([*flags, *flow])
     encoders = load_encoders(open_base(args), torch.float32)
     there = [[text is not None for text in pair] for pair in zip(SHORT, LONG, strict=True)]
     drawn = [draw_caption(3, epoch, row, [0.3, 0.7], there[row]) for epoch, row, _ in KEYS]
@@ -233,13 +217,7 @@ def test_draw_caption_follows_the_caption_weights():
 
 def test_several_captions_train_the_same_from_a_cache_and_resume_exactly(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
-    precompute(
-        f"--train_data_dir={data}",
-        pipeline,
-        *COLUMNS,
-        "--center_crop",
-        f"--output_dir={tmp_path / 'cache'}",
-    )
+    make_cache(tmp_path / "cache", f"--train_data_dir={data}", pipeline, *COLUMNS, "--center_crop")
     images = [
         f"--train_data_dir={data}",
         "--resolution=16",
@@ -262,7 +240,7 @@ def test_several_captions_train_the_same_from_a_cache_and_resume_exactly(tmp_pat
             "--checkpointing_steps=4",
             "--caption_dropout=0.2",
         ]
-        train(pipeline, *argv, *more, f"--output_dir={out}")
+        train(*list_train_flags(out, pipeline, *argv, *more))
         losses[name] = [record.get("loss", record.get("held_out_loss")) for record in metrics(out)]
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4) and len(losses["cache"]) > 8
     assert losses["again"] == losses["cache"][-len(losses["again"]) :] and len(losses["again"]) >= 4
@@ -282,7 +260,7 @@ def test_caption_weights_apply_to_a_list_in_one_column(tmp_path):
         "1",
         "2",
     ]
-    args, found = precompute_latents.parse_args(flags), []
+    args, found = precompute.module.parse_args(flags), []
     transform = make_transform(args, "image", None, args.caption_weights, 3, 16)
     for text in pairs:
         try:
@@ -306,68 +284,45 @@ def test_caption_weights_apply_to_a_list_in_one_column(tmp_path):
         list_captions({"text": ["", " \n"]}, transform)
 
 
-def test_mismatched_caption_columns_and_weights_are_refused(tmp_path, models, capfd):
+def test_mismatched_caption_columns_and_weights_are_refused(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [f"--train_data_dir={data}", pipeline]
-
-    def refused(function, *argv, status=1):
-        with pytest.raises(SystemExit) as stop:
-            function(*argv)
-        error = capfd.readouterr().err
-        assert stop.value.code == status and "Traceback" not in error
-        return error
-
-    for function in (precompute, train):
+    for script in (precompute, train):
         both = [*flags, "--caption_column", "short", "long"]
         said = "--caption_weights has 3 values for 2 columns of --caption_column"
-        assert said in refused(function, *both, "--caption_weights", "1", "2", "3", status=2)
-        assert "short short gives a value twice" in refused(
-            function, *flags, *both[2:3], "short", "short", status=2
-        )
-        assert "0 is not between" in refused(
-            function, *both, "--caption_weights", "1", "0", status=2
-        )
-        assert "fills gaps in a single column: give only one" in refused(
-            function, *both, "--instance_prompt=x", status=2
-        )
-        assert "has no column 'wide', only" in refused(
-            function,
-            *flags,
-            "--caption_column",
-            "short",
-            "wide",
-            f"--output_dir={tmp_path / function.__name__}",
-        )
-    precompute(*flags, *COLUMNS, f"--output_dir={tmp_path / 'cache'}")
-    precompute(
-        *flags, "--caption_column=short", f"--output_dir={tmp_path / 'plain'}", "--max_skipped=1"
-    )
-    again = [*flags, *COLUMNS[:3], f"--output_dir={tmp_path / 'cache'}"]
-    assert "transform.caption_weights [0.3, 0.7] -> [1.0, 1.0]" in refused(precompute, *again)
+        assert said in script.refused(*both, "--caption_weights", "1", "2", "3", status=2)
+        twice = [*flags, "--caption_column", "short", "short"]
+        assert "short short gives a value twice" in script.refused(*twice, status=2)
+        error = script.refused(*both, "--caption_weights", "1", "0", status=2)
+        assert "0 is not between" in error
+        error = script.refused(*both, "--instance_prompt=x", status=2)
+        assert "fills gaps in a single column: give only one" in error
+        wide = [*flags, "--caption_column", "short", "wide", "--resolution=16"]
+        error = script.refused(*wide, f"--output_dir={tmp_path / script.file_name}")
+        assert "has no column 'wide', only" in error
+    make_cache(tmp_path / "cache", *flags, *COLUMNS)
+    make_cache(tmp_path / "plain", *flags, "--caption_column=short", "--max_skipped=1")
+    again = precompute.flags(tmp_path / "cache", "--rows_per_shard=4", *flags, *COLUMNS[:3])
+    assert "transform.caption_weights [0.3, 0.7] -> [1.0, 1.0]" in precompute.refused(*again)
     out = f"--output_dir={tmp_path / 'out'}"
     for folder, weights, said in (
         ("cache", ["1", "2", "3"], "--caption_weights has 3 values, but {} was made with 2"),
         ("plain", ["1", "2"], "--caption_weights has 2 values, but {} was made with 0"),
     ):
         argv = [pipeline, f"--latents_dir={tmp_path / folder}", out, "--caption_weights", *weights]
-        assert said.format(tmp_path / folder) in refused(train, *argv)
+        assert said.format(tmp_path / folder) in train.refused(*argv)
     both = [pipeline, "--latents_dir", tmp_path / "cache", tmp_path / "plain", out]
-    assert "features [] -> " in refused(train, *both)
+    assert "features [] -> " in train.refused(*both)
 
 
 def test_streaming_caches_the_same_captions(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [pipeline, f"--train_data_dir={data}", "--resolution=16", *COLUMNS]
-    train(
-        *flags,
-        "--streaming",
-        "--shuffle_caption",
-        "--max_train_steps=2",
-        f"--output_dir={tmp_path / 'out'}",
-    )
+    stream = ["--streaming", "--shuffle_caption", "--max_train_steps=2"]
+    train(*list_train_flags(tmp_path / "out", *flags, *stream))
     assert len(metrics(tmp_path / "out")) >= 2
-    precompute(*flags, f"--output_dir={tmp_path / 'one'}")
-    precompute(*flags, "--streaming", f"--output_dir={tmp_path / 'other'}")
+    make_cache(tmp_path / "one", *flags)
+    make_cache(tmp_path / "other", *flags, "--streaming")
     one, other = (
         datasets.load_from_disk(str(tmp_path / name)).to_dict() for name in ("one", "other")
     )

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import finish, make_captioned, make_models, make_sdxl, open_pipeline, reset, start
+from conftest import Script, finish, make_captioned, make_models, make_sdxl, open_pipeline, start
 from original_layout import save_original
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import precompute_latents
-import train_text_to_image as script
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
 
+precompute = Script("precompute_latents")
+train_text_to_image = Script("train_text_to_image")
 pytestmark = pytest.mark.usefixtures("without_figures")
 
 
@@ -40,42 +40,30 @@ def bases(tmp_path_factory):
     return made | {"images": folder / "images"}
 
 
-def run(module, *argv):
-    reset()
-    module.main(module.parse_args([str(arg) for arg in argv]))
-    reset()
+def describe_data(bases, tmp_path):
+    data = [f"--train_data_dir={bases['images']}", f"--cache_dir={tmp_path / 'kept'}"]
+    return [*data, "--resolution=16", "--dataloader_num_workers=0"]
 
 
-def flags(bases, tmp_path, *more):
-    return [
-        f"--train_data_dir={bases['images']}",
-        "--resolution=16",
-        f"--cache_dir={tmp_path / 'kept'}",
-        "--dataloader_num_workers=0",
-        *more,
-    ]
-
-
-def train(bases, tmp_path, base, out, *more):
-    few = [
+def list_flags(bases, tmp_path, base, out, *more):
+    """Flags of two steps, on the images if `more` names no cache."""
+    cached = any("latents_dir" in flag for flag in more)
+    return train_text_to_image.flags(
+        tmp_path / out,
+        f"--pretrained_model_name_or_path={base}",
+        *([] if cached else describe_data(bases, tmp_path)),
         "--train_batch_size=2",
         "--max_train_steps=2",
-        "--report_to=none",
         "--validation_prompts=a",
-    ]
-    few += [
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--learning_rate=1e-2",
         "--lr_warmup_steps=0",
         *more,
-    ]
-    argv = [f"--pretrained_model_name_or_path={base}", f"--output_dir={tmp_path / out}", *few]
-    run(
-        script,
-        *argv,
-        *([] if any("latents_dir" in flag for flag in more) else flags(bases, tmp_path)),
     )
+
+
+def train(*given):
+    train_text_to_image(*list_flags(*given))
 
 
 def contents(folder):
@@ -99,13 +87,7 @@ def test_a_single_file_base_trains_and_caches_to_the_bits_of_its_folder(bases, t
     assert unpacked.name.startswith(f"{path.stem}-")
     for base, out, more in ((folder, "one", []), (path, "other", [config])):
         base = f"--pretrained_model_name_or_path={base}"
-        run(
-            precompute_latents,
-            base,
-            *more,
-            f"--output_dir={tmp_path / out}",
-            *flags(bases, tmp_path),
-        )
+        precompute(*precompute.flags(tmp_path / out, base, *more, *describe_data(bases, tmp_path)))
     caches = [json.loads((tmp_path / name / "cache.json").read_text()) for name in ("one", "other")]
     assert all(cache.pop("made_with") for cache in caches) and caches[0] == caches[1]
     one, other = (next((tmp_path / name).glob("*.arrow")).read_bytes() for name in ("one", "other"))
@@ -161,39 +143,34 @@ def copy_weights(path, target, keep):
     return target
 
 
-def refused(bases, tmp_path, capsys, base, *more):
-    with pytest.raises(SystemExit) as stop:
-        train(bases, tmp_path, base, "out", *more)
-    assert stop.value.code == 1 and not list(tmp_path.glob("out/*.json*"))
+def refused(bases, tmp_path, base, *more):
+    error = train_text_to_image.refused(*list_flags(bases, tmp_path, base, "out", *more))
+    assert not list(tmp_path.glob("out/*.json*"))
     assert not [path for path in (tmp_path / "kept").glob("single_files/*") if path.name != ".lock"]
-    said = capsys.readouterr().err
-    assert said.count("train_text_to_image.py: ") == 1 and "Traceback" not in said
-    return said
+    return error
 
 
-def test_unsuitable_single_files_are_refused(bases, tmp_path, capsys):
+def test_unsuitable_single_files_are_refused(bases, tmp_path):
     folder, path = bases["sd"]
     config, broken = f"--single_file_config={folder}", tmp_path / "broken.safetensors"
     (tmp_path / "base.ckpt").write_bytes(b"a pickle")
-    assert "because a .ckpt can run any program" in refused(
-        bases, tmp_path, capsys, tmp_path / "base.ckpt"
-    )
+    assert "because a .ckpt can run any program" in refused(bases, tmp_path, tmp_path / "base.ckpt")
     assert "--variant fp16 does nothing for a single file" in refused(
-        bases, tmp_path, capsys, path, config, "--variant=fp16"
+        bases, tmp_path, path, config, "--variant=fp16"
     )
-    assert "is for a base in one file, and" in refused(bases, tmp_path, capsys, folder, config)
+    assert "is for a base in one file, and" in refused(bases, tmp_path, folder, config)
     broken.write_bytes(b"no safetensors")
-    assert "broken.safetensors can't be read (" in refused(bases, tmp_path, capsys, broken, config)
+    assert "broken.safetensors can't be read (" in refused(bases, tmp_path, broken, config)
     save_file({"double_blocks.0.img_attn.norm": torch.from_numpy(np.ones(3))}, broken)
     assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
-        bases, tmp_path, capsys, broken, config
+        bases, tmp_path, broken, config
     )
     copy_weights(path, broken, lambda name: "cond_stage_model" not in name)
     assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
-        bases, tmp_path, capsys, broken, config
+        bases, tmp_path, broken, config
     )
     assert "can't be unpacked; if its configs are missing, give" in refused(
-        bases, tmp_path, capsys, path, f"--single_file_config={tmp_path}"
+        bases, tmp_path, path, f"--single_file_config={tmp_path}"
     )
 
 
@@ -208,12 +185,10 @@ def test_unsuitable_single_files_are_refused(bases, tmp_path, capsys):
         ),
     ],
 )
-def test_single_files_with_missing_weights_are_refused(bases, tmp_path, capsys, part, why):
+def test_single_files_with_missing_weights_are_refused(bases, tmp_path, part, why):
     folder, path = bases["sd"]
     copy_weights(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
-    said = refused(
-        bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}"
-    )
+    said = refused(bases, tmp_path, tmp_path / "part.safetensors", f"--single_file_config={folder}")
     assert (
         "part.safetensors can't be unpacked; if its configs are missing, give" in said
         and why in said
@@ -242,8 +217,8 @@ def test_a_single_files_prediction_type_is_used_for_training(
     scheduler |= {"prediction_type": "epsilon"}
     (config / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
     argv = [f"--pretrained_model_name_or_path={base}", f"--single_file_config={config}"]
-    args = script.parse_args([*argv, *flags(bases, tmp_path)])
-    for trained in script.make_schedulers(open_base(args), args):
+    args = train_text_to_image.module.parse_args([*argv, *describe_data(bases, tmp_path)])
+    for trained in train_text_to_image.module.make_schedulers(open_base(args), args):
         assert trained.config.prediction_type == expected[0]
         assert (trained.config.get("rescale_betas_zero_snr") or None) == expected[1]
         assert not expected[1] or trained.config.timestep_spacing == "trailing"

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    MODELS,
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -25,11 +27,11 @@ from conftest import (
     upload,
     wait_until,
 )
-from test_train_text_to_image import EXACT, make_cache, refused, train
-
-import train_text_to_image as script
+from test_train_text_to_image import EXACT
 
 boto3 = pytest.importorskip("boto3", reason="no S3 server: pip install -r requirements-dev.txt")
+precompute = Script("precompute_latents")
+train = Script("train_text_to_image")
 pytestmark = pytest.mark.usefixtures("without_figures")
 NUM_ROWS, ROWS_PER_SHARD = 23, 2
 
@@ -43,17 +45,13 @@ def stored(tmp_path, storage, monkeypatch):
     if storage is None:
         pytest.skip("no S3 server")
     make_captioned(tmp_path / "images", NUM_ROWS)
-    make_cache(tmp_path, "--random_flip", f"--rows_per_shard={ROWS_PER_SHARD}")
-    flags = [
-        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--learning_rate=1e-3",
-        *EXACT,
-        "--num_train_epochs=2",
-        f"--shards_dir={tmp_path}/shards",
-    ]
-    return flags, upload(tmp_path / "cache", storage, tmp_path.name.lower().replace("_", "-")[-50:])
+    data = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"]
+    rows = ["--batch_size=3", f"--rows_per_shard={ROWS_PER_SHARD}"]
+    precompute(*precompute.flags(tmp_path / "cache", *data, *rows, "--random_flip"))
+    models = f"--pretrained_model_name_or_path={make_models(tmp_path)}"
+    more = [*EXACT, "--num_train_epochs=2", f"--shards_dir={tmp_path}/shards"]
+    bucket = tmp_path.name.lower().replace("_", "-")[-50:]
+    return train.flags(tmp_path / "out", models, *more), upload(tmp_path / "cache", storage, bucket)
 
 
 @pytest.fixture
@@ -236,15 +234,12 @@ def test_lasting_bucket_errors_end_the_run_and_it_resumes_later(
 # ------------------------------------------------------------------- refused flags
 
 
-def test_caches_that_can_not_be_fetched_are_refused(tmp_path, stored, in_ranges, capfd):
+def test_caches_that_can_not_be_fetched_are_refused(tmp_path, stored, in_ranges):
     flags, local = stored[0], f"--latents_dir={tmp_path / 'cache'}"
-    flags = [*flags, f"--output_dir={tmp_path / 'out'}"]
-    error = refused(capfd, *flags, local, "--latents_weights", "2")
+    error = train.refused(*flags, local, "--latents_weights", "2")
     assert "--latents_weights can only be used with at most 0 rows" in error
-    error = refused(capfd, *flags, f"--latents_dir={tmp_path / 'none'}")
+    error = train.refused(*flags, f"--latents_dir={tmp_path / 'none'}")
     assert "none/cache.json is missing: make the cache with precompute_latents.py" in error
-    with pytest.raises(SystemExit):
-        script.parse_args(
-            [*(flag for flag in flags if "shards_dir" not in flag), "--latents_dir=s3://a/b"]
-        )
-    assert "give --shards_dir, a local folder for copies of its shards" in capfd.readouterr().err
+    flags = [flag for flag in flags if "shards_dir" not in flag]
+    error = train.refused(*flags, "--latents_dir=s3://a/b", status=2)
+    assert "give --shards_dir, a local folder for copies of its shards" in error

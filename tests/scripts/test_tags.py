@@ -7,12 +7,18 @@ import collections
 
 import pytest
 import torch
-from conftest import MODELS, make_captioned, metrics, replace
-from test_several_captions import KEYS, make_data, models, precompute, read_prompts, train  # noqa: F401
+from conftest import MODELS, Script, make_captioned, metrics, replace
+from test_several_captions import (
+    KEYS,
+    list_train_flags,
+    make_cache,
+    make_data,
+    models,  # noqa: F401
+    precompute,
+    read_prompts,
+    train,
+)
 
-import precompute_latents
-import train_flow
-import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import choose_caption, weigh_captions
 from diffusion_training.families.opening import open_base
@@ -20,6 +26,7 @@ from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.source import choose_captions
 
+train_flow = Script("train_flow")
 pytestmark = pytest.mark.usefixtures("without_figures")
 TAGS = [
     "one, two, three",
@@ -35,7 +42,7 @@ SHUFFLE = ["--shuffle_caption", "--keep_tokens=1"]
 
 
 def make_args(*argv):
-    return script.parse_args(
+    return train.module.parse_args(
         ["--train_data_dir=.", f"--pretrained_model_name_or_path={MODELS}", *argv]
     )
 
@@ -76,7 +83,7 @@ def test_a_cache_of_ids_shuffles_tags_like_the_images(tmp_path, models, family, 
     ]
     weights = ["--caption_column", "text", "long"] * several
     flow = ["--model_family=prx"] * (family == "prx")
-    precompute(*flags, *flow, *weights, "--text_cache=ids", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, *flow, *weights, "--text_cache=ids")
     cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}"]
     images = read_prompts(
         family, *flags, *weights, "--resolution=16", "--dataloader_num_workers=0", *SHUFFLE
@@ -109,7 +116,7 @@ def test_shuffled_tags_train_the_same_from_a_cache_and_resume_exactly(
         f"--train_data_dir={make_data(tmp_path, text=TAGS)}",
         f"--pretrained_model_name_or_path={models['sd']}",
     ]
-    precompute(*flags, "--text_cache=ids", "--center_crop", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, "--text_cache=ids", "--center_crop")
     cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}", *SHUFFLE]
     runs = {
         "images": [
@@ -124,12 +131,8 @@ def test_shuffled_tags_train_the_same_from_a_cache_and_resume_exactly(
     }
     losses = {}
     for name, argv in runs.items():
-        train(
-            *argv,
-            "--max_train_steps=8",
-            "--checkpointing_steps=4",
-            f"--output_dir={tmp_path / name}-run",
-        )
+        steps = ["--max_train_steps=8", "--checkpointing_steps=4"]
+        train(*list_train_flags(tmp_path / f"{name}-run", *argv, *steps))
         losses[name] = [
             record["loss"] for record in metrics(tmp_path / f"{name}-run") if "loss" in record
         ]
@@ -150,7 +153,7 @@ def test_changed_captions_in_a_cache_are_reported_as_damage(tmp_path, models, se
         f"--pretrained_model_name_or_path={models['sd']}",
     ]
     flags += ["--caption_column", "text", "long"] * several
-    precompute(*flags, "--text_cache=ids", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, "--text_cache=ids")
     path = tmp_path / "cache/data-00001-of-00002.arrow"
     path.write_bytes(path.read_bytes().replace(b"seven, eight", b"eight, seven"))
     args = make_args(*SHUFFLE, "--resolution=16", *flags[2:])
@@ -165,42 +168,21 @@ def test_changed_captions_in_a_cache_are_reported_as_damage(tmp_path, models, se
         dataset[[(0, 4, 1.0)]]
 
 
-def test_shuffle_caption_is_refused_where_it_has_no_effect(tmp_path, models, capfd):  # noqa: F811
+def test_shuffle_caption_is_refused_where_it_has_no_effect(tmp_path, models):  # noqa: F811
     make_captioned(tmp_path / "images", 4)
     flags = [
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={models['sd']}",
     ]
-    precompute(*flags, f"--output_dir={tmp_path / 'cache'}")
-    with pytest.raises(SystemExit):
-        train(
-            flags[1],
-            f"--latents_dir={tmp_path / 'cache'}",
-            f"--output_dir={tmp_path / 'out'}",
-            "--shuffle_caption",
-        )
+    make_cache(tmp_path / "cache", *flags)
+    cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'out'}"]
     said = (
         f"--shuffle_caption needs captions, but {tmp_path / 'cache'} holds embeddings: "
         "make it with --text_cache"
     )
-    assert said in capfd.readouterr().err
-    for parse, argv, said in (
-        (
-            script.parse_args,
-            [*flags, "--keep_tokens=1"],
-            "--keep_tokens does nothing without --shuffle_caption",
-        ),
-        (
-            train_flow.parse_args,
-            [*flags, "--keep_tokens=1"],
-            "--keep_tokens does nothing without --shuffle_caption",
-        ),
-        (
-            precompute_latents.parse_args,
-            [*flags, "--shuffle_caption"],
-            "there is no flag --shuffle_caption",
-        ),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            parse(argv)
-        assert stop.value.code == 2 and said in capfd.readouterr().err
+    assert said in train.refused(*cached, "--shuffle_caption")
+    said = "--keep_tokens does nothing without --shuffle_caption"
+    for script in (train, train_flow):
+        assert said in script.refused(*flags, "--keep_tokens=1", status=2)
+    said = "there is no flag --shuffle_caption"
+    assert said in precompute.refused(*flags, "--shuffle_caption", status=2)
