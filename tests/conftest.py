@@ -542,6 +542,20 @@ class Script:
         assert error.count(f"{self.file_name}: ") == 1 and "Traceback" not in error, error
         return error
 
+    def fork(self, *flags, num_processes=1, status=0):
+        """Run the script in forked processes, which must all end with this status.
+
+        Several processes are the ranks of one job. Returns what they printed.
+        """
+        with tempfile.NamedTemporaryFile("r") as log:
+            try:
+                codes = finish(start(lambda: self(*flags), num_processes, log.name))
+            except TimeoutError as error:
+                raise TimeoutError(log.read()) from error
+            said = log.read()
+        assert set(codes) == {status}, said
+        return said
+
     def flags(self, output_dir, *more):
         """Flags of a run that takes a second; later ones override these."""
         return [*QUICK[self.file_name], f"--output_dir={output_dir}", *map(str, more)]
