@@ -15,7 +15,6 @@ from conftest import (
     PRX,
     Script,
     checkpoints,
-    finish,
     kill,
     make_klein,
     make_masked,
@@ -212,14 +211,13 @@ def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
     argv = [*cached, "--num_train_epochs=3", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2", *["--rank=2"] * (name == "qwen-image")]
     whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
-    latest, log = "--resume_from_checkpoint=latest", tmp_path / "log"
-    run = lambda *more: start(lambda: train(*argv, *more), 2, log)
-    assert set(finish(run(whole))) == {0}, log.read_text()
-    pids = run(killed, latest)
+    train.fork(*argv, whole, num_processes=2)
+    argv += [killed, "--resume_from_checkpoint=latest"]
+    pids = start(lambda: train(*argv), 2)
     wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
     time.sleep(0.1)
     kill(pids)
-    assert set(finish(run(killed, latest))) == {0}, log.read_text()
+    train.fork(*argv, num_processes=2)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda folder: int(folder.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema"):

@@ -18,7 +18,6 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    finish,
     kill,
     make_captioned,
     make_masked,
@@ -362,14 +361,13 @@ def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, nu
     argv = [*cached, "--num_train_epochs=4", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2"]
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    latest, log = "--resume_from_checkpoint=latest", tmp_path / "log"
-    run = lambda *more: start(lambda: train(*argv, *more), num_processes, log)
-    assert set(finish(run(whole))) == {0}, log.read_text()
-    pids = run(killed, latest)
+    train.fork(*argv, whole, num_processes=num_processes)
+    argv += [killed, "--resume_from_checkpoint=latest"]
+    pids = start(lambda: train(*argv), num_processes)
     wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
     time.sleep(0.1)
     kill(pids)
-    assert set(finish(run(killed, latest))) == {0}, log.read_text()
+    train.fork(*argv, num_processes=num_processes)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):

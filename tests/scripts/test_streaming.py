@@ -13,7 +13,6 @@ from conftest import (
     MODELS,
     Script,
     assert_same_weights,
-    finish,
     kill,
     make_captioned,
     make_masked,
@@ -161,15 +160,10 @@ def test_a_killed_streaming_cache_resumes_to_the_same_bytes(
     monkeypatch.setattr(precompute.module, "encode", slow)
     shards = lambda: len(list((tmp_path / "out").glob("data-*")))
     for moment in random.Random(num_processes).sample(range(5), 2):
-        pids = start(
-            lambda: precompute(*flags, "--dataloader_num_workers=1"),
-            num_processes,
-            tmp_path / "log",
-        )
+        pids = start(lambda: precompute(*flags, "--dataloader_num_workers=1"), num_processes)
         wait_until(lambda moment=moment: shards() > moment)
         kill(pids)
-    pids = start(lambda: precompute(*flags), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    precompute.fork(*flags, num_processes=num_processes)
     assert contents(tmp_path / "out") == whole
 
 
@@ -241,15 +235,12 @@ def test_streaming_trainers_resume_exactly(tmp_path, trainer, raw):
     ]
     if script is train_text_to_image:
         argv += [f"--train_data_dir={raw}/tars/{{008..010}}.tar", "--caption_column=txt"]
-    pids = start(lambda: script(*argv), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    script.fork(*argv, num_processes=num_processes)
     again = [*argv, f"--output_dir={tmp_path / 'again'}", "--resume_from_checkpoint=latest"]
-    pids = start(lambda: script(*again), num_processes, tmp_path / "log")
+    pids = start(lambda: script(*again), num_processes)
     wait_until(lambda: (tmp_path / "again/checkpoint-2").exists())
     kill(pids)
-    pids = start(lambda: script(*again), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
-    assert "Resuming from" in (tmp_path / "log").read_text()
+    assert "Resuming from" in script.fork(*again, num_processes=num_processes)
     model = "unet" if script is train_text_to_image else "transformer"
     assert_same_weights(tmp_path / "trained" / model, tmp_path / "again" / model)
 
