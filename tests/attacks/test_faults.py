@@ -33,7 +33,7 @@ import warnings
 from pathlib import Path
 
 import datasets
-import matplotlib.figure  # here, or each fork would import it
+import matplotlib.figure  # otherwise each fork would import it
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -175,7 +175,7 @@ def contents(folder):
     }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
-        found["metrics.jsonl"] = [  # only a run that also trained finds signs in samples
+        found["metrics.jsonl"] = [  # signs in samples: only if the run also trained
             {k: v for k, v in record.items() if k not in MACHINE_FIELDS}
             for record in records
             if record.keys() != {"step", "signs"}
@@ -267,7 +267,7 @@ class Target:
     def start(
         self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=lambda: None
     ):
-        """Begin a run. `happen` gets the events of all processes, or only those of `victim`."""
+        """Start a run. `happen` gets the events of all processes, or only those of `victim`."""
         self.log.unlink(missing_ok=True)
 
         def run():
@@ -334,7 +334,7 @@ class Target:
         return self.wholes[num_processes]
 
     def moments(self, count, num_processes=1, of_files=False, after=None, until=None):
-        """`count` moments of an undisturbed run, in order, and of as many kinds as possible."""
+        """Choose `count` moments of an undisturbed run, of as many kinds as possible, in order."""
         kinds, moments = collections.defaultdict(list), self.whole(num_processes)[1]
         first = {moment: i for i, moment in reversed(list(enumerate(moments)))}
         chosen = [
@@ -409,7 +409,7 @@ class Verdicts(collections.Counter):
 
     @contextlib.contextmanager
     def case(self, target):
-        """One case. If it fails, the next one gets a new folder."""
+        """Run one case. If it fails, the next one gets a new folder."""
         try:
             yield
         except (AssertionError, TimeoutError) as error:
@@ -485,7 +485,7 @@ def test_runs_killed_at_any_event_resume_to_the_same_bits(targets, name, count):
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW, *STREAMS])
 def test_runs_killed_at_random_times_resume_to_the_same_bits(targets, name):
-    """Also between events, such as in the middle of a write."""
+    """The kills also come between events, for example in the middle of a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()
     target.run()
     duration = time.time() - begin

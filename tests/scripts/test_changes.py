@@ -1,4 +1,4 @@
-"""The changes of docs/changing.md: each is applied to every trainer that it names, and trained."""
+"""Each change in docs/changing.md is applied to every trainer that it names, which then trains."""
 
 import importlib.util
 import json
@@ -314,7 +314,7 @@ def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):
 
 
 def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
-    """Errors in the masked half do not count: a constant there leaves the other half's loss."""
+    """A constant added in the masked half does not change the loss of the other half."""
     script = apply(CHANGES[3], "unconditional", tmp_path)
     noise_scheduler, mask = DDPMScheduler(), torch.zeros(2, 1, 8, 8)
     mask[..., :4] = 1
@@ -328,7 +328,9 @@ def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
 
         def predict(models, noisy_images, timesteps, condition):
             torch.manual_seed(0)
-            prediction = torch.randn(noisy_images.shape)  # what compute_loss draws first
+            prediction = torch.randn(
+                noisy_images.shape
+            )  # the noise, which compute_loss draws first
             prediction[..., 4:] += error
             return prediction
 
@@ -368,7 +370,7 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
         assert not any(weight.requires_grad for weight in seen["frozen"])
         assert all(map(torch.equal, seen["before"], seen["frozen"]))
     plain, module, perceptual = found.values()
-    # 64 numbers to one, forward, and backward to the weights
+    # a layer from 64 numbers to one: forward, and backward to the weights
     assert module["operations"] - plain["operations"] == 2 * 2 * 64
     assert module["memory"]["weights"] - plain["memory"]["weights"] == 4 * 65
     # VGG's replacement: two images of 14 x 14 pixels forward, one backward; and the VAE

@@ -250,7 +250,7 @@ def test_good_images_are_saved_once_in_order_and_failures_are_listed(
     assert f"Next: accelerate launch precompute_latents.py --train_data_dir {tmp_path}" in printed
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
-    # The same command asks for nothing again, and changes nothing
+    # The same command requests nothing again and changes nothing
     before, server.requests = contents(tmp_path / "out"), collections.Counter()
     run(table, tmp_path / "out", "--keep_columns", "id", "--rows_per_shard", 20)
     assert contents(tmp_path / "out") == before and not server.requests
@@ -332,7 +332,7 @@ def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(
     assert text == pa.string() and [int(row.pop("id")) for row in read_rows(tmp_path / "out1")] == [
         row.pop("id") for row in read_rows(tmp_path / "out0")
     ]
-    # The row of a failure counts in its own table
+    # A failure's row number is that of its own table
     assert [read_failures(tmp_path / f"out{k}")[0]["row"] for k in (0, 3, 4)] == [24, 14, 14]
     assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
 

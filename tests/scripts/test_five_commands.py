@@ -114,7 +114,7 @@ def test_the_guides_five_commands_give_the_same_results_after_kills(
         run(script, *argv)
 
     def fork(module, *argv):
-        """The same without Ray, in a fork, which has all imports already."""
+        """Run a script without Ray in a fork, which has all imports already."""
 
         def work():
             reset()

@@ -165,7 +165,7 @@ def test_each_script_refuses_unsupported_launches(tmp_path, flags, name):
 
 
 def test_unsupported_launch_settings_are_refused(tmp_path, flags):
-    """Both from a file of `accelerate config` and from environment variables."""
+    """They come from a file of `accelerate config` or from environment variables."""
     # Devices are missing: the CPU must not be used silently instead
     missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}
     odd, few = "the launched processes can't be set up", "2 processes were launched, but they do"
@@ -336,7 +336,7 @@ notebook_launcher(run, (flags,), num_processes=2, use_port=port)
 
 
 def test_notebook_launcher_starts_two_processes_and_refuses_a_locked_folder(tmp_path, flags):
-    """A plain process replaces the kernel: both imported the script and used no device."""
+    """A plain process replaces the kernel. Like it, it imported the script and used no device."""
     (tmp_path / "taken").mkdir()
     argv = [str(tmp_path / "taken"), str(tmp_path / "free"), str(free_port())]
     argv += [flag for flag in flags["unconditional"] if "output_dir" not in flag]

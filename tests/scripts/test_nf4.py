@@ -188,7 +188,7 @@ def test_nf4_trains_only_the_adapter_and_copies_share_the_base(inputs):
 
 
 def test_nf4_sampling_does_not_change_the_weights(inputs):
-    """CPU kernels for sampling would rearrange them, and afterwards give no gradient."""
+    """CPU kernels for sampling would rearrange the weights, which then have no gradient."""
     unet = adapt(*load_unet(inputs)).train()
     before = [weight.clone() for weight in unet.parameters()]
     gradients = []
@@ -204,7 +204,7 @@ def test_nf4_sampling_does_not_change_the_weights(inputs):
 
 
 def test_nf4_flops_and_memory_are_counted(inputs):
-    """The same operations as with an exact base; half a byte per weight, plus scales."""
+    """The FLOPs are those of an exact base. A weight takes half a byte, plus its scales."""
     exact = UNet2DConditionModel.from_pretrained(inputs / "sd", subfolder="unet")
     unets = [adapt(exact, "hash"), adapt(*load_unet(inputs))]
 

@@ -582,7 +582,7 @@ def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monk
             yield item
 
     def write_slowly(file):
-        """Write only when the device has got all batches that it can get."""
+        """Wait until the device has all batches that it can get."""
         if taken:  # else it is cache.json
             wait_until(lambda: len(queued) >= min(64, len(taken) + 16))
         written.append(len(taken))

@@ -117,7 +117,7 @@ def serve(folder):
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
-            signal.alarm(150)  # no run may hang
+            signal.alarm(150)  # stops a run that hangs
             answer = run(argv, setup and globals()[setup])
             signal.alarm(0)
     disconnect()
@@ -339,7 +339,7 @@ def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, 
 def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
     tmp_path, flags, without_ray
 ):
-    """The other script was interrupted: one cache lacks a shard and a half, one is missing."""
+    """The other script was interrupted: one cache lacks two shards, the other one is missing."""
     for side in ("8", "16"):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
     flags += ["--resolution", "8", "16"]
@@ -422,7 +422,7 @@ def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, fl
 
 @pytest.mark.ci
 def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags, whole, driver):
-    """Ray really runs it, from a copy with another name in another folder.
+    """A real Ray runs a copy of the script with another name in another folder.
 
     So workers can only import modules that were sent to them.
     """
@@ -588,7 +588,7 @@ def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
     # only now, because the fork needs the real Ray
     without_ray = request.getfixturevalue("without_ray")
-    code, said = without_ray(*flags)  # at once: the dead one's workers may not have noticed yet
+    code, said = without_ray(*flags)  # at once: the killed driver's workers may still run
     assert code == 0, said
     assert objects(bucket, "bucket/latents") == whole
     assert times == {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
@@ -676,7 +676,7 @@ def test_killed_ray_driver_leaves_complete_files_and_resumes(tmp_path, flags, wh
     inodes = {path.stem: (out / path.stem).stat().st_ino for path in out.glob("unfinished/data-*")}
     with pytest.raises(FileNotFoundError):
         datasets.load_from_disk(str(out))
-    code, said = driver(*flags)  # at once: the dead one's workers may not have noticed yet
+    code, said = driver(*flags)  # at once: the killed driver's workers may still run
     assert code == 0, said
     assert contents(out) == whole
     assert inodes and all((out / name).stat().st_ino == inode for name, inode in inodes.items())
@@ -819,7 +819,7 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
         wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)
     for step in range(12):
         wait_until(lambda: len(encoded) == step + 1, 20)
-        # At step 0, not all shards may be queued yet
+        # At step 0, perhaps not all shards are queued yet
         assert given == list(range(0, min(24, 2 * step + 8), 2)) or step == 0
         steps.release()
     [thread.join(20) for thread in threads]
@@ -925,7 +925,7 @@ def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
         "Ray has a place for 3 of 8 encoders (3.3 GB each); the others wait for more nodes"
     )
     _, places, _ = plan("--gpus_per_encoder=0.6", "--num_encoders=4", nodes=((8, 4),))
-    assert places.fit == 4  # none has parts of two GPUs
+    assert places.fit == 4  # no encoder uses parts of two GPUs
     # Three encoders fit, and leave each node 0.1 GB.
     _, places, said = plan("--num_encoders=4", nodes=((8, 0),), memory=10.1)
     assert (places.allowed, places.fit, places.tasks) == (2, 3, 8 - 2)
@@ -1106,7 +1106,7 @@ def objects(fs, folder):
 
 
 def without_source(files):
-    """The files that do not depend on the source, through its fingerprint."""
+    """The files that do not contain the fingerprint of the source."""
     return {
         name: data
         for name, data in files.items()
@@ -1536,7 +1536,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, f
         nodes.append(start_ray_node(tmp_path, f"--address=127.0.0.1:{port}"))
 
     def judge():
-        """Check a run that ended by itself: complete, or stopped with the sentence about deaths."""
+        """Check a run that ended by itself: complete, or stopped because of the kills."""
         assert "Traceback" not in said.read_text(), said.read_text()
         if driver.returncode == 0:
             assert objects(bucket, out) == whole

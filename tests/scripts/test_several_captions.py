@@ -114,14 +114,14 @@ def test_a_cache_draws_the_same_captions_as_the_images(tmp_path, models, family,
     for name, numbers in images.items():
         torch.testing.assert_close(cache[name].to(numbers.dtype), numbers, rtol=2e-3, atol=2e-4)
 
-    # at an address too
+    # the cache at an address
     fsspec.filesystem("memory").put(f"{tmp_path / 'cache'}/", f"/{tmp_path.name}/", recursive=True)
     stored = [f"--latents_dir=memory://{tmp_path.name}", f"--shards_dir={tmp_path / 'shards'}"]
     if not more:
         stored = read_prompts(family, pipeline, *stored, "--seed=3")
         assert all(torch.equal(stored[name], numbers) for name, numbers in cache.items())
 
-    # these captions are drawn
+    # the captions that must be drawn
     args = precompute.module.parse_args([*flags, *flow])
     encoders = load_encoders(open_base(args), torch.float32)
     there = [[text is not None for text in pair] for pair in zip(SHORT, LONG, strict=True)]

@@ -224,7 +224,7 @@ def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
     precompute(*flags, "--batch_size=5")
     assert read_caches(tmp_path) == whole and b"--batch_size=5" in whole[8]["run.args"]
 
-    # A half-made cache keeps its batch size, also with other memory
+    # A half-made cache keeps its batch size even if the memory has changed
     tried.clear()
     for path in (tmp_path / "out/8/data-00001-of-00002.arrow", tmp_path / "out/16/state.json"):
         path.unlink()

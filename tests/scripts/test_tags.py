@@ -48,7 +48,7 @@ def make_args(*argv):
 
 
 def make_choice(args):
-    """The choice of captions that the flags ask for."""
+    """Choose captions as the flags say."""
     return choose_captions(args, weigh_captions(args))
 
 
@@ -62,7 +62,9 @@ def test_shuffle_caption_draws_all_orders_behind_keep_tokens_equally():
     assert {*found.values()} <= {*range(420, 580)}
     assert choose_caption("a,b", 0, 7, choice) == "a, b"
     assert choose_caption("a", 0, 7, choice) == "a"
-    assert choose_caption(" a ,b,c", None, 7, choice) == " a ,b,c"  # held out: as it is written
+    assert (
+        choose_caption(" a ,b,c", None, 7, choice) == " a ,b,c"
+    )  # held-out captions are not shuffled
     orders = [
         [choose_caption("a,b,c,d,e,f,g", epoch, row, choice) for epoch in range(9)]
         for row in (1, 1, 2)

@@ -172,7 +172,7 @@ class Run:
         return found
 
     def check_rows(self, num_steps):
-        """Every row was drawn once an epoch by the groups that took each step last."""
+        """Check that the last groups to take each step drew every row once per epoch."""
         groups, drawn = self.steps(), []
         for step in range(num_steps):
             drawn += [group[step] for group in groups if step in group][-1]
@@ -194,7 +194,7 @@ class Run:
         return found
 
     def is_ours(self, process):
-        """Also true for processes that lost their parents."""
+        """Whether this test started the process, even if its parents have ended."""
         with contextlib.suppress(psutil.Error):
             if any(parent.pid == each.pid for parent in process.parents() for each in self.started):
                 return True
@@ -259,7 +259,7 @@ def test_train_on_ray_reports_bad_flags_in_one_line(tmp_path, capsys, monkeypatc
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "plain.py").write_text("")
     (tmp_path / "letter.txt").write_text("")
-    # another module of that name is not the script
+    # another module with the script's name is not used
     (tmp_path / "other").mkdir()
     (tmp_path / "other/failing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "other")
@@ -384,7 +384,7 @@ class Events:
 def test_watch_stops_without_new_checkpoints_or_on_a_trainers_error(tmp_path, capsys):
     job = make_job(tmp_path)
     train_on_ray.make_shared(job).release()
-    over = threading.Thread()  # it does not run
+    over = threading.Thread()  # a thread that does not run
     start, lost = ("started", "2 workers"), ("lost", "it was ended by SIGKILL")
     train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 2)
     with pytest.raises(SystemExit, match="started 3 times without a new checkpoint; the last re"):
@@ -454,7 +454,7 @@ def test_each_image_is_drawn_once_per_epoch_while_machines_come_and_go(run):
     assert not any(process.is_running() for process in before)
     run.add_machine()
     wait_for("a machine came: 2 workers", lambda: run.sizes()[2:] == [2])
-    # they were told and saved, so no step was lost
+    # the trainers were told and saved, so no step was lost
     one, two = run.steps()[1:]
     assert min(two) == max(one) + 1
 
@@ -509,7 +509,7 @@ def test_random_kills_on_ray_train_do_not_change_rows_and_bits(run, min_workers)
         }
 
     def judge():
-        """A driver that ended by itself: all is well, or it has named a killed loader process."""
+        """Check a driver that ended by itself: it is done, or names a killed loader process."""
         assert "Traceback" not in run.log(), run.log()
         counts[f"ended with status {driver.returncode}"] += 1
         if driver.returncode:
