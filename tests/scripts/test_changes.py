@@ -74,7 +74,8 @@ def apply(change, trainer, folder):
     return module
 
 
-def train(script, *argv):
+def run(script, *argv):
+    """Run a changed script, which `Script` can't import."""
     reset()
     script.main(script.parse_args([str(arg) for arg in argv]))
 
@@ -178,7 +179,7 @@ def make_cache(root, folder, name, trainer, change, *more):
     flags += [f"--pretrained_model_name_or_path={root / 'sd'}", "--dataloader_num_workers=0"]
     flags += ["--model_family=prx"] * (trainer == "flow")
     flags += ["--mask_column=mask"] * (name == "inpainting")
-    train(script, *flags, "--random_flip", f"--output_dir={folder / 'cache'}", *more)
+    run(script, *flags, "--random_flip", f"--output_dir={folder / 'cache'}", *more)
     return folder / "cache"
 
 
@@ -223,12 +224,12 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
         return step(*given)
 
     script.train_step = copy_at_step_3
-    train(script, *flags)
+    run(script, *flags)
     records = metrics(tmp_path / "out")
     assert any("held_out_loss_ema" in record for record in records)
     assert all(np.isfinite(record.get("loss", 0)) for record in records)
     resumed = [*flags, f"--output_dir={tmp_path / 'killed'}", "--resume_from_checkpoint=latest"]
-    train(script, *resumed)
+    run(script, *resumed)
     names = {"unconditional": "unet", "text": "unet", "flow": "transformer"}[trainer]
     names = {names, f"{names}_ema"}
     if module := {"module": "log_variance", "repa": "projection"}.get(name):
@@ -260,7 +261,7 @@ def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, 
     script = apply(change, trainer, tmp_path)
     flags = list_flags(root, tmp_path / "out", name, trainer, kind)
     log = tmp_path / "log"
-    assert finish(start(lambda: train(script, *flags), 2, log)) == [0, 0], log.read_text()
+    assert finish(start(lambda: run(script, *flags), 2, log)) == [0, 0], log.read_text()
     assert any("held_out_loss" in record for record in metrics(tmp_path / "out"))
 
 
@@ -269,7 +270,7 @@ def test_huber_change_trains_with_the_huber_loss(root, tmp_path):
     losses = []
     for kind in ("l2", "huber"):
         flags = list_flags(root, tmp_path / kind, "huber", "unconditional")
-        train(script, *flags, f"--loss_type={kind}", "--max_train_steps=1")
+        run(script, *flags, f"--loss_type={kind}", "--max_train_steps=1")
         losses.append(metrics(tmp_path / kind)[0]["loss"])
     assert losses[1] < 0.6 * losses[0]  # half the square, or less for errors above 1
 
@@ -288,7 +289,7 @@ def test_labels_change_passes_class_labels_to_the_unet(root, tmp_path, monkeypat
     monkeypatch.setattr(UNet2DModel, "forward", spy)
     # The U-Net sees the images themselves, so that each can be told from its label.
     monkeypatch.setattr(DDPMScheduler, "add_noise", lambda self, images, noise, timesteps: images)
-    train(script, *flags)
+    run(script, *flags)
     trained = [
         pair
         for training, levels, labels in seen
@@ -307,7 +308,7 @@ def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):
     script.prepare_batch = lambda batch: (
         batches.append(batch["pixel_values"]) or prepare_batch(batch)
     )
-    train(script, *flags)
+    run(script, *flags)
     depths = sorted({int(image[3, 0, 0]) for batch in batches for image in batch})
     assert batches[0].shape == (2, 4, 16, 16) and depths == [*range(243, 251)]
     assert np.asarray(Image.open(tmp_path / "out/samples/step-0000004.png")).ndim == 3
@@ -365,7 +366,7 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
         if name != "plain":
             script = apply(CHANGES[NAMES.index(name)], "text", tmp_path)
         flags = list_flags(root, tmp_path / name, name, "text")
-        train(script, *flags, "--max_train_steps=1", "--holdout=0")
+        run(script, *flags, "--max_train_steps=1", "--holdout=0")
         found[name] = {**seen, "loss": metrics(tmp_path / name)[0]["loss"]}
         assert not any(weight.requires_grad for weight in seen["frozen"])
         assert all(map(torch.equal, seen["before"], seen["frozen"]))

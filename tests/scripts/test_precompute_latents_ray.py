@@ -1006,10 +1006,9 @@ def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
         (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
     ],
 )
-def test_precompute_latents_ray_reports_bad_flags_in_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(argv)
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+def test_precompute_latents_ray_reports_bad_flags_in_one_line(argv, sentence):
+    error = Script("precompute_latents_ray").refused(*argv, status=2)
+    assert sentence in error.splitlines()[-1]
 
 
 def test_output_dir_may_share_a_name_prefix_with_train_data_dir(flags):
@@ -1041,8 +1040,7 @@ def test_make_absolute_changes_only_local_paths(tmp_path, monkeypatch, flags):
 
 def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(script.ray, "init", lambda *args, **options: pytest.fail("Ray was started"))
-    reset()
-    script.main(script.parse_args([*flags, "--dry_run"]))
+    Script("precompute_latents_ray")(*flags, "--dry_run")
     assert "26 rows of" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 

@@ -11,10 +11,10 @@ import pytest
 import test_precompute_latents_ray as on_ray  # skips these tests if there is no Ray
 import torch
 import transformers
-from conftest import MODELS, ROOT, make_captioned, reset
+from conftest import MODELS, ROOT, make_captioned
 from image_server import FAST, ImageServer, make_image
 from PIL import Image
-from test_changes import apply, change_text
+from test_changes import apply, change_text, run
 from test_download_images import make_table, read_failures, read_rows, run_items_without_ray
 from test_precompute_latents_ray import without_ray  # noqa: F401
 
@@ -78,7 +78,7 @@ def test_a_stage_filters_downloaded_images(tmp_path, stage, monkeypatch):
     make_filter(tmp_path / "filter", images)
     faults = [stage.find_fault(make_image(i)) for i in range(9)]
     assert 0 < faults.count("unsafe") < 9
-    script.main(script.parse_args(flags))
+    run(script, *flags)
     server.close()
     assert [row["id"] for row in read_rows(tmp_path / "out")] == [
         i for i, fault in enumerate(faults) if not fault
@@ -87,7 +87,7 @@ def test_a_stage_filters_downloaded_images(tmp_path, stage, monkeypatch):
     assert {failure["reason"] for failure in failures} == {"unsafe"}
     stage.NAME = "another"
     with pytest.raises(SystemExit):
-        script.main(script.parse_args(flags))
+        run(script, *flags)
 
 
 def test_a_stage_filters_a_cache_and_rewrites_its_captions(
@@ -101,8 +101,7 @@ def test_a_stage_filters_a_cache_and_rewrites_its_captions(
     flags += ["--resolution=16", "--batch_size=4", "--max_skipped=0.9", "--rows_per_shard=8"]
     flags += ["--center_crop", "--dataloader_num_workers=0"]
     script = apply(CHANGES["precompute_latents"], "precompute_latents.py", tmp_path)
-    reset()
-    script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
+    run(script, *flags, f"--output_dir={tmp_path / 'out'}")
     skipped = [
         json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()
     ]
@@ -111,8 +110,7 @@ def test_a_stage_filters_a_cache_and_rewrites_its_captions(
     capsys.readouterr()
     name, stage.NAME = stage.NAME, "another"
     with pytest.raises(SystemExit):
-        reset()
-        script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
+        run(script, *flags, f"--output_dir={tmp_path / 'out'}")
     assert "stage" in capsys.readouterr().err
     stage.NAME = name
 
@@ -128,7 +126,7 @@ def test_a_stage_filters_a_cache_and_rewrites_its_captions(
     changed = apply(CHANGES["precompute_latents_ray"], "precompute_latents_ray.py", tmp_path)
     monkeypatch.setitem(sys.modules, changed.__name__, changed)
     monkeypatch.setattr(on_ray, "script", changed)
-    run = request.getfixturevalue("without_ray")
+    run_on_ray = request.getfixturevalue("without_ray")
     actors = {}
 
     class Named:
@@ -154,7 +152,7 @@ def test_a_stage_filters_a_cache_and_rewrites_its_captions(
         "get": changed.ray.get,
     }.items():
         monkeypatch.setattr(ray, name, value)
-    code, said = run(*flags, f"--output_dir={tmp_path / 'ray'}")
+    code, said = run_on_ray(*flags, f"--output_dir={tmp_path / 'ray'}")
     assert code == 0, said
     one, other = (datasets.load_from_disk(str(tmp_path / name)) for name in ("out", "ray"))
     assert other["key"][:] == one["key"][:] and other["latents"][:] == one["latents"][:]
