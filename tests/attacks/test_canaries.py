@@ -1,4 +1,4 @@
-"""Parts of libraries that the scripts rely on: an upgrade that changes one fails here first."""
+"""Library behaviour that the scripts rely on: an upgrade that changes it fails here first."""
 
 import inspect
 
@@ -23,8 +23,8 @@ from PIL import Image
 # ------------------------------------------------------------------- accelerate
 
 
-def test_accelerate_divides_the_gradient_by_an_accumulation_that_it_was_told_of(monkeypatch):
-    """The scripts set it to 1 and divide themselves."""
+def test_accelerate_divides_gradients_by_the_launchers_accumulation_steps(monkeypatch):
+    """The scripts set it to 1 and divide the loss themselves."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     accelerator, weight = Accelerator(), torch.ones(1, requires_grad=True)
@@ -37,7 +37,7 @@ def test_accelerate_divides_the_gradient_by_an_accumulation_that_it_was_told_of(
     reset()
 
 
-def test_accelerate_steps_at_once_and_tells_of_skipped_steps(monkeypatch):
+def test_accelerate_updates_at_every_step_and_reports_skipped_steps(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     accelerator, model = Accelerator(), torch.nn.Linear(1, 1)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -54,8 +54,8 @@ def test_accelerate_steps_at_once_and_tells_of_skipped_steps(monkeypatch):
     reset()
 
 
-def test_names_of_ways_to_launch():
-    """MULTI_... is DDP on any device; the scripts refuse the rest."""
+def test_accelerate_names_its_distributed_types_as_before():
+    """MULTI_* is DDP on any device. The scripts refuse the other types."""
     ddp = {kind.value for kind in DistributedType if kind.value.startswith(("NO", "MULTI_"))}
     assert {"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU"} <= ddp
     assert {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"} == {
@@ -63,7 +63,7 @@ def test_names_of_ways_to_launch():
     } - ddp
 
 
-def test_dynamo_is_read_from_the_environment(monkeypatch):
+def test_accelerate_reads_dynamo_settings_from_the_environment(monkeypatch):
     for name, value in {"BACKEND": "EAGER", "MODE": "max-autotune", "USE_DYNAMIC": "True"}.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
     plugin = TorchDynamoPlugin()
@@ -82,7 +82,7 @@ def test_dynamo_is_read_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     "kind, scheduler", [(DDPMPipeline, DDPMScheduler), (DDIMPipeline, DDIMScheduler)]
 )
-def test_pipelines_draw_as_the_open_loop_of_log_validation(kind, scheduler):
+def test_pipelines_draw_the_same_images_as_an_explicit_sampling_loop(kind, scheduler):
     unet = UNet2DModel(
         sample_size=8, layers_per_block=1, block_out_channels=(8, 8), norm_num_groups=4,
         down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
@@ -107,8 +107,8 @@ def test_pipelines_draw_as_the_open_loop_of_log_validation(kind, scheduler):
     np.testing.assert_array_equal((images / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).numpy(), drawn)
 
 
-def test_a_schedule_can_be_entered_anywhere():
-    """`last_epoch=k` with initial_lr in the group gives the rate f(k) for the next update."""
+def test_last_epoch_starts_an_lr_scheduler_at_any_step():
+    """With `last_epoch=k` and initial_lr in the group, the next update has the rate of step k."""
 
     def rates(start, count):
         optimizer = torch.optim.SGD(
@@ -130,12 +130,12 @@ def test_a_schedule_can_be_entered_anywhere():
     assert rates(4, 6) == whole[4:] and whole[0] == pytest.approx(1 / 3) and whole[2] == 1
 
 
-def test_models_that_compile_by_region():
+def test_only_the_conditional_unet_lists_repeated_blocks():
     assert UNet2DConditionModel._repeated_blocks and not UNet2DModel._repeated_blocks
 
 
-def test_a_scheduler_that_samples_noises_as_before():
-    """The pipeline and the training share one."""
+def test_set_timesteps_does_not_change_add_noise():
+    """Training and its samples share one scheduler."""
     scheduler, images = DDPMScheduler(), torch.ones(1, 1, 2, 2)
     before = scheduler.add_noise(images, images, torch.tensor([500]))
     config = dict(scheduler.config)
@@ -147,7 +147,7 @@ def test_a_scheduler_that_samples_noises_as_before():
 # ------------------------------------------------------------------- datasets, torch, Pillow
 
 
-def test_undecoded_images_are_bytes_and_path_whatever_the_column(tmp_path):
+def test_datasets_returns_undecoded_images_as_bytes_and_path(tmp_path):
     folder = make_images(tmp_path / "images", 2)
     rows = datasets.load_dataset(folder, split="train").cast_column(
         "image", datasets.Image(decode=False)
@@ -166,7 +166,7 @@ def test_undecoded_images_are_bytes_and_path_whatever_the_column(tmp_path):
         assert rows[0]["image"] == expected
 
 
-def test_fingerprints_follow_the_files(tmp_path):
+def test_datasets_fingerprint_changes_with_the_files(tmp_path):
     folder = make_images(tmp_path / "images", 2)
     first = datasets.load_dataset(folder, split="train")._fingerprint
     assert datasets.load_dataset(folder, split="train")._fingerprint == first
@@ -174,7 +174,7 @@ def test_fingerprints_follow_the_files(tmp_path):
     assert datasets.load_dataset(folder, split="train")._fingerprint != first
 
 
-def test_a_loader_without_batch_size_passes_whole_keys_on():
+def test_dataloader_without_batch_size_passes_whole_keys_to_the_dataset():
     class Keys(torch.utils.data.Dataset):
         def __getitem__(self, keys):
             return {
@@ -190,7 +190,7 @@ def test_a_loader_without_batch_size_passes_whole_keys_on():
     assert dict(batch["skipped"]) == {"name": "reason"}
 
 
-def test_pillow_opens_only_formats_that_are_named():
+def test_pillow_can_be_limited_to_named_formats():
     assert "formats" in inspect.signature(Image.open).parameters
     Image.init()
     assert {"BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP"} <= Image.OPEN.keys()

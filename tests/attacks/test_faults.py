@@ -1,6 +1,6 @@
-"""Attack the scripts at every moment, with all kinds of input, and judge the result.
+"""Attack the scripts at any moment and with odd input, and check the result.
 
-There are two good verdicts: the same bits as an undisturbed run, or one sentence and nothing lost.
+There are two good results: the same bits as an undisturbed run, or one error sentence and no loss.
 The long part (`pytest -m long tests/attacks`) runs more of the same cases for every script. The
 scripts share most of their code, so the quick part tries each attack on one or two of them. A run
 is recorded as events (see `watch`). An attack happens before the n-th event of a name, so a failure
@@ -33,7 +33,7 @@ import warnings
 from pathlib import Path
 
 import datasets
-import matplotlib.figure  # here, or each fork would import it
+import matplotlib.figure  # otherwise each fork would import it
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -73,7 +73,7 @@ REMOTE = "train_text_to_image --latents_dir=s3"  # a cache in a bucket, with roo
 NEWER = [FLOW, BEST, *STREAMS, REMOTE]
 LONG = pytest.mark.long
 # fields of a record that depend on the machine
-MOMENTS = ("images_per_second", "data_wait", "memory_gb", "tflops")
+MACHINE_FIELDS = ("images_per_second", "data_wait", "memory_gb", "tflops")
 
 
 def cases(many, quick, slow=None, names=NAMES):
@@ -88,7 +88,7 @@ def cases(many, quick, slow=None, names=NAMES):
     )
 
 
-# ------------------------------------------------------------------- a run, attacks and verdicts
+# ------------------------------------------------------------------- runs and their results
 
 
 def watch(script, out, happen):
@@ -100,7 +100,7 @@ def watch(script, out, happen):
     """
     home, own, watched = os.getpid(), threading.local(), {}
 
-    def tell(event):
+    def report_event(event):
         if os.getpid() == home and not getattr(own, "busy", False):
             own.busy = True
             try:
@@ -119,39 +119,39 @@ def watch(script, out, happen):
             # args[-1]: descriptor of the folder that is being deleted, or -1
             in_folder = name not in ("open", "os.rename") and args[-1] != -1
             if in_folder or f"{args[0]}/".startswith(f"{out}/"):
-                tell(f"{name.removeprefix('os.')} {str(args[0]).removeprefix(str(out))}")
+                report_event(f"{name.removeprefix('os.')} {str(args[0]).removeprefix(str(out))}")
 
-    def tell_of(owner, name, function):
+    def report_calls(owner, name, function):
         @functools.wraps(function)
-        def told(*args, **options):
-            tell(function.__qualname__)
+        def reported(*args, **options):
+            report_event(function.__qualname__)
             return function(*args, **options)
 
-        setattr(owner, name, watched.setdefault(function, told))
+        setattr(owner, name, watched.setdefault(function, reported))
 
-    house = [
+    modules = [
         module
         for name, module in sorted(sys.modules.items())
         if name.startswith("diffusion_training.")
     ]
-    house = {script.__name__: script, **{module.__name__: module for module in house}}
+    modules = {script.__name__: script, **{module.__name__: module for module in modules}}
     kinds = (
         kind
-        for module in house.values()
+        for module in modules.values()
         for kind in vars(module).values()
         if isinstance(kind, type)
     )
-    for owner in [*house.values(), *dict.fromkeys(kinds)]:
+    for owner in [*modules.values(), *dict.fromkeys(kinds)]:
         for name, function in list(vars(owner).items()):
-            if inspect.isfunction(function) and function.__module__ in house:
-                tell_of(owner, name, function)
+            if inspect.isfunction(function) and function.__module__ in modules:
+                report_calls(owner, name, function)
     for owner, name in [
         (os, "fsync"),
         (torch, "save"),
         (safetensors.torch, "save_file"),
         (DDPMScheduler, "step"),
     ]:
-        tell_of(owner, name, getattr(owner, name))
+        report_calls(owner, name, getattr(owner, name))
     sys.addaudithook(audit)
 
 
@@ -175,8 +175,8 @@ def contents(folder):
     }
     if "metrics.jsonl" in found:
         records = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
-        found["metrics.jsonl"] = [  # only a run that also trained finds signs in samples
-            {k: v for k, v in record.items() if k not in MOMENTS}
+        found["metrics.jsonl"] = [  # signs in samples: only if the run also trained
+            {k: v for k, v in record.items() if k not in MACHINE_FIELDS}
             for record in records
             if record.keys() != {"step", "signs"}
         ]
@@ -267,7 +267,7 @@ class Target:
     def start(
         self, *argv, happen=None, num_processes=1, victim=None, flags=None, before=lambda: None
     ):
-        """Begin a run. `happen` gets the events of all processes, or only those of `victim`."""
+        """Start a run. `happen` gets the events of all processes, or only those of `victim`."""
         self.log.unlink(missing_ok=True)
 
         def run():
@@ -334,7 +334,7 @@ class Target:
         return self.wholes[num_processes]
 
     def moments(self, count, num_processes=1, of_files=False, after=None, until=None):
-        """`count` moments of an undisturbed run, in order, and of as many kinds as possible."""
+        """Choose `count` moments of an undisturbed run, of as many kinds as possible, in order."""
         kinds, moments = collections.defaultdict(list), self.whole(num_processes)[1]
         first = {moment: i for i, moment in reversed(list(enumerate(moments)))}
         chosen = [
@@ -377,7 +377,7 @@ class Target:
         return sentences[0]
 
     def judge_either(self, codes, said, reproduction, **options):
-        """Check that it is one of these two; returns which."""
+        """Check for the same bits or one sentence; returns which it was."""
         if set(codes) == {0}:
             self.judge_same(codes, said, reproduction, **options)
         else:
@@ -409,7 +409,7 @@ class Verdicts(collections.Counter):
 
     @contextlib.contextmanager
     def case(self, target):
-        """One case. If it fails, the next one gets a new folder."""
+        """Run one case. If it fails, the next one gets a new folder."""
         try:
             yield
         except (AssertionError, TimeoutError) as error:
@@ -434,7 +434,7 @@ def targets(tmp_path_factory, storage):
     return functools.cache(lambda name: Target(name, folder / re.sub(r"[^a-z_]+", "-", name)))
 
 
-# ------------------------------------------------------------------- what happens to a run
+# ------------------------------------------------------------------- attacks on a run
 
 
 def attack(
@@ -456,7 +456,7 @@ def attack(
         options = {"num_processes": num_processes, "happen": at(event, nth, act), "victim": victim}
         with verdicts.case(target):
             codes, said = target.run(*argv, together=together, **options)
-            verdicts["came"] += judge(codes, said, victim, reproduction)
+            verdicts["attacked"] += judge(codes, said, victim, reproduction)
             if set(codes) != {0} and (number % 4 == 0 or number == len(moments)):
                 codes, said = target.run(num_processes=num_processes)
             if set(codes) == {0}:
@@ -464,7 +464,7 @@ def attack(
                 verdicts["the same bits in the end"] += 1
                 shutil.rmtree(target.out)
     verdicts.show(f"{target.name}, {len(moments)} times {act.__name__} with {num_processes}")
-    assert verdicts["came"] >= len(moments) / 2
+    assert verdicts["attacked"] >= len(moments) / 2
 
 
 def die():
@@ -477,15 +477,15 @@ def die():
     {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, SIDES: 6, FLOW: 4},
     [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS, BEST, REMOTE],
 )
-def test_killed_at_any_event_the_same_command_ends_with_the_same_bits(targets, name, count):
+def test_runs_killed_at_any_event_resume_to_the_same_bits(targets, name, count):
     target = targets(name)
     attack(target, target.moments(count), die, lambda codes, *_: codes == [-signal.SIGKILL])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*NAMES, *OTHERS, ADAPTED, FLOW, *STREAMS])
-def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, name):
-    """Also between events, such as in the middle of a write."""
+def test_runs_killed_at_random_times_resume_to_the_same_bits(targets, name):
+    """The kills also come between events, for example in the middle of a write."""
     target, rng, verdicts, begin = targets(name), random.Random(0), Verdicts(), time.time()
     target.run()
     duration = time.time() - begin
@@ -503,8 +503,8 @@ def test_killed_at_any_time_the_same_command_ends_with_the_same_bits(targets, na
 
 
 @cases(25, {}, {NAMES[1]: 1})
-def test_two_processes_killed_or_one_of_them(targets, name, count):
-    """If one is killed after they have met, the other one ends by itself, with a sentence."""
+def test_two_process_runs_resume_after_one_or_both_are_killed(targets, name, count):
+    """If one process is killed after they connected, the other one ends itself with a sentence."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -525,8 +525,8 @@ def test_two_processes_killed_or_one_of_them(targets, name, count):
 
 
 @cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
-def test_stopped_at_any_event_it_goes_on(targets, name, count):
-    """SIGTERM and SIGINT: a sentence, the right status, one more checkpoint, and nothing lost."""
+def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, count):
+    """SIGTERM and SIGINT give a sentence, the right status and a checkpoint, and lose no step."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -549,7 +549,7 @@ def test_stopped_at_any_event_it_goes_on(targets, name, count):
 
 
 @cases(25, {NAMES[1]: 3}, names=[*NAMES[:2], *OTHERS])
-def test_a_killed_loader_process_at_any_event(targets, name, count):
+def test_a_killed_data_loader_process_ends_the_run_with_one_error(targets, name, count):
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
@@ -569,43 +569,49 @@ def test_a_killed_loader_process_at_any_event(targets, name, count):
 
 
 @cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
-def test_an_error_of_the_disk_wherever_files_change_is_one_sentence(targets, name, count):
+def test_disk_errors_at_any_file_change_end_with_one_sentence(targets, name, count):
     """No space, over quota, device error, no permission."""
     target = targets(name)
 
     def judge(codes, said, victim, reproduction):
         return codes != [0] and bool(target.judge_sentence(codes, said, reproduction))
 
-    def refuse():
+    def raise_disk_error():
         number = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES][os.getpid() % 4]
         raise OSError(number, os.strerror(number))
 
     # a run continues if it can't write report.json
-    attack(target, target.moments(count, of_files=True), refuse, judge, left_out="report.json")
+    attack(
+        target,
+        target.moments(count, of_files=True),
+        raise_disk_error,
+        judge,
+        left_out="report.json",
+    )
 
 
 @cases(100, {NAMES[0]: 6}, {NAMES[1]: 6, NAMES[2]: 6}, [*NAMES, *OTHERS, *NEWER])
-def test_a_machine_that_lacks_memory_threads_or_descriptors_loses_no_row(targets, name, count):
-    """Before any call or file change the run ends with a sentence; a rerun has the same bits."""
+def test_lack_of_memory_threads_or_file_descriptors_skips_no_row(targets, name, count):
+    """The errors come before any call or file change. A rerun ends with the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
 
     def judge(codes, said, victim, reproduction):
         return bool(target.judge_either(codes, said, reproduction, left_out=left_out))
 
-    def lack():
+    def raise_shortage():
         number = [errno.EMFILE, errno.ENFILE, errno.ENOMEM][os.getpid() % 3]
-        lacking = [
+        errors = [
             MemoryError(),
             RuntimeError("can't start new thread"),
             OSError(number, os.strerror(number)),
         ]
-        raise lacking[os.getpid() // 3 % 3]
+        raise errors[os.getpid() // 3 % 3]
 
-    attack(target, target.moments(count, after="main"), lack, judge, left_out=left_out)
+    attack(target, target.moments(count, after="main"), raise_shortage, judge, left_out=left_out)
 
 
 @cases(4, {}, {NAMES[1]: 512}, [*NAMES, FLOW, BEST])
-def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
+def test_a_full_disk_at_any_write_ends_with_one_sentence(targets, name, count):
     """On a disk that grows by `count` KiB after each failure, reruns end with the same bits."""
     target, verdicts = targets(name), Verdicts()
     target.whole()
@@ -628,11 +634,11 @@ def test_a_full_disk_at_any_write_is_one_sentence(targets, name, count):
         subprocess.run(["umount", "-l", target.out], check=True)
 
 
-# ------------------------------------------------------------------- what happens to files
+# ------------------------------------------------------------------- damaged files
 
 
 def damage(path, how, other):
-    """Damage a file as disks and people do; `other` is another file."""
+    """Damage a file in one of six ways; "swap" exchanges it with the file `other`."""
     data = path.read_bytes()
     if how in ("gone", "folder"):
         path.unlink()
@@ -653,7 +659,7 @@ def damage(path, how, other):
     {NAMES[0]: 8, NAMES[1]: 8, "its cache": 8},
     [*NAMES, "its cache", ADAPTED, FLOW, BEST],
 )
-def test_damaged_files_are_mended_or_refused(targets, name, count):
+def test_damaged_files_are_repaired_or_refused(targets, name, count):
     """Damage each file in six ways, mostly large files first.
 
     Cut or empty it, delete it, replace it with the next file or a folder, or flip a bit.
@@ -713,7 +719,7 @@ def test_damaged_files_are_mended_or_refused(targets, name, count):
     verdicts.show(name)
 
 
-# ------------------------------------------------------------------- what people bring
+# ------------------------------------------------------------------- odd input
 
 
 FORMATS = {
@@ -730,7 +736,7 @@ FORMATS = {
 
 
 def make_file(rng):
-    """Return the bytes of an image or something like one, and whether the scripts must use it."""
+    """Return the bytes of an image file, perhaps broken, and whether the scripts must use it."""
     format = rng.choice(list(FORMATS))
     mode = rng.choice(FORMATS[format].split())
     size = rng.choice(
@@ -771,7 +777,7 @@ def make_file(rng):
 
 
 def make_caption(rng):
-    """Return something that columns of captions contain, sometimes None."""
+    """Return a caption as data sets have them: empty, long, odd characters, or None."""
     pieces = [
         "a red bicycle",
         "ein Füchslein",
@@ -809,7 +815,7 @@ def make_caption(rng):
 @pytest.mark.parametrize(
     "count", [pytest.param(120, marks=pytest.mark.ci), pytest.param(1000, marks=pytest.mark.long)]
 )
-def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_path, count):
+def test_odd_images_and_captions_are_used_or_listed_as_skipped(targets, tmp_path, count):
     rng = random.Random(count)
     files, captions = (
         [make_file(rng) for _ in range(count)],
@@ -873,7 +879,7 @@ def test_every_row_of_odd_images_and_captions_is_used_or_listed(targets, tmp_pat
         assert record["skipped_images"] <= len(listed)
 
 
-def test_every_kind_of_column_of_captions(targets, tmp_path):
+def test_caption_columns_of_any_type_are_used_or_refused(targets, tmp_path):
     """Rows are used or listed, or one sentence names the type of the column."""
     make_images(tmp_path / "images", 6)
     images = [
@@ -931,7 +937,7 @@ def list_flags(script):
 
 
 @cases(10**9, {NAMES[2]: 6})
-def test_every_number_at_its_limits_is_refused_or_runs_well(targets, name, count, capsys):
+def test_numeric_flags_at_their_limits_are_refused_or_work(targets, name, count, capsys):
     """Run one step with each flag at its limits, if the parser accepts the value.
 
     Values are 0, -1, nan, inf, 1e30, 10**30 and the flag's bounds.
@@ -976,14 +982,14 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def limit_memory_and_let_warn():
-    """Libraries may warn of an unusual setting, which pytest would turn into an error."""
+def limit_memory_and_ignore_warnings():
+    """Ignore libraries' warnings of an unusual setting, which pytest would turn into errors."""
     warnings.simplefilter("ignore", FutureWarning)
     limit_memory()
 
 
 @cases(150, {NAMES[2]: 6})
-def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, count):
+def test_changed_values_in_model_configs_are_refused_or_work(targets, name, count):
     """Replace values in the models' JSON files with null, 0, -1, "x", [], true, a large number."""
     target, verdicts = targets(name), Verdicts()
     folder, copied = (
@@ -1014,7 +1020,7 @@ def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, 
         ][: name != NAMES[0]]
         shutil.rmtree(target.out, ignore_errors=True)
         with verdicts.case(target):
-            codes, said = target.run(flags=flags, before=limit_memory_and_let_warn)
+            codes, said = target.run(flags=flags, before=limit_memory_and_ignore_warnings)
             verdicts[
                 target.judge_sound(codes, said, f"{target}\n{file}: {key} = {json.dumps(value)}")
             ] += 1
@@ -1022,14 +1028,14 @@ def test_every_setting_of_a_models_files_is_refused_or_runs_well(targets, name, 
     verdicts.show(f"{name}, {len(trials)} settings")
 
 
-# ------------------------------------------------------------------- a long time
+# ------------------------------------------------------------------- long runs
 
 
 @pytest.mark.parametrize(
     "count", [pytest.param(300, marks=pytest.mark.ci), pytest.param(20000, marks=pytest.mark.long)]
 )
-def test_nothing_grows_with_the_steps(targets, count):
-    """Memory, open files and the time of a step, in ten parts of a run."""
+def test_memory_open_files_and_step_time_do_not_grow_with_steps(targets, count):
+    """They are measured in ten parts of a run."""
     target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()
 
     def note(event):

@@ -110,7 +110,7 @@ def test_datasets_reads_a_bracket_in_a_folders_path_as_a_pattern(tmp_path):
 
 
 def test_datasets_opens_tars_with_an_option_that_s3fs_does_not_have(storage):
-    """With the change: test_raw_data_in_a_bucket_gives_the_rows_of_a_copy_on_the_disk."""
+    """With the change: test_streaming_from_a_bucket_gives_the_rows_of_a_copy_on_disk."""
     if storage is None:
         pytest.skip("needs moto[server]")
     fs = pytest.importorskip("s3fs", reason="needs s3fs").S3FileSystem()

@@ -1,4 +1,4 @@
-"""The changes of docs/changing.md: each is applied to every trainer that it names, and trained."""
+"""Each change in docs/changing.md is applied to every trainer that it names, which then trains."""
 
 import importlib.util
 import json
@@ -74,7 +74,8 @@ def apply(change, trainer, folder):
     return module
 
 
-def train(script, *argv):
+def run(script, *argv):
+    """Run a changed script, which `Script` can't import."""
     reset()
     script.main(script.parse_args([str(arg) for arg in argv]))
 
@@ -178,7 +179,7 @@ def make_cache(root, folder, name, trainer, change, *more):
     flags += [f"--pretrained_model_name_or_path={root / 'sd'}", "--dataloader_num_workers=0"]
     flags += ["--model_family=prx"] * (trainer == "flow")
     flags += ["--mask_column=mask"] * (name == "inpainting")
-    train(script, *flags, "--random_flip", f"--output_dir={folder / 'cache'}", *more)
+    run(script, *flags, "--random_flip", f"--output_dir={folder / 'cache'}", *more)
     return folder / "cache"
 
 
@@ -191,7 +192,7 @@ def list_runs():
     yield "inpainting", "text", "cache"
 
 
-def test_changes_are_short_and_are_for_every_trainer_that_can_have_them():
+def test_documented_changes_are_short_and_cover_the_right_trainers():
     sizes = {}
     for name, trainer, _ in list_runs():
         _, lines = change_text(CHANGES[NAMES.index(name)], TRAINERS[trainer])
@@ -203,10 +204,10 @@ def test_changes_are_short_and_are_for_every_trainer_that_can_have_them():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name, trainer, kind", [*list_runs()])
-def test_a_change_trains_and_resumes_to_the_same_bits(
+def test_documented_changes_train_and_resume_to_the_same_bits(
     root, tmp_path, monkeypatch, name, trainer, kind
 ):
-    """With gradient checkpointing, a search for the batch size, and held-out images at once."""
+    """The runs use gradient checkpointing, --train_batch_size=auto and held-out images."""
     change = CHANGES[NAMES.index(name)]
     if kind == "cache":
         use_column(monkeypatch, change)
@@ -223,12 +224,12 @@ def test_a_change_trains_and_resumes_to_the_same_bits(
         return step(*given)
 
     script.train_step = copy_at_step_3
-    train(script, *flags)
+    run(script, *flags)
     records = metrics(tmp_path / "out")
     assert any("held_out_loss_ema" in record for record in records)
     assert all(np.isfinite(record.get("loss", 0)) for record in records)
     resumed = [*flags, f"--output_dir={tmp_path / 'killed'}", "--resume_from_checkpoint=latest"]
-    train(script, *resumed)
+    run(script, *resumed)
     names = {"unconditional": "unet", "text": "unet", "flow": "transformer"}[trainer]
     names = {names, f"{names}_ema"}
     if module := {"module": "log_variance", "repa": "projection"}.get(name):
@@ -251,7 +252,7 @@ def test_a_change_trains_and_resumes_to_the_same_bits(
 
 
 @pytest.mark.parametrize("name, trainer", [("labels", "unconditional"), ("repa", "flow")])
-def test_a_change_trains_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
+def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
     change = CHANGES[NAMES.index(name)]
     kind = "images"
     if name == "repa":
@@ -260,21 +261,21 @@ def test_a_change_trains_on_two_processes(root, tmp_path, monkeypatch, name, tra
     script = apply(change, trainer, tmp_path)
     flags = list_flags(root, tmp_path / "out", name, trainer, kind)
     log = tmp_path / "log"
-    assert finish(start(lambda: train(script, *flags), 2, log)) == [0, 0], log.read_text()
+    assert finish(start(lambda: run(script, *flags), 2, log)) == [0, 0], log.read_text()
     assert any("held_out_loss" in record for record in metrics(tmp_path / "out"))
 
 
-def test_a_huber_loss_is_trained_on(root, tmp_path):
+def test_huber_change_trains_with_the_huber_loss(root, tmp_path):
     script = apply(CHANGES[0], "unconditional", tmp_path)
     losses = []
     for kind in ("l2", "huber"):
         flags = list_flags(root, tmp_path / kind, "huber", "unconditional")
-        train(script, *flags, f"--loss_type={kind}", "--max_train_steps=1")
+        run(script, *flags, f"--loss_type={kind}", "--max_train_steps=1")
         losses.append(metrics(tmp_path / kind)[0]["loss"])
     assert losses[1] < 0.6 * losses[0]  # half the square, or less for errors above 1
 
 
-def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
+def test_labels_change_passes_class_labels_to_the_unet(root, tmp_path, monkeypatch):
     script = apply(CHANGES[1], "unconditional", tmp_path)
     flags = [*list_flags(root, tmp_path / "out", "labels", "unconditional"), "--holdout=0"]
     seen, forward = [], UNet2DModel.forward
@@ -288,7 +289,7 @@ def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
     monkeypatch.setattr(UNet2DModel, "forward", spy)
     # The U-Net sees the images themselves, so that each can be told from its label.
     monkeypatch.setattr(DDPMScheduler, "add_noise", lambda self, images, noise, timesteps: images)
-    train(script, *flags)
+    run(script, *flags)
     trained = [
         pair
         for training, levels, labels in seen
@@ -300,21 +301,21 @@ def test_class_labels_of_a_column_reach_the_unet(root, tmp_path, monkeypatch):
     assert drawn and drawn[0] == [i % 10 for i in range(12)]
 
 
-def test_a_second_image_column_is_trained_on_as_further_channels(root, tmp_path):
+def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):
     script = apply(CHANGES[2], "unconditional", tmp_path)
     flags = [*list_flags(root, tmp_path / "out", "second", "unconditional"), "--holdout=0"]
     batches, prepare_batch = [], script.prepare_batch
     script.prepare_batch = lambda batch: (
         batches.append(batch["pixel_values"]) or prepare_batch(batch)
     )
-    train(script, *flags)
+    run(script, *flags)
     depths = sorted({int(image[3, 0, 0]) for batch in batches for image in batch})
     assert batches[0].shape == (2, 4, 16, 16) and depths == [*range(243, 251)]
     assert np.asarray(Image.open(tmp_path / "out/samples/step-0000004.png")).ndim == 3
 
 
-def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
-    """Errors in the masked half do not count: a constant there leaves the other half's loss."""
+def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
+    """A constant added in the masked half does not change the loss of the other half."""
     script = apply(CHANGES[3], "unconditional", tmp_path)
     noise_scheduler, mask = DDPMScheduler(), torch.zeros(2, 1, 8, 8)
     mask[..., :4] = 1
@@ -328,7 +329,9 @@ def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
 
         def predict(models, noisy_images, timesteps, condition):
             torch.manual_seed(0)
-            prediction = torch.randn(noisy_images.shape)  # what compute_loss draws first
+            prediction = torch.randn(
+                noisy_images.shape
+            )  # the noise, which compute_loss draws first
             prediction[..., 4:] += error
             return prediction
 
@@ -340,8 +343,8 @@ def test_a_masked_loss_counts_where_the_mask_is_white(root, tmp_path):
     assert losses == [0.0, 0.0]
 
 
-def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_path, monkeypatch):
-    """Operations and memory of a further trained module, and of a network for the loss."""
+def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path, monkeypatch):
+    """This covers a second trained module and a network in the loss, whose weights stay frozen."""
     seen = {}
 
     def spy_on_loss(copies, objective, prepared):
@@ -363,12 +366,12 @@ def test_what_a_change_adds_is_counted_and_only_models_are_trained(root, tmp_pat
         if name != "plain":
             script = apply(CHANGES[NAMES.index(name)], "text", tmp_path)
         flags = list_flags(root, tmp_path / name, name, "text")
-        train(script, *flags, "--max_train_steps=1", "--holdout=0")
+        run(script, *flags, "--max_train_steps=1", "--holdout=0")
         found[name] = {**seen, "loss": metrics(tmp_path / name)[0]["loss"]}
         assert not any(weight.requires_grad for weight in seen["frozen"])
         assert all(map(torch.equal, seen["before"], seen["frozen"]))
     plain, module, perceptual = found.values()
-    # 64 numbers to one, forward, and backward to the weights
+    # a layer from 64 numbers to one: forward, and backward to the weights
     assert module["operations"] - plain["operations"] == 2 * 2 * 64
     assert module["memory"]["weights"] - plain["memory"]["weights"] == 4 * 65
     # VGG's replacement: two images of 14 x 14 pixels forward, one backward; and the VAE

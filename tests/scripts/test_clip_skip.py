@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import (
     MODELS,
+    Script,
     make_captioned,
     make_models,
     make_prx,
@@ -13,19 +14,19 @@ from conftest import (
     metrics,
     open_pipeline,
     replace,
-    reset,
 )
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 import precompute_latents
-import train_flow
-import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
 
 pytestmark = pytest.mark.usefixtures("without_figures")
+precompute = Script("precompute_latents")
+train = Script("train_text_to_image")
+train_flow = Script("train_flow")
 
 
 @pytest.fixture
@@ -33,24 +34,16 @@ def models(tmp_path):
     return make_models(tmp_path)
 
 
-def precompute(tmp_path, models, *argv, name="cache"):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([
-        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}",
-        "--resolution=16", f"--output_dir={tmp_path / name}", "--batch_size=3",
-        "--dataloader_num_workers=0", *argv,
-    ]))  # fmt: skip
-    reset()
+def list_cache_flags(tmp_path, models, *more, name="cache"):
+    data = f"--train_data_dir={tmp_path / 'images'}"
+    base = f"--pretrained_model_name_or_path={models}"
+    return precompute.flags(tmp_path / name, data, base, "--batch_size=3", *more)
 
 
-def train(tmp_path, models, *argv, kind=script):
-    reset()
-    kind.main(kind.parse_args([
-        f"--pretrained_model_name_or_path={models}", f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=2", "--num_train_epochs=1", "--learning_rate=1e-3",
-        "--lr_warmup_steps=0", "--logging_steps=1", "--report_to=none",
-        "--num_inference_steps=2", "--num_validation_images=1", *map(str, argv),
-    ]))  # fmt: skip
+def list_train_flags(tmp_path, models, *more):
+    base = f"--pretrained_model_name_or_path={models}"
+    options = ["--train_batch_size=2", "--lr_warmup_steps=0", "--num_validation_images=1"]
+    return train.flags(tmp_path / "out", base, *options, *more)
 
 
 def show_layers(pipeline):
@@ -59,7 +52,7 @@ def show_layers(pipeline):
 
 
 @pytest.mark.parametrize("kind", ["sd", "sdxl"])
-def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
+def test_clip_skip_gives_the_embeddings_of_the_pipeline(tmp_path, kind):
     folder = make_sdxl(tmp_path) if kind == "sdxl" else make_models(tmp_path)
     for suffix in ("", "_2")[: 1 + (kind == "sdxl")]:  # three layers, so that SDXL keeps one
         config = CLIPTextConfig.from_pretrained(folder / f"text_encoder{suffix}")
@@ -110,13 +103,10 @@ def test_embeddings_are_those_of_the_pipeline(tmp_path, kind):
         load_encoders(open_base(replace(args, clip_skip=most + 1)), torch.float32)
 
 
-def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
-    tmp_path, models, monkeypatch, capfd
-):
+def test_a_cache_made_with_clip_skip_trains_and_samples_with_it(tmp_path, models, monkeypatch):
     make_captioned(tmp_path / "images", 4)
-    precompute(tmp_path, models, "--clip_skip=1", "--center_crop")
-    precompute(tmp_path, models, "--text_cache=ids", "--center_crop", name="ids")
-    precompute(tmp_path, models, "--center_crop", name="none")
+    for name, more in {"cache": ["--clip_skip=1"], "ids": ["--text_cache=ids"], "none": []}.items():
+        precompute(*list_cache_flags(tmp_path, models, "--center_crop", *more, name=name))
     assert json.loads((tmp_path / "cache/cache.json").read_text())["text_encoder"]["clip_skip"] == 1
     assert "clip_skip" not in (tmp_path / "none/cache.json").read_text()
     drawn, call = [], StableDiffusionPipeline.__call__
@@ -133,14 +123,9 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
     }
     losses = {}
     for name, argv in runs.items():
-        train(
-            tmp_path,
-            models,
-            *argv,
-            "--validation_prompts=a digit",
-            "--no-validate_first",
-            f"--output_dir={tmp_path / 'runs' / name}",
-        )
+        more = ["--validation_prompts=a digit", "--no-validate_first"]
+        more.append(f"--output_dir={tmp_path / 'runs' / name}")
+        train(*list_train_flags(tmp_path, models, *argv, *more))
         losses[name] = [
             record["loss"] for record in metrics(tmp_path / "runs" / name) if "loss" in record
         ]
@@ -164,30 +149,21 @@ def test_a_cache_knows_its_layer_and_trains_and_draws_as_the_images_do(
     for folder, flag, said in (
         ("none", 1, "text_encoder.clip_skip None -> 1"),
         ("cache", 2, "--clip_skip 2 leaves none of 2 layers"),
-    ):  # fmt: skip
-        with pytest.raises(SystemExit):
-            train(tmp_path, models, f"--latents_dir={tmp_path / folder}", f"--clip_skip={flag}")
-        assert said in capfd.readouterr().err
-    with pytest.raises(SystemExit):  # a half-made cache is not resumed
-        precompute(tmp_path, models, "--center_crop")
-    assert "holds another cache (text_encoder.clip_skip 1 -> None)" in capfd.readouterr().err
+    ):
+        more = [f"--latents_dir={tmp_path / folder}", f"--clip_skip={flag}"]
+        assert said in train.refused(*list_train_flags(tmp_path, models, *more))
+    error = precompute.refused(*list_cache_flags(tmp_path, models, "--center_crop"))
+    assert "holds another cache (text_encoder.clip_skip 1 -> None)" in error
 
 
-def test_where_it_does_nothing_it_is_refused(tmp_path, models, capfd):
+def test_clip_skip_is_refused_where_it_has_no_effect(tmp_path, models):
     make_captioned(tmp_path / "images", 4)
-    with pytest.raises(SystemExit):
-        precompute(tmp_path, MODELS, "--model_family=prx", "--clip_skip=1")
-    assert "--clip_skip 1 does nothing for PRX: leave it out" in capfd.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        precompute(tmp_path, models, "--text_cache=ids", "--clip_skip=1")
-    assert (
-        stop.value.code == 2
-        and "--clip_skip does nothing with --text_cache ids" in capfd.readouterr().err
-    )
-    config = make_prx(tmp_path / "config")
-    with pytest.raises(SystemExit):
-        train(
-            tmp_path, MODELS, f"--transformer_config_name_or_path={config}", "--resolution=16",
-            "--clip_skip=1", f"--train_data_dir={tmp_path / 'images'}", kind=train_flow,
-        )  # fmt: skip
-    assert "--clip_skip 1 does nothing for PRX: leave it out" in capfd.readouterr().err
+    flags = list_cache_flags(tmp_path, MODELS, "--model_family=prx", "--clip_skip=1")
+    said = "--clip_skip 1 does nothing for PRX: leave it out"
+    assert said in precompute.refused(*flags)
+    flags = list_cache_flags(tmp_path, models, "--text_cache=ids", "--clip_skip=1")
+    error = precompute.refused(*flags, status=2)
+    assert "--clip_skip does nothing with --text_cache ids" in error
+    config = f"--transformer_config_name_or_path={make_prx(tmp_path / 'config')}"
+    data = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=16", "--clip_skip=1"]
+    assert said in train_flow.refused(*list_train_flags(tmp_path, MODELS, config, *data))

@@ -1,4 +1,4 @@
-"""Downloads from a server as faulty as the web. Tests of Ray start a real Ray here.
+"""Downloads from a server with the faults of the web. Some tests start a real Ray.
 
 Single requests, images, tables and shards are tested in tests/package.
 """
@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT, Script, wait_until
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
@@ -43,6 +43,8 @@ from diffusion_training.cluster.connection import find_modules  # noqa: E402
 from diffusion_training.data.captions import transform_row  # noqa: E402
 from diffusion_training.data.rows import load_rows  # noqa: E402
 from diffusion_training.data.transforms import make_transform  # noqa: E402
+
+download = Script("download_images")
 
 
 @pytest.fixture(scope="session")
@@ -77,15 +79,15 @@ def local_ray(ray_folder, storage):
     ray.shutdown()
 
 
-def run_here(items, args, output_dir, schema, script=script):
+def run_items_without_ray(items, args, output_dir, schema, script=script):
     """`run_items` without Ray: one piece of work after the other."""
     for item in items:
         yield script.download_shard(item, args, output_dir, schema)
 
 
 @pytest.fixture
-def here(monkeypatch):
-    monkeypatch.setattr(script, "run_items", run_here)
+def without_ray(monkeypatch):
+    monkeypatch.setattr(script, "run_items", run_items_without_ray)
 
 
 @pytest.fixture
@@ -147,15 +149,15 @@ def good_urls(server, count, kind="image"):
 
 
 def run(table, output, *flags):
-    script.main(
-        script.parse_args(
-            ["--input", str(table), "--output_dir", str(output), *FAST, *map(str, flags)]
-        )
-    )
+    download("--input", table, "--output_dir", output, *FAST, *flags)
+
+
+def refused(table, output, *flags):
+    return download.refused("--input", table, "--output_dir", output, *FAST, *flags)
 
 
 def start(table, output, *flags, env=None):
-    """The same in a separate process."""
+    """Start the script in a separate process."""
     command = [
         sys.executable,
         ROOT / "download_images.py",
@@ -170,22 +172,10 @@ def start(table, output, *flags, env=None):
     return subprocess.Popen(list(map(str, command)), env={**os.environ, **(env or {})}, **options)
 
 
-def end(process, code=0, timeout=200):
+def wait_for_end(process, code=0, timeout=200):
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
     return output
-
-
-def refused(capsys, table, output, *flags):
-    with pytest.raises(SystemExit) as stop:
-        run(table, output, *flags)
-    error = capsys.readouterr().err
-    assert (
-        stop.value.code == 1
-        and error.count("download_images.py: ") == 1
-        and "Traceback" not in error
-    )
-    return error
 
 
 def contents(folder):
@@ -212,7 +202,7 @@ def read_failures(folder):
     ]
 
 
-# ------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------- downloaded shards
 
 
 def check_download(server, kinds, folder):
@@ -240,7 +230,7 @@ def check_download(server, kinds, folder):
         assert failure["url"] == f"{server.url}/{kinds[failure['row']]}/{failure['row']}"
 
 
-def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
+def test_good_images_are_saved_once_in_order_and_failures_are_listed(
     local_ray, server, tmp_path, capsys
 ):
     bad = [kind for kind in BAD if kind not in SLOW]
@@ -260,25 +250,25 @@ def test_good_images_arrive_once_in_order_and_failures_have_their_reasons(
     assert f"Next: accelerate launch precompute_latents.py --train_data_dir {tmp_path}" in printed
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
-    # The same command asks for nothing again, and changes nothing
+    # The same command requests nothing again and changes nothing
     before, server.requests = contents(tmp_path / "out"), collections.Counter()
     run(table, tmp_path / "out", "--keep_columns", "id", "--rows_per_shard", 20)
     assert contents(tmp_path / "out") == before and not server.requests
 
 
 @pytest.mark.ci
-def test_the_work_itself_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
-    """Most of these tests rely on this."""
+def test_download_shard_gives_the_same_bytes_without_ray(local_ray, server, tmp_path, monkeypatch):
+    """The tests with `without_ray` rely on this."""
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 23), f"{server.url}/missing/23"]
     )
     run(table, tmp_path / "ray", "--rows_per_shard", 5)
-    monkeypatch.setattr(script, "run_items", run_here)
-    run(table, tmp_path / "here", "--rows_per_shard", 5)
-    assert contents(tmp_path / "ray") == contents(tmp_path / "here")
+    monkeypatch.setattr(script, "run_items", run_items_without_ray)
+    run(table, tmp_path / "without-ray", "--rows_per_shard", 5)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "without-ray")
 
 
-def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
+def test_datasets_and_precompute_latents_open_downloaded_shards(without_ray, server, tmp_path):
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 7), None, f"{server.url}/missing/8"]
     )
@@ -310,7 +300,7 @@ def test_datasets_and_the_other_scripts_open_the_shards(here, server, tmp_path):
     ]
 
 
-def test_a_shard_without_a_single_image_does_no_harm(here, server, tmp_path):
+def test_a_downloaded_shard_without_images_can_be_loaded(without_ray, server, tmp_path):
     table = make_table(
         tmp_path / "urls.parquet", [*good_urls(server, 3), *good_urls(server, 3, "missing")]
     )
@@ -318,7 +308,9 @@ def test_a_shard_without_a_single_image_does_no_harm(here, server, tmp_path):
     assert len(datasets.load_dataset(str(tmp_path / "out"), split="train")) == 3
 
 
-def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
+def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(
+    without_ray, server, tmp_path
+):
     urls = [*good_urls(server, 24), f"{server.url}/missing/24"]
     make_table(tmp_path / "a.parquet", urls)
     table = pq.read_table(tmp_path / "a.parquet")
@@ -340,14 +332,12 @@ def test_tables_of_any_kind_give_the_same_shards(here, server, tmp_path):
     assert text == pa.string() and [int(row.pop("id")) for row in read_rows(tmp_path / "out1")] == [
         row.pop("id") for row in read_rows(tmp_path / "out0")
     ]
-    # The row of a failure counts in its own table
+    # A failure's row number is that of its own table
     assert [read_failures(tmp_path / f"out{k}")[0]["row"] for k in (0, 3, 4)] == [24, 14, 14]
     assert found[3] == found[4] and read_rows(tmp_path / "out3") == read_rows(tmp_path / "out0")
 
 
-def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_from(
-    lazy_ray, server, tmp_path, capsys
-):
+def test_remote_tables_are_copied_while_other_shards_download(lazy_ray, server, tmp_path):
     fs = MemoryFileSystem()
     fs.store.clear()
     make_table(tmp_path / "all.parquet", good_urls(server, 14))
@@ -388,14 +378,14 @@ def test_tables_at_an_address_are_copied_by_tasks_while_others_are_downloaded_fr
 
     with pytest.MonkeyPatch.context() as m:
         m.setattr(script, "plan_copies", lose)
-        said = refused(capsys, "memory://tables", tmp_path / "gone", "--rows_per_shard", 2)
+        said = refused("memory://tables", tmp_path / "gone", "--rows_per_shard", 2)
     assert "memory:///tables/0.parquet can't be used" in said
-    assert len(whole(tmp_path / "gone")) == 6
-    said = refused(capsys, "memory://lines", tmp_path / "no", "--url_column", "URL")
+    assert len(finished_shards(tmp_path / "gone")) == 6
+    said = refused("memory://lines", tmp_path / "no", "--url_column", "URL")
     assert "memory:///lines/0.jsonl can't be used (no column 'URL' among 'url', 'text'" in said
 
 
-def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tmp_path, capsys):
+def test_limit_takes_the_first_rows_that_match_where(without_ray, server, tmp_path):
     """This holds for several tables, and for columns that the shards do not keep.
 
     CSV, whose columns are text, gives the same rows.
@@ -428,12 +418,12 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
         assert [int(row["id"]) for row in read_rows(out)] == expected
         assert [row["url"] for row in read_rows(out)] == [urls[i] for i in expected]
     assert "limit 9 -> None" in refused(
-        capsys, tmp_path / "tables", tmp_path / "tables-9", *where, "--rows_per_shard=4"
+        tmp_path / "tables", tmp_path / "tables-9", *where, "--rows_per_shard=4"
     )
-    none = refused(capsys, tmp_path / "tables", tmp_path / "none", "--where", "id > 100")
+    none = refused(tmp_path / "tables", tmp_path / "none", "--where", "id > 100")
     assert "holds no rows with --where id > 100" in none
     assert "no column 'wide' among 'url'" in refused(
-        capsys, tmp_path / "tables", tmp_path / "no", "--where", "wide > 1"
+        tmp_path / "tables", tmp_path / "no", "--where", "wide > 1"
     )
 
 
@@ -443,9 +433,7 @@ def test_a_trial_takes_the_first_rows_that_fulfil_an_expression(here, server, tm
 GIVEN = ["--input", "x", "--output_dir", "y"]
 
 
-def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
-    here, server, tmp_path, monkeypatch
-):
+def test_skip_repeated_keeps_the_first_row_of_each_file(without_ray, server, tmp_path, monkeypatch):
     # rows in shards of 3; the last holds nothing new but image 5
     numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]
     kinds = ["image", "slow", "type"]  # the same bytes from other paths
@@ -513,40 +501,36 @@ def test_files_that_an_earlier_row_has_are_left_out_whoever_was_first_there(
     ([*GIVEN, "--user_agent", "me/1.0\nX: y"], "must be one line of printable characters"),
     ([*GIVEN, "--allow_private_addresses", "10.0.0.1/8"], "--allow_private_addresses"),
 ])  # fmt: skip
-def test_bad_flags_end_in_a_sentence(flags, message, capsys, tmp_path, monkeypatch):
+def test_download_images_reports_bad_flags_in_one_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(flags)
-    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    assert message in download.refused(*flags, status=2).splitlines()[-1]
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_tables_end_in_a_sentence(tmp_path, capsys):
+def test_download_images_reports_bad_tables_in_one_line(tmp_path):
     table, out = make_table(tmp_path / "urls.parquet", ["http://127.0.0.1/"] * 3), tmp_path / "out"
-    assert "can't be read" in refused(capsys, tmp_path / "none.parquet", out)
-    assert "no column 'URL' among 'url', 'text', 'id'" in refused(
-        capsys, table, out, "--url_column", "URL"
-    )
-    assert "--caption_column id holds int64" in refused(
-        capsys, table, out, "--caption_column", "id"
-    )
+    assert "can't be read" in refused(tmp_path / "none.parquet", out)
+    assert "no column 'URL' among 'url', 'text', 'id'" in refused(table, out, "--url_column", "URL")
+    assert "--caption_column id holds int64" in refused(table, out, "--caption_column", "id")
     make_table(tmp_path / "empty.parquet", pa.array([], pa.string()))
-    assert "empty.parquet holds no rows" in refused(capsys, tmp_path / "empty.parquet", out)
+    assert "empty.parquet holds no rows" in refused(tmp_path / "empty.parquet", out)
     assert not list(out.glob("*.parquet"))
 
 
-def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
+def test_download_refuses_folders_with_other_files_and_changed_settings(
+    without_ray, server, tmp_path
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.txt").write_text("mine")
-    assert "holds thesis.txt and no download" in refused(capsys, table, tmp_path / "full")
-    assert "can't be written to" in refused(capsys, table, tmp_path / "full/thesis.txt")
+    assert "holds thesis.txt and no download" in refused(table, tmp_path / "full")
+    assert "can't be written to" in refused(table, tmp_path / "full/thesis.txt")
     run(table, out)
     before = contents(out)
-    assert "resize_to None -> 8" in refused(capsys, table, out, "--resize_to", 8)
-    assert "rows_per_shard 1000 -> 2" in refused(capsys, table, out, "--rows_per_shard", 2)
+    assert "resize_to None -> 8" in refused(table, out, "--resize_to", 8)
+    assert "rows_per_shard 1000 -> 2" in refused(table, out, "--rows_per_shard", 2)
     make_table(tmp_path / "urls.parquet", good_urls(server, 5, "type"))
-    assert re.search(r"input.sha256 \w+ -> \w+\)", refused(capsys, table, out))
+    assert re.search(r"input.sha256 \w+ -> \w+\)", refused(table, out))
     assert contents(out) == before
     # Flags that do not change the images may differ
     make_table(tmp_path / "urls.parquet", good_urls(server, 5))
@@ -555,16 +539,16 @@ def test_other_folders_and_settings_are_refused(here, server, tmp_path, capsys):
 
 
 @pytest.mark.ci
-def test_a_task_that_is_too_large_for_every_machine_is_refused(local_ray, server, tmp_path, capsys):
+def test_download_refuses_tasks_that_need_more_memory_than_any_node(local_ray, server, tmp_path):
     table = make_table(tmp_path / "urls.parquet", good_urls(server, 5))
     assert "lower --connections or --max_bytes" in refused(
-        capsys, table, tmp_path / "out", "--max_bytes", 10**12
+        table, tmp_path / "out", "--max_bytes", 10**12
     )
 
 
 @pytest.mark.ci
-def test_rows_that_end_every_process_are_named_and_cost_no_other(
-    local_ray, server, tmp_path, capsys, monkeypatch
+def test_rows_whose_download_worker_dies_four_times_are_reported(
+    local_ray, server, tmp_path, monkeypatch
 ):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
 
@@ -580,39 +564,41 @@ def test_rows_that_end_every_process_are_named_and_cost_no_other(
         return download_shard(item, args, folder, schema)
 
     monkeypatch.setattr(script, "download_shard", die)
-    said = refused(capsys, table, out, "--rows_per_shard", 3)
+    said = refused(table, out, "--rows_per_shard", 3)
     assert (
         f"rows 3 to 5 of file://{table} could not be downloaded: its worker process died 4 times"
     ) in said
-    assert (tmp_path / "tries").read_text() == "xxxx" and whole(out) == [0, 2]
+    assert (tmp_path / "tries").read_text() == "xxxx" and finished_shards(out) == [0, 2]
 
 
-def test_a_run_without_one_image_is_none(here, server, tmp_path, capsys):
+def test_download_fails_if_no_image_could_be_downloaded(without_ray, server, tmp_path):
     table, out = (
         make_table(tmp_path / "urls.parquet", good_urls(server, 3, "missing")),
         tmp_path / "out",
     )
     for _ in range(2):
-        said = refused(capsys, table, out)
+        said = refused(table, out)
         assert "no image could be downloaded from 3 rows: 100.0% failed (HTTP 404 100.0%)" in said
     assert len(read_failures(out)) == 3
 
 
-def test_files_for_a_while_may_lie_on_another_disk(here, server, tmp_path, monkeypatch):
+def test_download_does_not_need_the_systems_temporary_folder(
+    without_ray, server, tmp_path, monkeypatch
+):
     table = make_table(tmp_path / "urls.parquet", good_urls(server, 3))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     run(table, tmp_path / "out")
     assert len(read_rows(tmp_path / "out")) == 3
 
 
-def test_output_dir_may_lie_among_the_tables(here, server, tmp_path):
+def test_output_dir_may_be_inside_the_input_folder(without_ray, server, tmp_path):
     make_table(tmp_path / "urls.parquet", good_urls(server, 3))
     for _ in range(2):
         run(tmp_path, tmp_path / "out")
     assert len(read_rows(tmp_path / "out")) == 3
 
 
-def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
+def test_very_long_urls_and_invalid_captions_are_listed_as_failures(without_ray, server, tmp_path):
     urls = [
         "data:image/png;base64," + "A" * 250_000,
         *good_urls(server, 3),
@@ -632,8 +618,8 @@ def test_urls_of_any_length_and_bytes_do_no_harm(here, server, tmp_path):
     )
 
 
-def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
-    """Here a folder takes the place of the shard."""
+def test_download_reports_a_shard_that_could_not_be_written(without_ray, server, tmp_path):
+    """A folder with the name of the shard stands in for a full disk."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 5)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     name = "data-00001-of-00002.parquet"
@@ -641,16 +627,18 @@ def test_a_full_disk_ends_in_a_sentence(here, server, tmp_path, capsys):
     (out / name).mkdir()
     (out / name / "x").write_text("")
     (out / "__download__/records/data-00001-of-00002.json").unlink()
-    assert f"{name} could not be made" in refused(capsys, table, out, "--rows_per_shard", 3)
+    assert f"{name} could not be made" in refused(table, out, "--rows_per_shard", 3)
     shutil.rmtree(out / name)
     run(table, out, "--rows_per_shard", 3)
     assert len(read_rows(out)) == 5
 
 
-# ------------------------------------------------------------------- going on
+# ------------------------------------------------------------------- resuming and repairing
 
 
-def test_shards_that_are_gone_are_made_again_and_records_without_asking(here, server, tmp_path):
+def test_missing_shards_are_downloaded_again_and_missing_records_rebuilt(
+    without_ray, server, tmp_path
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before = contents(out)
@@ -662,21 +650,23 @@ def test_shards_that_are_gone_are_made_again_and_records_without_asking(here, se
     assert sorted(server.requests) == [f"/image/{i}" for i in (3, 4, 5)]
 
 
-def test_a_shard_that_is_not_as_recorded_is_named_and_mended(here, server, tmp_path, capsys):
+def test_shards_that_differ_from_their_records_are_reported_and_repaired(
+    without_ray, server, tmp_path
+):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before, path = contents(out), out / "data-00001-of-00003.parquet"
     path.write_bytes(path.read_bytes()[:-100])
     assert "1 shards, such as data-00001-of-00003.parquet, differ from their records" in refused(
-        capsys, table, out, "--rows_per_shard", 3
+        table, out, "--rows_per_shard", 3
     )
     run(table, out, "--rows_per_shard", 3)
     assert contents(out) == before
 
 
 @pytest.mark.parametrize("what", ["shard", "record", "settings"])
-def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, what):
-    """Here bytes in the middle change, and the footer of the shard does not."""
+def test_damaged_download_files_are_repaired_or_reported(without_ray, server, tmp_path, what):
+    """Bytes in the middle change, but not the footer of the shard."""
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 9)), tmp_path / "out"
     run(table, out, "--rows_per_shard", 3)
     before, record = contents(out), out / "__download__/records/data-00001-of-00003.json"
@@ -690,26 +680,26 @@ def test_what_was_damaged_is_mended_or_named(here, server, tmp_path, capsys, wha
     path[what].write_bytes(data)
     if what == "settings":
         assert "holds another download (format_version None -> 2" in refused(
-            capsys, table, out, "--rows_per_shard", 3
+            table, out, "--rows_per_shard", 3
         )
         return
     if what == "record":
         (out / "__download__/summary.json").unlink()
-        assert "run the same command again" in refused(capsys, table, out, "--rows_per_shard", 3)
+        assert "run the same command again" in refused(table, out, "--rows_per_shard", 3)
     else:
         record.unlink()
     run(table, out, "--rows_per_shard", 3)
     assert contents(out) == before
 
 
-def test_two_downloads_into_one_folder_are_refused(server, tmp_path, capsys):
+def test_two_downloads_into_one_folder_are_refused(server, tmp_path):
     table, out = make_table(tmp_path / "urls.parquet", good_urls(server, 3)), tmp_path / "out"
     (out / "__download__").mkdir(parents=True)
     with FileLock(out / ".lock"):
-        assert "another process is writing to" in refused(capsys, table, out)
+        assert "another process is writing to" in refused(table, out)
 
 
-def test_retry_failed_keeps_what_was_got(here, server, tmp_path):
+def test_retry_failed_requests_only_temporary_failures(without_ray, server, tmp_path):
     """Temporary failures are retried, permanent ones are not. No good row is repeated or lost."""
     urls = good_urls(server, 12)
     urls[1], urls[4], urls[7] = (
@@ -764,14 +754,14 @@ def undisturbed(server, tmp_path, *flags):
     urls = [f"{server.url}/{'missing' if i % 20 == 7 else 'image'}/{i}" for i in range(120)]
     table = make_table(tmp_path / "urls.parquet", urls)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(script, "run_items", run_here)
+        m.setattr(script, "run_items", run_items_without_ray)
         run(table, tmp_path / "undisturbed", *flags)
     assert len(read_rows(tmp_path / "undisturbed")) == 114
     server.delay, server.requests = 0.2, collections.Counter()
     return table, contents(tmp_path / "undisturbed")
 
 
-def whole(folder):
+def finished_shards(folder):
     """Numbers of the finished shards."""
     return sorted(
         int(path.name[5:10]) for path in Path(folder).glob("__download__/records/data-*.json")
@@ -797,8 +787,8 @@ def workers(address):
     # SIGKILL is also tested with object storage
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.long),
 ])  # fmt: skip
-def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
-    local_ray, server, tmp_path, here, number, code
+def test_a_killed_download_resumes_without_repeating_finished_shards(
+    local_ray, server, tmp_path, without_ray, number, code
 ):
     flags, out = ["--rows_per_shard", "10"], tmp_path / "out"
     table, expected = undisturbed(server, tmp_path, *flags)
@@ -806,25 +796,26 @@ def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
     # speed does not matter.
     server.held = 40
     driver = start(table, out, *flags, "--address", local_ray)
-    wait_until(lambda: whole(out) == [0, 1, 2, 3] and server.open > 4)  # so that requests are lost
+    # with open requests, so that some are lost
+    wait_until(lambda: finished_shards(out) == [0, 1, 2, 3] and server.open > 4)
     killed = [worker.kill() for worker in workers(local_ray)]
     server.held = 80
     repeated = lambda: [path for path, count in server.requests.copy().items() if count > 1]
-    wait_until(lambda: len(whole(out)) >= 5 and repeated())  # others continue
+    wait_until(lambda: len(finished_shards(out)) >= 5 and repeated())  # others continue
     again = repeated()
     assert killed and len(again) <= len(killed) * 10  # no more than the shards in work
     driver.send_signal(number)
-    printed = end(driver, code)
+    printed = wait_for_end(driver, code)
     if number != signal.SIGKILL:
         assert "the same command continues from here" in printed and "Traceback" not in printed, (
             printed
         )
     wait_until(lambda: not workers(local_ray))  # Ray ends the workers of a lost driver
-    assert 5 <= len(whole(out)) < 12
-    for shard in whole(out):
+    assert 5 <= len(finished_shards(out)) < 12
+    for shard in finished_shards(out):
         name = f"data-{shard:05d}-of-00012.parquet"
         assert (out / name).read_bytes() == expected[name]
-    rows = {row for shard in whole(out) for row in range(10 * shard, 10 * shard + 10)}
+    rows = {row for shard in finished_shards(out) for row in range(10 * shard, 10 * shard + 10)}
     before, server.held = server.requests.copy(), math.inf
     run(table, out, *flags)
     assert contents(out) == expected
@@ -833,7 +824,7 @@ def test_killed_workers_and_a_killed_driver_lose_and_repeat_nothing(
 
 
 @pytest.mark.long
-def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
+def test_download_survives_a_lost_ray_node(ray_folder, server, tmp_path):
     """A cluster of two machines, one of which dies."""
     flags = ["--rows_per_shard", "10"]
     table, expected = undisturbed(server, tmp_path, *flags)
@@ -842,10 +833,10 @@ def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
     try:
         node = cluster.add_node(**options)
         driver = start(table, tmp_path / "out", *flags, "--address", cluster.address)
-        wait_until(lambda: len(whole(tmp_path / "out")) >= 3)
+        wait_until(lambda: len(finished_shards(tmp_path / "out")) >= 3)
         cluster.remove_node(node, allow_graceful=False)
-        assert len(whole(tmp_path / "out")) < 12
-        assert "Done: 114 images" in end(driver)
+        assert len(finished_shards(tmp_path / "out")) < 12
+        assert "Done: 114 images" in wait_for_end(driver)
         assert contents(tmp_path / "out") == expected
         assert len([path for path, count in server.requests.items() if count > 1]) <= 20
     finally:
@@ -853,10 +844,10 @@ def test_a_killed_node_loses_and_repeats_nothing(ray_folder, server, tmp_path):
 
 
 @pytest.mark.ci
-def test_object_storage(local_ray, storage, server, tmp_path, here):
+def test_download_reads_from_and_writes_to_s3(local_ray, storage, server, tmp_path, without_ray):
     """Read the table from an S3 server and write the shards there.
 
-    A killed driver leaves whole objects only.
+    A killed driver leaves only complete objects.
     """
     if storage is None:
         pytest.skip("needs moto[server]")
@@ -899,11 +890,11 @@ def test_object_storage(local_ray, storage, server, tmp_path, here):
     assert sum(server.requests[f"/image/{i}"] for i in range(30)) <= 40
 
 
-# ------------------------------------------------------------------- at length
+# ------------------------------------------------------------------- long runs
 
 
 @pytest.mark.long
-def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
+def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tmp_path):
     """A tenth of the rows fails, in every way.
 
     Memory stays bounded, and killed workers and drivers lose nothing.
@@ -929,7 +920,7 @@ def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
             with contextlib.suppress(psutil.Error):
                 most = max(most, worker.memory_info().rss)
         time.sleep(0.2)
-    printed = end(undisturbed)
+    printed = wait_for_end(undisturbed)
     print(
         f"{time.monotonic() - began:.0f} s, {most / 1e6:.0f} MB in a worker, "
         f"{server.sent / 1e6:.0f} MB without end"
@@ -939,13 +930,16 @@ def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
     assert most < 600_000_000
 
     out, drivers = tmp_path / "out", 0
-    while len(whole(out)) < 20 if out.exists() else True:
+    while len(finished_shards(out)) < 20 if out.exists() else True:
         driver = start(table, out, *flags)
         drivers += 1
-        least = len(whole(out)) + 4
+        least = len(finished_shards(out)) + 4
         for number in (0, 1):
             wait_until(
-                lambda: driver.poll() is not None or len(whole(out)) >= min(20, least - 2 * number),
+                lambda: (
+                    driver.poll() is not None
+                    or len(finished_shards(out)) >= min(20, least - 2 * number)
+                ),
                 200,
             )
             for worker in workers(local_ray)[:1]:
@@ -955,7 +949,7 @@ def test_ten_thousand_images_of_a_bad_web(local_ray, server, tmp_path):
             driver.kill()
         driver.communicate()
         assert drivers < 12
-    end(start(table, out, *flags))
+    wait_for_end(start(table, out, *flags))
     print(f"{drivers} drivers and as many workers were killed")
     check_download(server, kinds, out)
     mine, theirs = contents(out), contents(tmp_path / "undisturbed")

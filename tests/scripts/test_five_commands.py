@@ -96,7 +96,7 @@ def begin(tmp_path):
 
 
 @pytest.mark.long
-def test_five_commands_each_killed_once_give_what_they_give_undisturbed(
+def test_the_guides_five_commands_give_the_same_results_after_kills(
     tmp_path, server, bucket, begin
 ):
     """The trial, the download, the cache, the training and the picture."""
@@ -114,7 +114,7 @@ def test_five_commands_each_killed_once_give_what_they_give_undisturbed(
         run(script, *argv)
 
     def fork(module, *argv):
-        """The same without Ray, in a fork, which has all imports already."""
+        """Run a script without Ray in a fork, which has all imports already."""
 
         def work():
             reset()

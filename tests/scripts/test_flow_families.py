@@ -13,15 +13,14 @@ import torch
 from conftest import (
     MODELS,
     PRX,
+    Script,
     checkpoints,
-    finish,
     kill,
     make_klein,
     make_masked,
     make_qwen_image,
     make_z_image,
     metrics,
-    reset,
     start,
     wait_until,
 )
@@ -31,7 +30,6 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from PIL import Image
 from safetensors.torch import load_file
 
-import precompute_latents
 import train_flow as script
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES
@@ -39,6 +37,8 @@ from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
 
 MAKE = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_qwen_image}
+precompute = Script("precompute_latents")
+train = Script("train_flow")
 each_family = pytest.mark.parametrize("name", MAKE)
 
 
@@ -90,40 +90,23 @@ def describe_data(folder):
     ]
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([*map(str, argv)]))
-    reset()
-
-
 @pytest.fixture
 def flags(root, name, tmp_path):
     """A short run; later flags override these."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={root / 'base'}",
         f"--model_family={name}",
-        f"--output_dir={tmp_path / 'out'}",
         "--train_batch_size=2",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--caption_dropout=0.3",
         "--random_flip",
-    ]
+    )
 
 
 @pytest.fixture
 def cached(root, flags):
     return [*flags, f"--latents_dir={root / 'embeddings'}"]
-
-
-def train(*argv):
-    reset()
-    script.main(script.parse_args([*map(str, argv)]))
 
 
 def losses(folder):
@@ -134,7 +117,7 @@ def losses(folder):
 
 
 @each_family
-def test_caches_say_what_they_hold(root, name):
+def test_flow_family_caches_record_their_features(root, name):
     family = FAMILIES[name]
     embeddings = load_cache(root / "embeddings").settings
     ids = load_cache(root / "ids").settings
@@ -153,8 +136,8 @@ def test_caches_say_what_they_hold(root, name):
 
 @each_family
 @pytest.mark.usefixtures("without_figures")
-def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
-    """With several sizes, masks, several captions, mirrored images and dropped captions."""
+def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags):
+    """The data has several sizes, masks, several captions, mirrored images, dropped captions."""
     data = {
         "images": describe_data(root),
         "embeddings": [f"--latents_dir={root / 'embeddings'}"],
@@ -169,9 +152,7 @@ def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
 
 
 @each_family
-def test_embeddings_beyond_float16_are_refused_before_a_row_is_encoded(
-    root, name, tmp_path, monkeypatch, capfd
-):
+def test_embeddings_beyond_float16_are_refused_before_encoding(root, name, tmp_path, monkeypatch):
     family_class = type(FAMILIES[name])
     encode = family_class.encode
 
@@ -181,19 +162,16 @@ def test_embeddings_beyond_float16_are_refused_before_a_row_is_encoded(
         return prompts
 
     monkeypatch.setattr(family_class, "encode", encode_large)
-    with pytest.raises(SystemExit):
-        precompute(*describe_data(root), f"--output_dir={tmp_path / 'cache'}")
-    assert "do not fit into float16: use --text_cache ids" in capfd.readouterr().err
+    error = precompute.refused(*describe_data(root), f"--output_dir={tmp_path / 'cache'}")
+    assert "do not fit into float16: use --text_cache ids" in error
     assert not (tmp_path / "cache").exists()
 
 
-# ------------------------------------------------------------------- trained whole
+# ------------------------------------------------------------------- full training
 
 
 @each_family
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
-    root, name, tmp_path, flags
-):
+def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tmp_path, flags):
     prompts = ["a digit one", "a digit two"]
     cached = [*flags, f"--latents_dir={root / 'embeddings'}"]
     if name == "flux2-klein":  # the card's call needs it, because padding counts
@@ -228,19 +206,18 @@ def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(
 
 @pytest.mark.parametrize("name", ["flux2-klein", "qwen-image"])
 @pytest.mark.usefixtures("without_figures")
-def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
-    """On two processes; klein whole, and a LoRA of Qwen-Image."""
+def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
+    """On two processes: full training of klein, and a LoRA for Qwen-Image."""
     argv = [*cached, "--num_train_epochs=3", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2", *["--rank=2"] * (name == "qwen-image")]
     whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
-    latest, log = "--resume_from_checkpoint=latest", tmp_path / "log"
-    run = lambda *more: start(lambda: train(*argv, *more), 2, log)
-    assert set(finish(run(whole))) == {0}, log.read_text()
-    pids = run(killed, latest)
+    train.fork(*argv, whole, num_processes=2)
+    argv += [killed, "--resume_from_checkpoint=latest"]
+    pids = start(lambda: train(*argv), 2)
     wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
     time.sleep(0.1)
     kill(pids)
-    assert set(finish(run(killed, latest))) == {0}, log.read_text()
+    train.fork(*argv, num_processes=2)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda folder: int(folder.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema"):
@@ -257,7 +234,7 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path, cached):
 
 @each_family
 @pytest.mark.usefixtures("without_figures")
-def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
+def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
     train(*lora, "--learning_rate=1e-2", "--validation_prompts", "one")
     pipeline = DiffusionPipeline.from_pretrained(root / "base")
@@ -280,26 +257,22 @@ def test_a_lora_is_trained_that_the_pipeline_loads(root, name, tmp_path, flags):
     assert all(torch.equal(trained[key], loaded[key]) for key in trained)
 
 
-def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path, roots, capfd):
-    """Before 0.1.0, `all` of Z-Image was only attention."""
+def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots):
+    """Before 0.1.0, --lora_layers=all adapted only the attention layers of Z-Image."""
     root = roots("z-image")
-    argv = [
+    argv = train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={root / 'base'}",
         "--model_family=z-image",
         f"--latents_dir={root / 'ids'}",
-        f"--output_dir={tmp_path / 'out'}",
         "--rank=2",
         "--train_batch_size=2",
         "--checkpointing_steps=2",
         "--resume_from_checkpoint=latest",
-        "--report_to=none",
-    ]
-    train(*argv, "--lora_layers=attention", "--max_train_steps=2")
-    with pytest.raises(SystemExit):
-        train(*argv, "--lora_layers=all", "--max_train_steps=3")
-    assert (
-        "flags as they were (--lora_layers to_k,to_out.0,to_q,to_v), or" in capfd.readouterr().err
     )
+    train(*argv, "--lora_layers=attention", "--max_train_steps=2")
+    error = train.refused(*argv, "--lora_layers=all", "--max_train_steps=3")
+    assert "flags as they were (--lora_layers to_k,to_out.0,to_q,to_v), or" in error
     train(*argv, "--lora_layers=to_k,to_out.0,to_q,to_v", "--max_train_steps=3")
     assert metrics(tmp_path / "out")[-1]["step"] == 3
 
@@ -307,7 +280,7 @@ def test_a_lora_of_all_layers_that_were_fewer_resumes_with_their_names(tmp_path,
 # ------------------------------------------------------------------- a VAE of another family
 
 
-def test_prx_is_trained_with_the_vae_of_flux2(tmp_path, roots):
+def test_prx_trains_with_the_vae_of_flux2(tmp_path, roots):
     root = roots("flux2-klein")
     vae = root / "base/vae"
     models = [f"--vae_name_or_path={vae}", f"--text_encoder_name_or_path={MODELS / 'text_encoder'}"]
@@ -339,10 +312,10 @@ def test_prx_is_trained_with_the_vae_of_flux2(tmp_path, roots):
     assert config.shift_factor == pytest.approx(float(original.bn.running_mean.mean()))
 
 
-# ------------------------------------------------------------------- noise that depends on the size
+# ------------------------------------------------------------------- the shift for each image size
 
 
-def test_noise_shifts_with_the_size_as_the_pipelines_compute_it(monkeypatch):
+def test_choose_shift_equals_the_pipelines_shift_for_each_size(monkeypatch):
     published = {
         "klein": {"base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 4096},
         "qwen": {"base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192},
@@ -376,7 +349,9 @@ def test_noise_shifts_with_the_size_as_the_pipelines_compute_it(monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen-image"])
 @pytest.mark.usefixtures("without_figures")
-def test_each_size_has_its_shift_and_a_flag_fixes_it(root, tmp_path, cached, monkeypatch):
+def test_each_image_size_has_its_own_shift_unless_the_flag_sets_one(
+    root, tmp_path, cached, monkeypatch
+):
     shifts = {}
     choose = script.choose_shift
 
@@ -396,7 +371,7 @@ def test_each_size_has_its_shift_and_a_flag_fixes_it(root, tmp_path, cached, mon
     assert (scheduler.config.shift, scheduler.config.use_dynamic_shifting) == (2.5, False)
 
 
-def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path):
+def test_make_scheduler_uses_the_bases_scheduler_or_a_default_shift(tmp_path):
     def make(resolution, index, *flags):
         argv = ["--pretrained_model_name_or_path=x", "--latents_dir=y", *flags]
         base = Base(FAMILIES["qwen-image"], "x", str(tmp_path), index)
@@ -431,7 +406,7 @@ def test_the_sampler_is_the_pipelines_or_one_with_the_shift_of_the_size(tmp_path
         {"shift_terminal": "0.02"},
     ],
 )
-def test_a_scheduler_whose_shift_can_not_be_computed_is_one_sentence(tmp_path, change):
+def test_schedulers_with_invalid_shift_settings_are_refused(tmp_path, change):
     kind = FlowMatchEulerDiscreteScheduler
     kind(use_dynamic_shifting=True).save_pretrained(tmp_path / "scheduler")
     path = tmp_path / "scheduler/scheduler_config.json"
@@ -444,7 +419,7 @@ def test_a_scheduler_whose_shift_can_not_be_computed_is_one_sentence(tmp_path, c
         script.make_scheduler(base, 512, args)
 
 
-# ------------------------------------------------------------------- what can't or should not be
+# ------------------------------------------------------------------- warnings and refusals
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -460,15 +435,13 @@ def test_a_distilled_base_is_trained_with_a_warning(tmp_path, roots, capfd):
     assert "was distilled to" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("parse", ["train", "precompute"])
-def test_a_pipeline_of_no_family_is_named(tmp_path, parse, roots, capfd):
+@pytest.mark.parametrize("script", [train, precompute], ids=["train", "precompute"])
+def test_pipelines_of_unknown_families_are_refused(tmp_path, script, roots):
     images = roots("z-image") / "images"
     base = tmp_path / "base"
     base.mkdir()
     (base / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     argv = [f"--pretrained_model_name_or_path={base}", f"--train_data_dir={images}"]
     argv += [f"--output_dir={tmp_path / 'out'}"]
-    with pytest.raises(SystemExit):
-        train(*argv) if parse == "train" else precompute(*argv)
     sentence = f"{base} is a FluxPipeline, which these scripts can't train; families: sd, sdxl"
-    assert sentence in capfd.readouterr().err
+    assert sentence in script.refused(*argv)

@@ -18,19 +18,25 @@ import torch
 import torch._dynamo
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from conftest import ROOT, finish, free_port, launch, make_captioned, metrics, start, weights
+from conftest import (
+    ROOT,
+    Script,
+    finish,
+    free_port,
+    launch,
+    make_captioned,
+    metrics,
+    start,
+    weights,
+)
 from diffusers import DiffusionPipeline, UNet2DConditionModel
 from filelock import FileLock
 
-import precompute_latents
-import train_text_to_image
-import train_unconditional
-
 pytestmark = pytest.mark.usefixtures("without_figures")
 SCRIPTS = {
-    "unconditional": train_unconditional,
-    "precompute": precompute_latents,
-    "text": train_text_to_image,
+    "unconditional": Script("train_unconditional"),
+    "precompute": Script("precompute_latents"),
+    "text": Script("train_text_to_image"),
 }
 TRAINERS = ["unconditional", "text"]
 # As `accelerate config` writes it for one machine.
@@ -74,33 +80,16 @@ def flags(tmp_path, unet_config):
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).save_pretrained(tmp_path / "sd/unet")
-    data = [
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
-        "--dataloader_num_workers=0",
-        "--center_crop",
-    ]
-    training = [
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--checkpointing_steps=2",
-        "--lr_warmup_steps=0",
-    ]
+    data = [f"--train_data_dir={tmp_path / 'images'}", "--center_crop"]
     models = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
-    return {
-        "unconditional": [
-            *data,
-            *training,
-            f"--model_config_name_or_path={unet_config}",
-            "--eval_batch_size=1",
-            "--ddpm_num_inference_steps=1",
-        ],
-        "precompute": [*data, models],
-        "text": [*data, *training, models],
+    more = {
+        "unconditional": ["--num_train_epochs=1", f"--model_config_name_or_path={unet_config}"],
+        "precompute": [models],
+        "text": [models, "--resolution=16", "--dataloader_num_workers=0"],
     }
+    for name in TRAINERS:
+        more[name] += ["--checkpointing_steps=2", "--lr_warmup_steps=0"]
+    return {name: SCRIPTS[name].flags(tmp_path / "out", *data, *more[name]) for name in SCRIPTS}
 
 
 def environment(tmp_path, **config):
@@ -123,8 +112,7 @@ def run(tmp_path, name, argv, env, num_processes=1, before=lambda: None):
     def function():
         os.environ.update(env)
         before()
-        script = SCRIPTS[name]
-        script.main(script.parse_args([str(arg) for arg in argv]))
+        SCRIPTS[name](*argv)
 
     log = tmp_path / "log"
     log.unlink(missing_ok=True)
@@ -139,7 +127,7 @@ def settings(folder):
     ("unconditional", {"debug": True, "gpu_ids": "0", "enable_cpu_affinity": True}),
     ("precompute", {"mixed_precision": "bf16"}), ("text", {"mixed_precision": "bf16"}),
 ])  # fmt: skip
-def test_plain_keys_are_used(tmp_path, flags, name, config):
+def test_common_accelerate_config_keys_are_used(tmp_path, flags, name, config):
     argv = [*flags[name], *["--max_train_steps=2"][: name in TRAINERS]]
     codes, log = run(tmp_path, name, argv, environment(tmp_path, **config))
     assert codes == {0}, log
@@ -154,7 +142,7 @@ def test_plain_keys_are_used(tmp_path, flags, name, config):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_can_not_be_done_ends_each_script_in_a_sentence(tmp_path, flags, name):
+def test_each_script_refuses_unsupported_launches(tmp_path, flags, name):
     sentences = {
         "2 processes were launched, but they do not work together": {
             "distributed_type": "MULTI_CPU",
@@ -170,14 +158,14 @@ def test_what_can_not_be_done_ends_each_script_in_a_sentence(tmp_path, flags, na
         codes, log = run(tmp_path, name, flags[name], environment(tmp_path, **config))
         assert (
             codes == {1}
-            and f"\n{SCRIPTS[name].__name__}.py: {sentence}" in log
+            and f"\n{SCRIPTS[name].file_name}: {sentence}" in log
             and "Traceback" not in log
         ), log
         assert not (tmp_path / "out").exists()
 
 
-def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
-    """Both from a file of `accelerate config` and from environment variables."""
+def test_unsupported_launch_settings_are_refused(tmp_path, flags):
+    """They come from a file of `accelerate config` or from environment variables."""
     # Devices are missing: the CPU must not be used silently instead
     missing = {"num_processes": 2, "use_cpu": False, "main_process_port": 0}
     odd, few = "the launched processes can't be set up", "2 processes were launched, but they do"
@@ -214,7 +202,7 @@ def test_every_launch_that_can_not_be_used_is_refused(tmp_path, flags):
         assert not (tmp_path / "out").exists()
 
 
-def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
+def test_launcher_accumulation_steps_work_like_the_flag(tmp_path, flags):
     records, launch = {}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}
     flag = "--gradient_accumulation_steps=3"
     for way, argv, env in (("launch", [], launch), ("flag", [flag], {}), ("both", [flag], launch)):
@@ -233,7 +221,7 @@ def test_accumulation_of_the_launch_is_that_of_the_flag(tmp_path, flags):
     ("unconditional", {"dynamo_mode": "reduce-overhead"}), ("text", {"dynamo_use_fullgraph": True}),
     ("precompute", {"dynamo_use_dynamic": False}),
 ])  # fmt: skip
-def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config):
+def test_all_dynamo_keys_reach_torch_compile(tmp_path, flags, name, config):
     """Only the trained model or the encoders are compiled, in place, so weights keep names."""
     compiler = torch.nn.Module.compile
 
@@ -265,7 +253,7 @@ def test_every_key_of_dynamo_reaches_the_compiler(tmp_path, flags, name, config)
 
 
 @pytest.mark.ci
-def test_regional_compilation_is_done_or_refused(tmp_path, flags):
+def test_regional_compilation_works_or_is_refused(tmp_path, flags):
     regional = {"dynamo_backend": "EAGER", "dynamo_use_regional_compilation": True}
     env = environment(tmp_path, dynamo_config={**DYNAMO, **regional})
     codes, log = run(tmp_path, "text", [*flags["text"], "--max_train_steps=2"], env)
@@ -301,12 +289,12 @@ def test_regional_compilation_is_done_or_refused(tmp_path, flags):
         ),
     ],
 )
-def test_really_launched_with_the_users_threads_or_all_cores(
+def test_accelerate_launch_uses_omp_num_threads_or_all_cores(
     tmp_path, flags, name, launcher, env, threads
 ):
     """The user's own OMP_NUM_THREADS counts, even if it equals the launcher's default."""
     env = {"OMP_NUM_THREADS": None, "ACCELERATE_USE_CPU": "true", **env}
-    done = launch(*launcher, f"{SCRIPTS[name].__name__}.py", *flags[name], env=env)
+    done = launch(*launcher, SCRIPTS[name].file_name, *flags[name], env=env)
     assert done.returncode == 0, done.stderr
     processes = int(launcher[0][-1])
     assert done.stdout.count(f"Processes: {processes} on cpu, {threads} thread") == 1
@@ -347,8 +335,8 @@ notebook_launcher(run, (flags,), num_processes=2, use_port=port)
 """
 
 
-def test_two_processes_start_from_a_fresh_kernel_and_a_locked_folder_is_refused(tmp_path, flags):
-    """A plain process replaces the kernel: both imported the script and used no device."""
+def test_notebook_launcher_starts_two_processes_and_refuses_a_locked_folder(tmp_path, flags):
+    """A plain process replaces the kernel. Like it, it imported the script and used no device."""
     (tmp_path / "taken").mkdir()
     argv = [str(tmp_path / "taken"), str(tmp_path / "free"), str(free_port())]
     argv += [flag for flag in flags["unconditional"] if "output_dir" not in flag]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import (
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     launch,
@@ -24,6 +25,8 @@ from conftest import (
     metrics,
     wait_until,
 )
+
+train = Script("train_unconditional")
 
 # Slurm's commands for two nodes on this machine: if one node fails, the other one ends too.
 SRUN = """#!/bin/bash
@@ -83,33 +86,20 @@ def signal_node(nodes, node, number=signal.SIGKILL):
 
 
 @pytest.mark.long
-def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent_ends_all(
-    tmp_path, nodes
-):
+def test_two_machines_stop_together_and_train_to_the_bits_of_one(tmp_path, nodes):
     make_captioned(tmp_path / "images", 7)
-    flags = [
+    out, whole, many = tmp_path / "two machines", tmp_path / "one machine", "--max_train_steps=2000"
+    more = [
         f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--train_batch_size=1",
-        "--report_to=none",
         f"--model_config_name_or_path={make_unet_config(tmp_path)}",
-        "--eval_batch_size=1",
-        "--logging_steps=1",
         "--ddpm_num_inference_steps=1",
-        "--dataloader_num_workers=0",
         "--lr_warmup_steps=0",
         "--use_ema",
         "--checkpointing_steps=2",
         "--mixed_precision=no",
         "--lr_scheduler=constant",
     ]
-    out, many = tmp_path / "two machines", "--max_train_steps=2000"
-    job = [
-        ROOT / "accelerate_configs/slurm.sh",
-        "train_unconditional.py",
-        *flags,
-        f"--output_dir={out}",
-    ]
+    job = [ROOT / "accelerate_configs/slurm.sh", "train_unconditional.py", *train.flags(out, *more)]
     logs = lambda: [(tmp_path / f"nodes/{node}.log").read_text() for node in "01"]
     for number, sentence in (
         (signal.SIGKILL, "another process has ended"),
@@ -130,23 +120,10 @@ def test_two_machines_train_to_the_bits_of_one_and_one_that_dies_or_falls_silent
             assert run.wait(60) != 0, logs()
         assert sentence in logs()[0], logs()
     last = max(int(name.split("-")[1]) for name in checkpoints(out)) + 3
-    whole = tmp_path / "one machine"
     subprocess.run([*job, f"--max_train_steps={last}"], cwd=ROOT, env=nodes, check=True)
-    one = [
-        "--multi_gpu",
-        "--num_processes",
-        2,
-        "--main_process_port",
-        0,
-        "train_unconditional.py",
-        *flags,
-    ]
-    said = launch(
-        *one,
-        f"--output_dir={whole}",
-        f"--max_train_steps={last}",
-        env={"ACCELERATE_USE_CPU": "true"},
-    )
+    one = ["--multi_gpu", "--num_processes", 2, "--main_process_port", 0, "train_unconditional.py"]
+    flags = train.flags(whole, *more, f"--max_train_steps={last}")
+    said = launch(*one, *flags, env={"ACCELERATE_USE_CPU": "true"})
     assert said.returncode == 0, said.stderr
     for part in ("unet", f"checkpoint-{last}/unet_ema"):
         assert_same_weights(out / part, whole / part)

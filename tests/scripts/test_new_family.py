@@ -1,4 +1,4 @@
-"""A family of models is one file: the one in this test is like Stable Diffusion 3.
+"""A new family of models needs one file. The one in this test is like Stable Diffusion 3.
 
 Two CLIP text encoders with projections, padding that is kept without a mask, a VAE that shifts, and
 flow matching. The scripts cache, train (fully and as a LoRA), resume and draw with it.
@@ -15,14 +15,13 @@ import torch.nn.functional as F
 import transformers
 from conftest import (
     MODELS,
+    Script,
     assert_same_weights,
     checkpoints,
-    finish,
     kill,
     make_captioned,
     make_masked,
     metrics,
-    reset,
     start,
     wait_until,
 )
@@ -47,7 +46,10 @@ from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
 
-# ------------------------------------------------------------------- the family: one file
+precompute = Script("precompute_latents")
+train = Script("train_flow")
+
+# ------------------------------------------------------------------- the family
 
 WIDTH = 64  # of embeddings; 4,096 in the published one, the width of its third text encoder
 THIRD = 256  # tokens of the missing third text encoder, replaced by zeros
@@ -108,7 +110,7 @@ class StableDiffusion3(Family):
         return super().build(parts | third, base, resolution)
 
 
-# ------------------------------------------------------------------- a tiny pipeline of it
+# ------------------------------------------------------------------- a tiny pipeline
 
 
 def make_sd3(folder):
@@ -186,45 +188,28 @@ def root(tmp_path_factory):
     with pytest.MonkeyPatch.context() as m:
         m.setitem(FAMILIES, "sd3", StableDiffusion3())
         for kind in ("embeddings", "ids"):
-            precompute(
+            flags = precompute.flags(
+                folder / kind,
                 f"--train_data_dir={folder / 'images'}",
                 f"--pretrained_model_name_or_path={folder / 'sd3'}",
-                f"--output_dir={folder / kind}",
                 f"--text_cache={kind}",
-                "--resolution=16",
-                "--center_crop",
-                "--random_flip",
-                "--rows_per_shard=4",
-                "--batch_size=3",
-                "--dataloader_num_workers=0",
+                *["--center_crop", "--random_flip", "--rows_per_shard=4", "--batch_size=3"],
             )
+            precompute(*flags)
     return folder
-
-
-def precompute(*argv):
-    reset()
-    precompute_latents.main(precompute_latents.parse_args([*map(str, argv)]))
-    reset()
 
 
 @pytest.fixture
 def flags(root, tmp_path):
     """A run of 6 steps on 6 images; later flags override these."""
-    return [
+    return train.flags(
+        tmp_path / "out",
         f"--pretrained_model_name_or_path={root / 'sd3'}",
         "--model_family=sd3",
-        f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=1",
-        "--num_train_epochs=1",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=2",
         "--caption_dropout=0.3",
         "--random_flip",
-    ]
+    )
 
 
 @pytest.fixture
@@ -232,20 +217,15 @@ def cached(root, flags):
     return [*flags, f"--latents_dir={root / 'embeddings'}"]
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([*map(str, argv)]))
-
-
 def losses(folder):
     return [record["loss"] for record in metrics(folder) if "loss" in record]
 
 
-# ------------------------------------------------------------------- it is known
+# ------------------------------------------------------------------- its name and its pipeline
 
 
 @pytest.mark.parametrize("parse_args", [script.parse_args, precompute_latents.parse_args])
-def test_its_name_can_be_given(root, parse_args, monkeypatch, capsys):
+def test_a_new_family_is_a_choice_of_model_family(root, parse_args, monkeypatch, capsys):
     argv = [f"--pretrained_model_name_or_path={root / 'sd3'}", "--model_family=sd3"]
     argv.append(f"--train_data_dir={root / 'images'}")
     assert parse_args(argv).model_family == "sd3"
@@ -259,7 +239,7 @@ def test_its_name_can_be_given(root, parse_args, monkeypatch, capsys):
 
 
 @torch.no_grad()
-def test_it_encodes_predicts_and_draws_as_its_pipeline(root):
+def test_a_new_family_encodes_predicts_and_samples_like_its_pipeline(root):
     """A bug in the family itself would show in no other test."""
     family, pipeline = FAMILIES["sd3"], open_sd3(root / "sd3")
     argv = [f"--pretrained_model_name_or_path={root / 'sd3'}"]
@@ -293,10 +273,10 @@ def test_it_encodes_predicts_and_draws_as_its_pipeline(root):
         assert np.array_equal(drawn, pipeline(captions, guidance_scale=scale, **options).images)
 
 
-# ------------------------------------------------------------------- cached
+# ------------------------------------------------------------------- caches
 
 
-def test_a_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
+def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
     pipeline = open_sd3(root / "sd3")
     embeds, _, pooled, _ = pipeline.encode_prompt(CAPTIONS, None, None)
     settings = {kind: load_cache(root / kind).settings for kind in ("embeddings", "ids")}
@@ -325,11 +305,11 @@ def test_a_cache_has_its_columns_and_older_readers_refuse_it(root, monkeypatch):
         load_cache(root / "embeddings")
 
 
-# ------------------------------------------------------------------- trained
+# ------------------------------------------------------------------- training
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
+def test_a_new_familys_caches_give_the_same_losses_as_images(root, tmp_path, flags):
     data = {
         "images": [
             f"--train_data_dir={root / 'images'}",
@@ -349,7 +329,7 @@ def test_caches_of_both_kinds_train_as_images_do(root, tmp_path, flags):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_several_captions_and_sizes_train_alike(tmp_path, flags):
+def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
     make_masked(tmp_path / "images")
     lines = []
     for i, path in enumerate(sorted((tmp_path / "images").glob("[0-9][0-9].png"))):
@@ -366,7 +346,8 @@ def test_several_captions_and_sizes_train_alike(tmp_path, flags):
         *["--caption_column", "short", "long", "--caption_weights", "1", "2"],
         *["--resolution=16", "--bucket_step=4", "--center_crop", "--dataloader_num_workers=0"],
     ]
-    base, cache = flags[0], f"--output_dir={tmp_path / 'cache'}"
+    (base,) = [flag for flag in flags if flag.startswith("--pretrained_model_name_or_path=")]
+    cache = f"--output_dir={tmp_path / 'cache'}"
     precompute(*data, base, cache, "--random_flip")
     flags = [*flags, "--train_batch_size=2"]
     train(*flags, *data, f"--output_dir={tmp_path / 'online'}")
@@ -376,18 +357,17 @@ def test_several_captions_and_sizes_train_alike(tmp_path, flags):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_killed_and_resumed_is_bit_identical(tmp_path, cached, num_processes=2):
+def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, num_processes=2):
     argv = [*cached, "--num_train_epochs=4", "--checkpointing_steps=2", "--holdout=2"]
     argv += ["--checkpoints_total_limit=2"]
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
-    latest, log = "--resume_from_checkpoint=latest", tmp_path / "log"
-    run = lambda *more: start(lambda: train(*argv, *more), num_processes, log)
-    assert set(finish(run(whole))) == {0}, log.read_text()
-    pids = run(killed, latest)
+    train.fork(*argv, whole, num_processes=num_processes)
+    argv += [killed, "--resume_from_checkpoint=latest"]
+    pids = start(lambda: train(*argv), num_processes)
     wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
     time.sleep(0.1)
     kill(pids)
-    assert set(finish(run(killed, latest))) == {0}, log.read_text()
+    train.fork(*argv, num_processes=num_processes)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
@@ -395,8 +375,8 @@ def test_killed_and_resumed_is_bit_identical(tmp_path, cached, num_processes=2):
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
 
 
-def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_path, cached):
-    """With all that a run computes besides its steps: costs, curves, the held-out loss."""
+def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, cached):
+    """The run also computes its costs, its curves and the held-out loss."""
     prompts = ["a digit one", "a digit two"]
     train(*cached, "--validation_prompts", *prompts, "--guidance_scale=3", "--holdout=2")
     record = metrics(tmp_path / "out")[-1]
@@ -420,7 +400,7 @@ def test_the_output_is_a_pipeline_that_draws_what_the_last_validation_drew(tmp_p
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_lora_is_trained_that_the_pipeline_loads(root, tmp_path, flags):
+def test_a_new_familys_pipeline_loads_the_trained_lora(root, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
     lora += ["--learning_rate=1e-2", "--checkpointing_steps=5"]
     train(*lora, "--num_train_epochs=2", "--validation_prompts", "one")

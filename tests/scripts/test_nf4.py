@@ -8,21 +8,16 @@ import pytest
 import torch
 from conftest import (
     MODELS,
-    finish,
+    Script,
     make_captioned,
     make_models,
     make_z_image,
     metrics,
     open_pipeline,
-    reset,
-    start,
 )
 from diffusers import UNet2DConditionModel, ZImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
-import precompute_latents
-import train_flow
-import train_text_to_image
 from diffusion_training import quantization
 from diffusion_training.batches import Prepared
 from diffusion_training.families.known import FAMILIES
@@ -40,6 +35,8 @@ from diffusion_training.training.lora import add_lora, list_lora_b, load_network
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.usefixtures("without_figures")
+precompute = Script("precompute_latents")
+TRAIN = {"sd": Script("train_text_to_image"), "z-image": Script("train_flow")}
 FILE = "pytorch_lora_weights.safetensors"
 CPU = torch.device("cpu")
 FLAGS = {
@@ -68,27 +65,23 @@ def inputs(tmp_path_factory):
         path.unlink()
     transformer.save_pretrained(base / "transformer", max_shard_size="100KB")
     make_captioned(folder / "images", 7)
-    for name, family in (("sd", "sd"), ("z-image", "z-image")):
-        reset()
-        flags = [
+    for name in TRAIN:
+        flags = precompute.flags(
+            folder / f"cache-{name}",
             f"--train_data_dir={folder / 'images'}",
             f"--pretrained_model_name_or_path={MODELS if name == 'sd' else base}",
-            f"--model_family={family}",
-            "--resolution=16",
-            f"--output_dir={folder / f'cache-{name}'}",
-            "--dataloader_num_workers=0",
-        ]
-        precompute_latents.main(precompute_latents.parse_args(flags))
-    reset()
+            f"--model_family={name}",
+        )
+        precompute(*flags)
     return folder
 
 
 def list_flags(inputs, name, output_dir, *more):
-    return [
+    return TRAIN[name].flags(
+        output_dir,
         f"--pretrained_model_name_or_path={inputs / name}",
         f"--latents_dir={inputs / f'cache-{name}'}",
         *([f"--model_family={name}"] if name == "z-image" else []),
-        f"--output_dir={output_dir}",
         "--rank=2",
         "--base_precision=nf4",
         "--mixed_precision=bf16",
@@ -97,18 +90,9 @@ def list_flags(inputs, name, output_dir, *more):
         "--learning_rate=1e-2",
         "--lr_warmup_steps=1",
         "--checkpointing_steps=3",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         *more,
-    ]
-
-
-def train(name, flags):
-    reset()
-    script = train_flow if name == "z-image" else train_text_to_image
-    script.main(script.parse_args(flags))
+    )
 
 
 def load_unet(inputs, dtype=torch.float32):
@@ -132,7 +116,7 @@ def predict(unet):
     return unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 8, 32)).sample
 
 
-def test_a_base_is_read_part_by_part_and_hashed_before_it_is_quantized(inputs, monkeypatch):
+def test_nf4_base_is_hashed_and_quantized_weight_by_weight(inputs, monkeypatch):
     folder = str(inputs / "z-image")
     exact = ZImageTransformer2DModel.from_pretrained(folder, subfolder="transformer")
     assert len(list((inputs / "z-image/transformer").glob("*.safetensors"))) > 3
@@ -166,7 +150,7 @@ def test_a_base_is_read_part_by_part_and_hashed_before_it_is_quantized(inputs, m
     assert all(torch.equal(x, weights[name]) for name, x in kept.items())
 
 
-def test_weights_that_are_missing_or_have_other_shapes_are_named(inputs, tmp_path):
+def test_load_quantized_names_missing_and_mismatched_weights(inputs, tmp_path):
     folder = tmp_path / "unet"
     folder.mkdir()
     (folder / "config.json").write_bytes((inputs / "sd/unet/config.json").read_bytes())
@@ -187,7 +171,7 @@ def test_weights_that_are_missing_or_have_other_shapes_are_named(inputs, tmp_pat
         load_quantized(UNet2DConditionModel, str(tmp_path), CPU, torch.float32, subfolder="unet")
 
 
-def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs):
+def test_nf4_trains_only_the_adapter_and_copies_share_the_base(inputs):
     unet = adapt(*load_unet(inputs, torch.bfloat16), torch.bfloat16)
     for name, weight in unet.named_parameters():
         assert weight.requires_grad == ("lora_" in name)
@@ -203,8 +187,8 @@ def test_only_the_adapter_is_trained_in_float32_and_copies_share_the_base(inputs
         assert all(one.quant_state is other.quant_state for one, other in pairs)
 
 
-def test_samples_leave_the_weights_as_they_are(inputs):
-    """CPU kernels for sampling would rearrange them, and afterwards give no gradient."""
+def test_nf4_sampling_does_not_change_the_weights(inputs):
+    """CPU kernels for sampling would rearrange the weights, which then have no gradient."""
     unet = adapt(*load_unet(inputs)).train()
     before = [weight.clone() for weight in unet.parameters()]
     gradients = []
@@ -219,8 +203,8 @@ def test_samples_leave_the_weights_as_they_are(inputs):
     assert all(x.any() for x in gradients[0]) and all(map(torch.equal, *gradients))
 
 
-def test_operations_and_memory_are_counted(inputs):
-    """The same operations as with an exact base; half a byte per weight, plus scales."""
+def test_nf4_flops_and_memory_are_counted(inputs):
+    """The FLOPs are those of an exact base. A weight takes half a byte, plus its scales."""
     exact = UNet2DConditionModel.from_pretrained(inputs / "sd", subfolder="unet")
     unets = [adapt(exact, "hash"), adapt(*load_unet(inputs))]
 
@@ -249,7 +233,7 @@ def test_operations_and_memory_are_counted(inputs):
     ("sd", 1, ["--lora_layers=all", "--lora_dropout=0.1", "--optimizer=adamw8bit"]),
     ("z-image", 2, ["--gradient_checkpointing"]),
 ])  # fmt: skip
-def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
+def test_nf4_runs_resume_bit_identically_and_fit_the_exact_base(
     tmp_path, inputs, name, num_processes, more
 ):
     looked = ["--holdout=2", "--validation_prompts=a", "--validation_steps=3"]
@@ -257,8 +241,7 @@ def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
     resume = [f"--resume_from_checkpoint={whole / 'checkpoint-3'}"]
     for folder, again in ((whole, []), (rest, resume)):
         flags = list_flags(inputs, name, folder, *more, *looked, *again)
-        pids = start(lambda flags=flags: train(name, flags), num_processes, tmp_path / "log")
-        assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+        TRAIN[name].fork(*flags, num_processes=num_processes)
     model = "transformer" if name == "z-image" else "unet"
     for path in (
         FILE,
@@ -284,10 +267,11 @@ def test_resumed_is_bit_identical_and_the_file_fits_the_exact_base(
         assert 0 < rounding < effect / 3
 
 
-def test_a_run_keeps_its_precision_and_says_what_it_can_not_do(tmp_path, inputs, capfd):
+def test_nf4_runs_keep_their_precision_and_refuse_unsupported_flags(tmp_path, inputs, capfd):
     out = tmp_path / "out"
     few = ["--max_train_steps=1"]
-    train("sd", list_flags(inputs, "sd", out, *few))
+    train = TRAIN["sd"]
+    train(*list_flags(inputs, "sd", out, *few))
     assert "Memory in use: " in capfd.readouterr().out
     flags = list_flags(inputs, "sd", out, "--resume_from_checkpoint=latest")
     exact = [flag for flag in flags if flag != "--base_precision=nf4"]
@@ -300,19 +284,15 @@ def test_a_run_keeps_its_precision_and_says_what_it_can_not_do(tmp_path, inputs,
             "--base_precision nf4: no layer of ",
         ),
     ):
-        with pytest.raises(SystemExit) as stop:
-            train("sd", argv)
-        assert stop.value.code == 1 and said in capfd.readouterr().err
+        assert said in train.refused(*argv)
     whole = [flag for flag in flags if flag != "--rank=2"]
     for argv, said in (
         ([*flags, "--use_dora"], "--use_dora needs the exact weights of the base"),
         (whole, "--base_precision does nothing without --rank"),
     ):
-        with pytest.raises(SystemExit):
-            train_text_to_image.parse_args(argv)
-        assert said in capfd.readouterr().err
+        assert said in train.refused(*argv, status=2)
     with pytest.raises(SystemExit, match="nf4 computes in bfloat16 or float32: use"):
         quantization.check_quantization("fp16", None)
     again = list_flags(inputs, "sd", tmp_path / "more", *few, f"--network_weights={out / FILE}")
-    train("sd", [*again, "--learning_rate=0"])
+    train(*again, "--learning_rate=0")
     assert (tmp_path / "more" / FILE).read_bytes() == (out / FILE).read_bytes()

@@ -1,4 +1,4 @@
-"""The cache of precompute_latents.py made on Ray: the same bytes, whichever process dies."""
+"""A cache made on Ray has the bytes of precompute_latents.py, whichever process is killed."""
 
 import argparse
 import ast
@@ -28,6 +28,7 @@ from conftest import (
     CHILDREN,
     MODELS,
     ROOT,
+    Script,
     finish,
     free_port,
     kill,
@@ -116,7 +117,7 @@ def serve(folder):
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
-            signal.alarm(150)  # no run may hang
+            signal.alarm(150)  # stops a run that hangs
             answer = run(argv, setup and globals()[setup])
             signal.alarm(0)
     disconnect()
@@ -172,9 +173,8 @@ def flags(tmp_path):
 
 
 def precompute(*argv):
-    """The other script."""
-    reset()
-    single.main(single.parse_args([*map(str, argv), "--dataloader_num_workers=0"]))
+    """Run the other script, in this process."""
+    Script("precompute_latents")(*argv, "--dataloader_num_workers=0")
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ class Gauge:
 
 
 @pytest.fixture
-def here(monkeypatch):
+def without_ray(monkeypatch):
     """Runs the script as `driver` does, but without Ray: one shard at a time, in random order."""
     nodes, rng = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}], random.Random(0)
     monkeypatch.setattr(
@@ -250,12 +250,12 @@ def here(monkeypatch):
 # ------------------------------------------------------------------- the same bytes
 
 
-def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
-    tmp_path, flags, whole, here
+def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
+    tmp_path, flags, whole, without_ray
 ):
     assert len(whole) == 4 + 6 and whole["skipped.jsonl"].count(b"\n") == 2
     for count in (1, 3):
-        code, said = here(
+        code, said = without_ray(
             *flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}"
         )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
@@ -269,23 +269,25 @@ def test_shards_in_any_order_by_any_encoders_make_the_bytes_of_one_process(
     assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
-def test_images_of_several_sizes_and_masks_are_the_bytes_of_one_process(tmp_path, flags, here):
+def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
+    tmp_path, flags, without_ray
+):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = here(*flags, "--num_encoders=2")
+    code, said = without_ray(*flags, "--num_encoders=2")
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
     described = json.loads((tmp_path / "out/cache.json").read_text())
     assert described["features"] == ["ragged latents", "masks"]
 
     flags += ["--resolution", "8", "16"]
     precompute(*flags, f"--output_dir={tmp_path / 'each'}")
-    code, said = here(*flags, f"--output_dir={tmp_path / 'ray'}")
+    code, said = without_ray(*flags, f"--output_dir={tmp_path / 'ray'}")
     assert code == 0 and contents(tmp_path / "ray") == contents(tmp_path / "each"), said
     assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
 
 
-def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
+def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, without_ray):
     """Random crops, images of two shapes, embeddings and tokens.
 
     The VAE is in float32 and the text encoders are in bfloat16.
@@ -299,37 +301,45 @@ def test_caches_of_sdxl_have_the_same_bytes_too(tmp_path, flags, here):
         ]
         argv += ["--latents=moments", f"--text_cache={kind}"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0 and "Done: 25 rows, 1 skipped" in said, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"sdxl"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-def test_caches_without_padding_have_the_same_bytes_too(tmp_path, flags, here):
+def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, without_ray):
     for kind in ("embeddings", "ids"):
         argv = [*flags, "--model_family=prx", f"--text_cache={kind}"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
 @pytest.mark.parametrize("make", [make_klein, make_qwen_image])
-def test_caches_of_published_transformers_have_the_same_bytes_too(tmp_path, flags, here, make):
+def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, without_ray, make):
     """Latents in patches with a scale per channel; ids without padding, or with a template."""
     base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"
     for kind in ("embeddings", "ids"):
         argv = [*flags, base, f"--text_cache={kind}", "--latents=moments"]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"scaling_factor": [' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_path, flags, here):
-    """The other script was interrupted: one cache lacks a shard and a half, one is missing."""
+def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
+    tmp_path, flags, without_ray
+):
+    """The other script was interrupted: one cache lacks two shards, the other one is missing."""
     for side in ("8", "16"):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / 'alone' / side}")
     flags += ["--resolution", "8", "16"]
@@ -338,7 +348,7 @@ def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_pat
     (half / "state.json").unlink()
     (half / "data-00001-of-00004.arrow").write_bytes(b"half")
     (half / "data-00003-of-00004.arrow").unlink()
-    code, said = here(*flags, "--num_encoders=2")
+    code, said = without_ray(*flags, "--num_encoders=2")
     assert (
         code == 0
         and said.count("making it again") == 2
@@ -350,26 +360,26 @@ def test_several_resolutions_have_the_bytes_of_a_pass_each_whoever_began(tmp_pat
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
-def test_a_batch_size_is_tried_by_an_encoder_and_kept(tmp_path, flags, here):
+def test_ray_encoder_finds_batch_size_auto_and_later_runs_keep_it(tmp_path, flags, without_ray):
     flags += ["--batch_size=auto", "--rows_per_shard=12"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0 and re.search(
         r"images  memory, GB  images/s\n +1 .*\n +2 .*\n +4 .*\n +8 .*\n +12 ", said
     ), said
     assert "Batch size: 12\n" in said and contents(tmp_path / "out") == contents(tmp_path / "whole")
     (tmp_path / "out/data-00001-of-00003.arrow").unlink()
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0 and "Batch size: 12\n" in said and "memory, GB" not in said
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    code, said = here(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
+    code, said = without_ray(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
     assert (
         code == 1 and "the models on this node differ" in said and not (tmp_path / "other").exists()
     ), said
 
 
 @pytest.mark.long
-def test_an_encoder_of_ray_tries_batch_sizes(tmp_path, flags, driver):
+def test_batch_size_auto_works_on_real_ray(tmp_path, flags, driver):
     code, said = driver(*flags, "--batch_size=auto", "--rows_per_shard=4")
     assert (
         code == 0
@@ -379,7 +389,7 @@ def test_an_encoder_of_ray_tries_batch_sizes(tmp_path, flags, driver):
     ), said
 
 
-def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, flags, here):
+def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, flags, without_ray):
     for kind in ("sd", "prx"):
         lines = [
             json.loads(line)
@@ -401,7 +411,9 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
             "3",
         ]
         precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = here(*argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}")
+        code, said = without_ray(
+            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
+        )
         assert code == 0 and contents(tmp_path / kind / "ray") == contents(
             tmp_path / kind / "one"
         ), said
@@ -409,10 +421,8 @@ def test_caches_of_several_captions_an_image_have_the_same_bytes_too(tmp_path, f
 
 
 @pytest.mark.ci
-def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_bytes(
-    tmp_path, flags, whole, driver
-):
-    """Ray really runs it, from a copy with another name in another folder.
+def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags, whole, driver):
+    """A real Ray runs a copy of the script with another name in another folder.
 
     So workers can only import modules that were sent to them.
     """
@@ -433,7 +443,7 @@ def test_one_process_two_processes_and_any_encoders_and_tasks_write_the_same_byt
     assert contents(tmp_path / "out") == whole
 
 
-def test_the_demo_is_the_one_of_the_other_script(capsys):
+def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
     args = script.parse_args(["--num_encoders=3"])
     said = capsys.readouterr().out
     assert (
@@ -446,7 +456,7 @@ def test_the_demo_is_the_one_of_the_other_script(capsys):
     assert all(getattr(args, name, None) == value for name, value in theirs.items())
 
 
-def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, here):
+def test_ray_cache_of_moments_and_ids_in_bf16_has_the_same_bytes(tmp_path, flags, without_ray):
     flags += [
         "--latents=moments",
         "--no-random_flip",
@@ -455,18 +465,20 @@ def test_moments_and_tokens_of_whole_shards_in_other_precision(tmp_path, flags, 
         "--text_cache=ids",
     ]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0, said
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_each_script_goes_on_with_what_the_other_began_and_mends_it(tmp_path, flags, whole, here):
+def test_both_cache_scripts_resume_and_repair_each_others_caches(
+    tmp_path, flags, whole, without_ray
+):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     names = sorted(name for name in whole if name.endswith(".arrow"))
     (tmp_path / "out" / names[0]).unlink()
     (tmp_path / "out" / names[2]).write_bytes(whole[names[2]][:-8])
     before = {name: (tmp_path / "out" / name).stat().st_ino for name in (names[1], names[3])}
-    code, said = here(*flags)
+    code, said = without_ray(*flags)
     assert code == 0 and f"{names[0]} is gone" in said and f"{names[2]} is damaged" in said, said
     assert contents(tmp_path / "out") == whole
     # Good files were not written again
@@ -475,7 +487,7 @@ def test_each_script_goes_on_with_what_the_other_began_and_mends_it(tmp_path, fl
     assert contents(tmp_path / "out") == whole
 
 
-# ------------------------------------------------------------------- whoever dies
+# ------------------------------------------------------------------- killed processes
 
 
 def marker(args, name):
@@ -545,15 +557,17 @@ MARKS = {"done", "decoded-4"}
 
 
 @pytest.mark.long
-def test_a_run_whose_encoders_and_tasks_are_killed_ends_by_itself(tmp_path, flags, whole, driver):
+def test_ray_run_recovers_from_a_killed_encoder_and_a_killed_task(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=kill_both)
     assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
     assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.ci
-def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver, bucket, request):
-    """Nor does a killed driver: its files, here at an address, are complete and it resumes."""
+def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
+    tmp_path, flags, whole, driver, bucket, request
+):
+    """The files of the killed driver, in a bucket, are complete, and the same command resumes."""
     flags.append("--output_dir=s3://bucket/latents")
     argv = [*flags, f"--address={driver.address}"]
 
@@ -572,8 +586,9 @@ def test_killed_encoders_and_tasks_change_nothing(tmp_path, flags, whole, driver
     assert {"data-00001-of-00004.arrow"} <= shards < whole.keys(), (tmp_path / "log").read_text()
     assert all(made[name] == whole[name] for name in shards) and "state.json" not in made
     times = {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
-    here = request.getfixturevalue("here")  # only now, because the fork needs the real Ray
-    code, said = here(*flags)  # at once: the dead one's workers may not have noticed yet
+    # only now, because the fork needs the real Ray
+    without_ray = request.getfixturevalue("without_ray")
+    code, said = without_ray(*flags)  # at once: the killed driver's workers may still run
     assert code == 0, said
     assert objects(bucket, "bucket/latents") == whole
     assert times == {name: bucket.info(f"bucket/latents/{name}")["LastModified"] for name in shards}
@@ -616,9 +631,9 @@ def gone_encoder():
     script.ray.wait = lambda refs, **options: (refs[:1], [])
 
 
-def test_rows_that_end_every_encoder_are_named_after_four(tmp_path, flags, whole, here):
-    """And no others, though they were with them."""
-    code, said = here(*flags, setup=gone_encoder)
+def test_rows_whose_encoder_dies_four_times_are_reported(tmp_path, flags, whole, without_ray):
+    """Rows that were at the same encoder are not reported."""
+    code, said = without_ray(*flags, setup=gone_encoder)
     assert (
         code == 1
         and "rows 8 to 15 could not be made: its process died 4 times, out of memory?" in said
@@ -626,11 +641,11 @@ def test_rows_that_end_every_encoder_are_named_after_four(tmp_path, flags, whole
     assert (
         tmp_path / "tries"
     ).read_text() == "0120111" and "data-00000-of-00004.arrow" in os.listdir(tmp_path / "out")
-    assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+    assert without_ray(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
 @pytest.mark.long
-def test_rows_that_end_every_process_are_named_after_four(tmp_path, flags, whole, driver):
+def test_real_ray_reports_rows_whose_encoder_dies_four_times(tmp_path, flags, whole, driver):
     code, said = driver(*flags, setup=dying_encoder)
     assert code == 1 and "rows 8 to 15 could not be made: its process died 4 times" in said, said
     assert (tmp_path / "tries").read_text() == "xxxx"
@@ -648,9 +663,7 @@ def slow_encoder():
 
 
 @pytest.mark.long
-def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(
-    tmp_path, flags, whole, driver
-):
+def test_killed_ray_driver_leaves_complete_files_and_resumes(tmp_path, flags, whole, driver):
     log, out = tmp_path / "log", tmp_path / "out"
     process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
     wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
@@ -663,7 +676,7 @@ def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(
     inodes = {path.stem: (out / path.stem).stat().st_ino for path in out.glob("unfinished/data-*")}
     with pytest.raises(FileNotFoundError):
         datasets.load_from_disk(str(out))
-    code, said = driver(*flags)  # at once: the dead one's workers may not have noticed yet
+    code, said = driver(*flags)  # at once: the killed driver's workers may still run
     assert code == 0, said
     assert contents(out) == whole
     assert inodes and all((out / name).stat().st_ino == inode for name, inode in inodes.items())
@@ -671,7 +684,7 @@ def test_a_killed_driver_leaves_whole_files_and_the_same_command_goes_on(
 
 @pytest.mark.long
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(
+def test_signal_ends_the_ray_run_soon_and_leaves_complete_files(
     tmp_path, flags, whole, driver, number, code
 ):
     log, out = tmp_path / "log", tmp_path / "out"
@@ -688,7 +701,7 @@ def test_a_signal_ends_the_run_soon_and_leaves_whole_files_only(
     assert driver(*flags)[0] == 0 and contents(out) == whole
 
 
-# ------------------------------------------------------------------- things that go wrong
+# ------------------------------------------------------------------- errors
 
 
 class Raises(script.Encoder):
@@ -705,8 +718,8 @@ def raising_encoder():
     script.Encoder = Raises
 
 
-def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whole, here):
-    code, said = here(*flags, setup=raising_encoder)
+def test_ray_reports_a_model_error_after_four_tries(tmp_path, flags, whole, without_ray):
+    code, said = without_ray(*flags, setup=raising_encoder)
     assert (
         code == 1 and said.count("precompute_latents_ray.py:") == 1 and "Traceback" not in said
     ), said
@@ -721,7 +734,7 @@ def test_a_model_that_raises_is_tried_again_and_then_named(tmp_path, flags, whol
     ) and "state.json" not in os.listdir(tmp_path / "out")
 
 
-def test_what_fails_is_tried_four_times_and_its_reason_kept():
+def test_attempt_tries_four_times_and_returns_the_reason():
     calls = []
 
     def work(error=None):
@@ -752,19 +765,19 @@ def broken_decoder():
     script.decode_part = decode_part
 
 
-def test_rows_that_can_not_be_decoded_are_named(tmp_path, flags, whole, here):
+def test_ray_reports_rows_that_could_not_be_decoded(tmp_path, flags, whole, without_ray):
     """All rows of the part are named. Other shards are made, and the same command resumes."""
-    code, said = here(*flags, setup=broken_decoder)
+    code, said = without_ray(*flags, setup=broken_decoder)
     assert (
         code == 1
         and "rows 16 to 23 could not be made: RuntimeError: rows 20 to 23 could not be decoded"
         in said
     )
     assert "no more of it" in said and not (tmp_path / "out/state.json").exists()
-    assert here(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+    assert without_ray(*flags)[0] == 0 and contents(tmp_path / "out") == whole
 
 
-def test_parts_are_some_batches_and_end_with_their_shard(flags):
+def test_list_parts_splits_each_shard_into_parts_of_whole_batches(flags):
     job = argparse.Namespace(
         caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48
     )
@@ -776,7 +789,7 @@ def test_parts_are_some_batches_and_end_with_their_shard(flags):
     assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
 
 
-def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypatch):
+def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray, monkeypatch):
     """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
     job = argparse.Namespace(
         caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, threads=1
@@ -806,7 +819,7 @@ def test_tasks_decode_the_next_shard_while_one_is_encoded(flags, here, monkeypat
         wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)
     for step in range(12):
         wait_until(lambda: len(encoded) == step + 1, 20)
-        # At step 0, not all shards may be queued yet
+        # At step 0, perhaps not all shards are queued yet
         assert given == list(range(0, min(24, 2 * step + 8), 2)) or step == 0
         steps.release()
     [thread.join(20) for thread in threads]
@@ -818,14 +831,14 @@ def other_models():
     script.describe_models = lambda encoders: real(encoders) | {"vae": {"sha256": "another"}}
 
 
-def test_an_encoder_whose_node_has_other_models_is_refused(tmp_path, flags, here):
-    code, said = here(*flags, setup=other_models)
+def test_ray_node_with_different_models_is_refused(tmp_path, flags, without_ray):
+    code, said = without_ray(*flags, setup=other_models)
     differences = "(vae.class AutoencoderKL -> None, vae.sha256"
     assert code == 1 and f"node differ from the driver's {differences}" in said, said
     assert not list((tmp_path / "out").glob("data-*"))
 
 
-def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp_path, flags):
+def test_ray_workers_load_the_data_if_the_drivers_cache_is_missing(tmp_path, flags):
     args = single.parse_args(flags)
     rows = load_rows(args, others=["text"]).rows
     pickled = lambda fingerprint: pickle.dumps(
@@ -841,18 +854,20 @@ def test_workers_load_the_data_by_themselves_where_the_drivers_files_are_not(tmp
         script.open_rows(pickled("another"))
 
 
-def test_other_settings_too_many_bad_rows_and_bad_folders_are_refused(tmp_path, flags, whole, here):
+def test_ray_refuses_changed_settings_too_many_bad_rows_and_locked_folders(
+    tmp_path, flags, whole, without_ray
+):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
-    code, said = here(*flags, "--seed=3")
+    code, said = without_ray(*flags, "--seed=3")
     assert code == 1 and "transform.seed 0 -> 3" in said
-    code, said = here(*flags, "--max_skipped=0.01", f"--output_dir={tmp_path / 'other'}")
+    code, said = without_ray(*flags, "--max_skipped=0.01", f"--output_dir={tmp_path / 'other'}")
     assert code == 1 and "more than --max_skipped 0.01 allows" in said and said.count(".py:") == 1
     assert not list((tmp_path / "other").glob(".tmp-*"))
-    code, said = here(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
+    code, said = without_ray(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
     assert code == 0 and contents(tmp_path / "other") == whole
     with FileLock(tmp_path / "out/.lock"):
         (tmp_path / "out/.tmp-of-another-run").touch()
-        code, said = here(*flags)
+        code, said = without_ray(*flags)
         assert code == 1 and "another process is writing" in said
         assert (tmp_path / "out/.tmp-of-another-run").exists()
 
@@ -877,7 +892,7 @@ def plan(flags, monkeypatch):
     return planned
 
 
-def test_ray_is_used_as_far_as_it_goes(plan):
+def test_plan_engine_uses_all_cpus_and_gpus_of_ray(plan):
     engine, places, sentences = plan()
     assert (places.allowed, places.tasks) == (1, 8 - 1)
     assert sentences.startswith("Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU")
@@ -901,7 +916,7 @@ def test_ray_is_used_as_far_as_it_goes(plan):
     assert engine.encoder["accelerator_type"] == "T4" and "accelerator_type" not in engine.task
 
 
-def test_encoders_and_tasks_are_packed_together(plan):
+def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
     """An encoder takes 3.3 GB here, and a task 1.3 GB."""
     # Eight GPUs, and memory for three encoders and a task
     _, places, said = plan(nodes=((8, 8),), memory=12)
@@ -910,7 +925,7 @@ def test_encoders_and_tasks_are_packed_together(plan):
         "Ray has a place for 3 of 8 encoders (3.3 GB each); the others wait for more nodes"
     )
     _, places, _ = plan("--gpus_per_encoder=0.6", "--num_encoders=4", nodes=((8, 4),))
-    assert places.fit == 4  # none has parts of two GPUs
+    assert places.fit == 4  # no encoder uses parts of two GPUs
     # Three encoders fit, and leave each node 0.1 GB.
     _, places, said = plan("--num_encoders=4", nodes=((8, 0),), memory=10.1)
     assert (places.allowed, places.fit, places.tasks) == (2, 3, 8 - 2)
@@ -929,7 +944,7 @@ def test_encoders_and_tasks_are_packed_together(plan):
             plan(*count, nodes=((4, 0),), memory=4)
 
 
-def test_what_no_node_has_is_refused_or_asked_for(plan):
+def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     for argv, options, said in [
         (
@@ -991,20 +1006,19 @@ def test_what_no_node_has_is_refused_or_asked_for(plan):
         (["--num_encoders=0"], "--num_encoders: 0 is not between 1 and"),
     ],
 )
-def test_bad_arguments_end_with_one_line(argv, sentence, capsys):
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(argv)
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
+def test_precompute_latents_ray_reports_bad_flags_in_one_line(argv, sentence):
+    error = Script("precompute_latents_ray").refused(*argv, status=2)
+    assert sentence in error.splitlines()[-1]
 
 
-def test_a_neighbour_whose_name_begins_alike_is_no_part_of_the_data(flags):
+def test_output_dir_may_share_a_name_prefix_with_train_data_dir(flags):
     args = script.parse_args(
         [*flags, "--train_data_dir=s3://a/images", "--output_dir=s3://a/images-latents"]
     )
     assert args.output_dir == "s3://a/images-latents"
 
 
-def test_workers_get_paths_from_the_root_and_nothing_else_changes(tmp_path, monkeypatch, flags):
+def test_make_absolute_changes_only_local_paths(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()  # also the name of a split, which is no path
     (tmp_path / "base.safetensors").touch()
@@ -1026,13 +1040,12 @@ def test_workers_get_paths_from_the_root_and_nothing_else_changes(tmp_path, monk
 
 def test_dry_run_needs_no_ray(flags, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(script.ray, "init", lambda *args, **options: pytest.fail("Ray was started"))
-    reset()
-    script.main(script.parse_args([*flags, "--dry_run"]))
+    Script("precompute_latents_ray")(*flags, "--dry_run")
     assert "26 rows of" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def test_the_other_scripts_do_not_need_ray(monkeypatch):
-    """Nor does what they share, until it is asked for."""
+def test_only_precompute_latents_ray_imports_ray_at_its_start(monkeypatch):
+    """The package imports Ray only inside functions."""
     for path in {*ROOT.glob("*.py"), *ROOT.glob("diffusion_training/**/*.py")} - {
         ROOT / "precompute_latents_ray.py"
     }:
@@ -1091,7 +1104,7 @@ def objects(fs, folder):
 
 
 def without_source(files):
-    """The files that do not depend on the source, through its fingerprint."""
+    """The files that do not contain the fingerprint of the source."""
     return {
         name: data
         for name, data in files.items()
@@ -1100,19 +1113,17 @@ def without_source(files):
 
 
 @pytest.mark.ci
-def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
-    tmp_path, flags, here, bucket
-):
+def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, without_ray, bucket):
     precompute(
         *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
     )
     disk = contents(tmp_path / "disk")
     there = [*flags, "--train_data_dir=s3://bucket/images/"]
-    code, said = here(*there, "--output_dir=s3://bucket/latents")
+    code, said = without_ray(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/latents" in said, said
     made = objects(bucket, "bucket/latents")
     assert made.keys() == disk.keys() and without_source(made) == without_source(disk)
-    code, said = here(*there)  # remote images, local cache
+    code, said = without_ray(*there)  # remote images, local cache
     assert code == 0 and contents(tmp_path / "out") == made, said
 
     # A complete cache is not written again. Damaged, missing and half-made parts are repaired
@@ -1120,16 +1131,16 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
     names = sorted(name for name in made if name.endswith(".arrow"))
     bucket.pipe_file(f"bucket/latents/{names[1]}", made[names[1]][:-8])
     bucket.rm_file(f"bucket/latents/{names[2]}")
-    code, said = here(*there, "--output_dir=s3://bucket/latents", setup=raising_encoder)
+    code, said = without_ray(*there, "--output_dir=s3://bucket/latents", setup=raising_encoder)
     assert code == 1 and f"{names[1]} is damaged" in said and f"{names[2]} is gone" in said, said
     assert not bucket.exists("bucket/latents/state.json")
-    code, said = here(*there, "--output_dir=s3://bucket/latents")
+    code, said = without_ray(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and objects(bucket, "bucket/latents") == made, said
     same = [f"bucket/latents/{name}" for name in (names[0], names[3])]
     assert all(bucket.info(path)["LastModified"] == times[path] for path in same)
 
     # A trial: the first rows, of the first two of three files
-    code, said = here(*there, "--max_train_samples=12", f"--output_dir={tmp_path / 'trial'}")
+    code, said = without_ray(*there, "--max_train_samples=12", f"--output_dir={tmp_path / 'trial'}")
     assert code == 0 and "Done: 11 rows, 1 skipped" in said, said
     rows = datasets.load_from_disk(str(tmp_path / "trial"))
     assert rows["text"][:] == datasets.load_from_disk(str(tmp_path / "out"))["text"][:11]
@@ -1144,23 +1155,23 @@ def test_images_and_cache_at_an_address_give_the_bytes_of_those_on_a_disk(
         "--caption_column=caption": "s3://bucket/images has no column 'caption', only",
         "--train_data_dir=s3://bucket/latents2": "it holds no parquet files",
     }.items():
-        code, said = here(*there, "--output_dir=s3://bucket/latents", argv)
+        code, said = without_ray(*there, "--output_dir=s3://bucket/latents", argv)
         assert code == 1 and sentence in said, said
     both = [*there, "--rows_per_shard=26", "--resolution", "8", "16"]
-    code, said = here(*both, "--output_dir=s3://bucket/latents")
+    code, said = without_ray(*both, "--output_dir=s3://bucket/latents")
     assert code == 1 and "s3://bucket/latents is a cache itself" in said, said
     assert objects(bucket, "bucket/latents") == made
 
     # Two resolutions, then each one alone: nothing is made again
     for side in ([], ["--resolution=8", "--output_dir=s3://bucket/both/8"]):
-        code, said = here(*both, "--output_dir=s3://bucket/both", *side)
+        code, said = without_ray(*both, "--output_dir=s3://bucket/both", *side)
         assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/both/8" in said, said
-    code, said = here(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
+    code, said = without_ray(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
     assert code == 0 and objects(bucket, "bucket/both/16") == contents(tmp_path / "16"), said
     assert {path.split("/")[2] for path in bucket.find("bucket/both")} == {"8", "16"}
 
 
-def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
+def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, without_ray):
     """There is no lock: one run begins, another makes the whole cache, then the first continues."""
     MemoryFileSystem.store.clear()
     flags.append("--output_dir=memory://bucket/latents")
@@ -1171,14 +1182,14 @@ def test_two_runs_at_an_address_write_the_same_files(flags, whole, here):
         script.main(script.parse_args(flags))
         yield from made
 
-    code, said = here(*flags, setup=lambda: setattr(script, "make_shards", make_shards))
+    code, said = without_ray(*flags, setup=lambda: setattr(script, "make_shards", make_shards))
     assert (
         code == 0 and said.count("Done: 24 rows, 2 skipped, are in memory://bucket/latents") == 2
     ), said
     assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
 
 
-def test_images_that_change_at_an_address_are_not_mixed(tmp_path, flags, bucket):
+def test_remote_rows_refuse_files_that_changed_at_the_address(tmp_path, flags, bucket):
     args = script.parse_args([*flags, "--train_data_dir=s3://bucket/images"])
     rows = remote_rows.RemoteRows(args)
     again = pickle.loads(pickle.dumps(rows))
@@ -1262,7 +1273,7 @@ def turn(crew):
     return sorted(crew.calls, key=str)
 
 
-def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are_left(crew):
+def test_crew_gives_shards_to_ready_encoders_and_ends_idle_ones(crew):
     crew, cluster = crew(3, 8, 2.5, 9)
     assert turn(crew) == [(0, None), (1, None), (2, None)]
     cluster.answers = {(0, None): True, (1, None): True}
@@ -1281,7 +1292,7 @@ def test_an_encoder_gets_shards_once_it_has_answered_and_is_let_go_when_none_are
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
 
 
-def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
+def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
     """They are tried again one at a time. The new encoder may never get a place.
 
     One that dies at its start four times ends the run.
@@ -1305,7 +1316,7 @@ def test_the_shards_of_a_lost_node_go_to_those_at_work(crew):
     assert crew.read_answer((0, 3)) == (3, {}) and crew.is_done()
 
 
-def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
+def test_crew_ends_an_encoder_if_no_memory_is_left_for_tasks(crew):
     crew, cluster = crew(2, 6, 2, 1)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
@@ -1318,38 +1329,38 @@ def test_if_the_last_room_for_tasks_is_lost_an_encoder_makes_room(crew):
     assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
 
 
-def weigh(gigabytes):
+def set_encoder_memory(gigabytes):
     """Let each encoder need this memory. A task needs 1 GiB, and the first node has 7.5."""
     real = script.plan_engine
     script.plan_engine = lambda args, weights: real(args, (gigabytes - 1) * 2**29)
 
 
-def one_place():
-    weigh(5)
+def room_for_one_encoder():
+    set_encoder_memory(5)
 
 
-def two_places_and_none_for_a_task():
-    weigh(3.5)
+def room_for_two_encoders_without_a_task():
+    set_encoder_memory(3.5)
 
 
-def a_place_and_none_for_a_task():
-    weigh(7)
+def room_for_one_encoder_without_a_task():
+    set_encoder_memory(7)
 
 
 @pytest.mark.ci
-def test_more_encoders_than_places_hold_nothing_up(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_encoders=2", setup=one_place)
+def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_encoders=2", setup=room_for_one_encoder)
     assert code == 0 and contents(tmp_path / "out") == whole, said
     assert "Ray has a place for 1 of 2 encoders (5.4 GB each); the others wait" in said
     assert "1 starting or waiting for a place" in said
 
-    code, said = driver(*flags, setup=a_place_and_none_for_a_task)
+    code, said = driver(*flags, setup=room_for_one_encoder_without_a_task)
     assert code == 1 and "no node of Ray has memory for both: add a node" in said, said
 
 
-def come_and_go():
-    """Two nodes join when encoders wait for them. One is lost at work and not replaced."""
-    weigh(9)
+def add_and_lose_nodes():
+    """Two nodes join when encoders wait for them. One is lost later and not replaced."""
+    set_encoder_memory(9)
     script.Encoder, make = Slow, script.make_shards
     nodes, seen = [], set()
 
@@ -1374,10 +1385,10 @@ def come_and_go():
 
 
 @pytest.mark.long
-def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
+def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, driver):
     flags.append("--rows_per_shard=4")
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = driver(*flags, "--num_encoders=2", setup=come_and_go)
+    code, said = driver(*flags, "--num_encoders=2", setup=add_and_lose_nodes)
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
     assert "Waiting for more nodes: an encoder needs 0 GPUs and 9.7 GB" in said
     phases = [
@@ -1389,13 +1400,13 @@ def test_nodes_that_come_late_or_are_lost(tmp_path, flags, driver):
 
 
 @pytest.mark.long
-def test_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_encoders=2", setup=two_places_and_none_for_a_task)
+def test_ray_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_encoders=2", setup=room_for_two_encoders_without_a_task)
     assert code == 0 and contents(tmp_path / "out") == whole, said
     assert "Only 1 of 2 encoders start: with more (3.8 GB each) no node would have memory" in said
 
 
-# ------------------------------------------------------------------- whole nodes, and memory
+# ------------------------------------------------------------------- lost nodes, and memory
 
 
 def end_node(process):
@@ -1408,7 +1419,7 @@ def end_node(process):
 AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 
 
-def encoders_and_tasks(node):
+def find_workers(node):
     """The ids of the worker processes under a Ray node, which may be killed."""
     import psutil
 
@@ -1422,7 +1433,7 @@ def encoders_and_tasks(node):
 
 
 @pytest.mark.long
-def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, whole):
+def test_random_worker_kills_and_a_lost_node_do_not_change_the_cache(tmp_path, flags, whole):
     port, nodes = free_port(), []
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     flags = [*flags, "--rows_per_shard=4", "--batch_size=1"]
@@ -1440,7 +1451,7 @@ def test_losing_workers_at_random_and_a_node_changes_nothing(tmp_path, flags, wh
             120,
         )
         for _ in range(2):
-            for pid in rng.sample(encoders_and_tasks(nodes[0]), 1):
+            for pid in rng.sample(find_workers(nodes[0]), 1):
                 os.kill(pid, signal.SIGKILL)
             time.sleep(3)
         assert process.poll() is None, (tmp_path / "said").read_text()
@@ -1477,7 +1488,7 @@ def slower_encoder():
 
 
 @pytest.mark.long
-def test_memory_stays_in_bounds_while_encoders_are_slow(tmp_path, flags, driver):
+def test_object_store_stays_bounded_while_encoders_are_slow(tmp_path, flags, driver):
     make_captioned(tmp_path / "images", 1200)
     size = 1200 * 3 * 256**2 / 2**20  # MiB of pixels, through a store of 100
     code, said = driver(
@@ -1500,7 +1511,7 @@ def plain_encoder():
 
 
 @pytest.mark.long
-def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
+def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, flags, bucket):
     """Kill encoders, tasks, nodes and the driver at random, STORM minutes long (default: 3).
 
     Images and cache are in a bucket, and each node's object store is the smallest that Ray allows.
@@ -1523,7 +1534,7 @@ def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
         nodes.append(start_ray_node(tmp_path, f"--address=127.0.0.1:{port}"))
 
     def judge():
-        """Check a run that ended by itself: complete, or stopped with the sentence about deaths."""
+        """Check a run that ended by itself: complete, or stopped because of the kills."""
         assert "Traceback" not in said.read_text(), said.read_text()
         if driver.returncode == 0:
             assert objects(bucket, out) == whole
@@ -1560,7 +1571,7 @@ def test_a_storm_on_real_ray_changes_nothing(tmp_path, flags, bucket):
                 continue
             what = rng.choices(["worker", "node", "driver"], [12, 1, 1])[0]
             if what == "worker":
-                workers = [pid for node in nodes for pid in encoders_and_tasks(node)]
+                workers = [pid for node in nodes for pid in find_workers(node)]
                 for pid in rng.sample(workers, min(1, len(workers))):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

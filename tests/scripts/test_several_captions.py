@@ -1,6 +1,6 @@
-"""Several captions per image: a cache has all of them, and one is drawn each epoch.
+"""Several captions per image: a cache holds all of them, and one is drawn each epoch.
 
-The same ones are drawn from a cache as from images.
+A cache draws the same captions as the images.
 """
 
 import collections
@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import MODELS, make_images, make_models, make_sdxl, metrics, replace, reset
+from conftest import MODELS, Script, make_images, make_models, make_sdxl, metrics, replace, reset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import precompute_latents
-import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import list_captions
 from diffusion_training.data.transforms import make_transform
@@ -30,6 +28,8 @@ from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import Order, draw_caption, step_batches
 from diffusion_training.training.progress import Progress
 
+precompute = Script("precompute_latents")
+train = Script("train_text_to_image")
 pytestmark = pytest.mark.usefixtures("without_figures")
 SHORT = ["a digit zero", "one", None, "a digit three", "a digit four", "five", "a digit six"]
 LONG = [
@@ -62,34 +62,18 @@ def models(tmp_path_factory):
     return {"sd": make_models(folder / "sd"), "sdxl": make_sdxl(folder / "sdxl"), "prx": MODELS}
 
 
-def precompute(*argv):
-    reset()
-    precompute_latents.main(
-        precompute_latents.parse_args(
-            [
-                "--resolution=16",
-                "--rows_per_shard=4",
-                "--batch_size=3",
-                "--dataloader_num_workers=0",
-                *map(str, argv),
-            ]
-        )
-    )
-    reset()
+def make_cache(folder, *more):
+    precompute(*precompute.flags(folder, "--rows_per_shard=4", "--batch_size=3", *more))
 
 
-def train(*argv):
-    reset()
-    script.main(script.parse_args([
-        "--train_batch_size=2", "--learning_rate=1e-3", "--lr_warmup_steps=0", "--logging_steps=1",
-        "--report_to=none", "--num_inference_steps=2", *map(str, argv),
-    ]))  # fmt: skip
+def list_train_flags(output_dir, *more):
+    return train.flags(output_dir, "--train_batch_size=2", "--lr_warmup_steps=0", *more)
 
 
 def read_prompts(family, *argv):
     """The trainer's inputs for the captions of KEYS, in order: {name: tensor}."""
     reset()
-    args = replace(script.parse_args([str(arg) for arg in argv]), model_family=family)
+    args = replace(train.module.parse_args([str(arg) for arg in argv]), model_family=family)
     launch = make_launch(Accelerator(**accelerator_options(args)), args)
     data = open_data(launch, open_base(args), None, {}, args)
     found = []
@@ -115,13 +99,11 @@ def read_prompts(family, *argv):
         ("prx", "ids", []),
     ],
 )
-def test_a_cache_gives_the_captions_that_the_images_give(
-    tmp_path, models, family, text_cache, more
-):
+def test_a_cache_draws_the_same_captions_as_the_images(tmp_path, models, family, text_cache, more):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models[family]}"
     flow = ["--model_family=prx"] * (family == "prx")
     flags = [f"--train_data_dir={data}", pipeline, *COLUMNS, *more]
-    precompute(*flags, *flow, f"--text_cache={text_cache}", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, *flow, f"--text_cache={text_cache}")
     images = read_prompts(
         family, *flags, "--resolution=16", "--dataloader_num_workers=0", "--seed=3"
     )
@@ -132,15 +114,15 @@ def test_a_cache_gives_the_captions_that_the_images_give(
     for name, numbers in images.items():
         torch.testing.assert_close(cache[name].to(numbers.dtype), numbers, rtol=2e-3, atol=2e-4)
 
-    # at an address too
+    # the cache at an address
     fsspec.filesystem("memory").put(f"{tmp_path / 'cache'}/", f"/{tmp_path.name}/", recursive=True)
     stored = [f"--latents_dir=memory://{tmp_path.name}", f"--shards_dir={tmp_path / 'shards'}"]
     if not more:
         stored = read_prompts(family, pipeline, *stored, "--seed=3")
         assert all(torch.equal(stored[name], numbers) for name, numbers in cache.items())
 
-    # these captions are drawn
-    args = precompute_latents.parse_args([*flags, *flow])
+    # the captions that must be drawn
+    args = precompute.module.parse_args([*flags, *flow])
     encoders = load_encoders(open_base(args), torch.float32)
     there = [[text is not None for text in pair] for pair in zip(SHORT, LONG, strict=True)]
     drawn = [draw_caption(3, epoch, row, [0.3, 0.7], there[row]) for epoch, row, _ in KEYS]
@@ -183,9 +165,7 @@ def test_a_cache_gives_the_captions_that_the_images_give(
     st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=5), st.integers(0, 2**63 - 1), st.data(),
     st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3)), st.integers(1, 12),
 )  # fmt: skip
-def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(
-    weights, seed, data, launch, steps
-):
+def test_resumed_runs_draw_each_images_caption_by_its_epoch(weights, seed, data, launch, steps):
     count = 6
     there = st.lists(st.booleans(), min_size=len(weights), max_size=len(weights)).filter(any)
     there = [data.draw(there) for _ in range(count)]
@@ -221,7 +201,7 @@ def test_wherever_a_run_goes_on_an_image_gets_the_caption_of_its_epoch(
     )
 
 
-def test_captions_come_as_often_as_their_weights_say():
+def test_draw_caption_follows_the_caption_weights():
     def share(weights, there):
         found = collections.Counter(
             draw_caption(5, epoch, 2, weights, there) for epoch in range(4000)
@@ -235,17 +215,9 @@ def test_captions_come_as_often_as_their_weights_say():
     assert share([6, 2, 2], [True, True, False]) == pytest.approx([0.75, 0.25, 0], abs=0.03)
 
 
-def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(
-    tmp_path, models
-):
+def test_several_captions_train_the_same_from_a_cache_and_resume_exactly(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
-    precompute(
-        f"--train_data_dir={data}",
-        pipeline,
-        *COLUMNS,
-        "--center_crop",
-        f"--output_dir={tmp_path / 'cache'}",
-    )
+    make_cache(tmp_path / "cache", f"--train_data_dir={data}", pipeline, *COLUMNS, "--center_crop")
     images = [
         f"--train_data_dir={data}",
         "--resolution=16",
@@ -268,7 +240,7 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
             "--checkpointing_steps=4",
             "--caption_dropout=0.2",
         ]
-        train(pipeline, *argv, *more, f"--output_dir={out}")
+        train(*list_train_flags(out, pipeline, *argv, *more))
         losses[name] = [record.get("loss", record.get("held_out_loss")) for record in metrics(out)]
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4) and len(losses["cache"]) > 8
     assert losses["again"] == losses["cache"][-len(losses["again"]) :] and len(losses["again"]) >= 4
@@ -279,7 +251,7 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
     assert whole.read_bytes() == again.read_bytes()
 
 
-def test_a_list_in_one_column_has_weights_too(tmp_path):
+def test_caption_weights_apply_to_a_list_in_one_column(tmp_path):
     pairs = [["a", "b"], ["a"], [None, "b"], "a", [], None, ["a", "b", "c"], ["a", 7], ["", "b"]]
     flags = [
         "--train_data_dir=.",
@@ -288,7 +260,7 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         "1",
         "2",
     ]
-    args, found = precompute_latents.parse_args(flags), []
+    args, found = precompute.module.parse_args(flags), []
     transform = make_transform(args, "image", None, args.caption_weights, 3, 16)
     for text in pairs:
         try:
@@ -312,68 +284,45 @@ def test_a_list_in_one_column_has_weights_too(tmp_path):
         list_captions({"text": ["", " \n"]}, transform)
 
 
-def test_what_does_not_fit_is_one_sentence(tmp_path, models, capfd):
+def test_mismatched_caption_columns_and_weights_are_refused(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [f"--train_data_dir={data}", pipeline]
-
-    def refused(function, *argv, status=1):
-        with pytest.raises(SystemExit) as stop:
-            function(*argv)
-        error = capfd.readouterr().err
-        assert stop.value.code == status and "Traceback" not in error
-        return error
-
-    for function in (precompute, train):
+    for script in (precompute, train):
         both = [*flags, "--caption_column", "short", "long"]
         said = "--caption_weights has 3 values for 2 columns of --caption_column"
-        assert said in refused(function, *both, "--caption_weights", "1", "2", "3", status=2)
-        assert "short short gives a value twice" in refused(
-            function, *flags, *both[2:3], "short", "short", status=2
-        )
-        assert "0 is not between" in refused(
-            function, *both, "--caption_weights", "1", "0", status=2
-        )
-        assert "fills gaps in a single column: give only one" in refused(
-            function, *both, "--instance_prompt=x", status=2
-        )
-        assert "has no column 'wide', only" in refused(
-            function,
-            *flags,
-            "--caption_column",
-            "short",
-            "wide",
-            f"--output_dir={tmp_path / function.__name__}",
-        )
-    precompute(*flags, *COLUMNS, f"--output_dir={tmp_path / 'cache'}")
-    precompute(
-        *flags, "--caption_column=short", f"--output_dir={tmp_path / 'plain'}", "--max_skipped=1"
-    )
-    again = [*flags, *COLUMNS[:3], f"--output_dir={tmp_path / 'cache'}"]
-    assert "transform.caption_weights [0.3, 0.7] -> [1.0, 1.0]" in refused(precompute, *again)
+        assert said in script.refused(*both, "--caption_weights", "1", "2", "3", status=2)
+        twice = [*flags, "--caption_column", "short", "short"]
+        assert "short short gives a value twice" in script.refused(*twice, status=2)
+        error = script.refused(*both, "--caption_weights", "1", "0", status=2)
+        assert "0 is not between" in error
+        error = script.refused(*both, "--instance_prompt=x", status=2)
+        assert "fills gaps in a single column: give only one" in error
+        wide = [*flags, "--caption_column", "short", "wide", "--resolution=16"]
+        error = script.refused(*wide, f"--output_dir={tmp_path / script.file_name}")
+        assert "has no column 'wide', only" in error
+    make_cache(tmp_path / "cache", *flags, *COLUMNS)
+    make_cache(tmp_path / "plain", *flags, "--caption_column=short", "--max_skipped=1")
+    again = precompute.flags(tmp_path / "cache", "--rows_per_shard=4", *flags, *COLUMNS[:3])
+    assert "transform.caption_weights [0.3, 0.7] -> [1.0, 1.0]" in precompute.refused(*again)
     out = f"--output_dir={tmp_path / 'out'}"
     for folder, weights, said in (
         ("cache", ["1", "2", "3"], "--caption_weights has 3 values, but {} was made with 2"),
         ("plain", ["1", "2"], "--caption_weights has 2 values, but {} was made with 0"),
     ):
         argv = [pipeline, f"--latents_dir={tmp_path / folder}", out, "--caption_weights", *weights]
-        assert said.format(tmp_path / folder) in refused(train, *argv)
+        assert said.format(tmp_path / folder) in train.refused(*argv)
     both = [pipeline, "--latents_dir", tmp_path / "cache", tmp_path / "plain", out]
-    assert "features [] -> " in refused(train, *both)
+    assert "features [] -> " in train.refused(*both)
 
 
-def test_a_stream_has_the_same_captions(tmp_path, models):
+def test_streaming_caches_the_same_captions(tmp_path, models):
     data, pipeline = make_data(tmp_path), f"--pretrained_model_name_or_path={models['sd']}"
     flags = [pipeline, f"--train_data_dir={data}", "--resolution=16", *COLUMNS]
-    train(
-        *flags,
-        "--streaming",
-        "--shuffle_caption",
-        "--max_train_steps=2",
-        f"--output_dir={tmp_path / 'out'}",
-    )
+    stream = ["--streaming", "--shuffle_caption", "--max_train_steps=2"]
+    train(*list_train_flags(tmp_path / "out", *flags, *stream))
     assert len(metrics(tmp_path / "out")) >= 2
-    precompute(*flags, f"--output_dir={tmp_path / 'one'}")
-    precompute(*flags, "--streaming", f"--output_dir={tmp_path / 'other'}")
+    make_cache(tmp_path / "one", *flags)
+    make_cache(tmp_path / "other", *flags, "--streaming")
     one, other = (
         datasets.load_from_disk(str(tmp_path / name)).to_dict() for name in ("one", "other")
     )

@@ -1,4 +1,4 @@
-"""Several resolutions in one pass have the bytes of one pass each, after any interruption."""
+"""One run for several resolutions writes the bytes of separate runs, also after a kill."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from conftest import (
     start,
     wait_until,
 )
-from test_precompute_latents import contents, precompute, refused
+from test_precompute_latents import contents, precompute
 
 import precompute_latents as script
 from diffusion_training.data.images import decode_image
@@ -29,35 +29,31 @@ def flags(tmp_path):
     """Two caches of 10 images in 4 shards each, one image broken; later flags override these."""
     make_captioned(tmp_path / "images", 10)
     (tmp_path / "images/5.png").write_bytes(b"no image")
-    return [
+    return precompute.flags(
+        tmp_path / "out",
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={MODELS}",
         "--rows_per_shard=3",
-        f"--output_dir={tmp_path / 'out'}",
-        "--batch_size=2",
         "--random_flip",
         "--latents=sample",
         "--max_skipped=0.2",
-        "--dataloader_num_workers=0",
-        "--resolution",
-        "8",
-        "16",
-    ]
+        *["--resolution", "8", "16"],
+    )
 
 
 def make_each(tmp_path, flags):
-    """{side: the files} of one pass each, in folders with other names."""
+    """{resolution: files} of separate runs, in folders with other names."""
     for side in (8, 16):
         precompute(*flags, f"--resolution={side}", f"--output_dir={tmp_path / f'alone-{side}'}")
     return {side: contents(tmp_path / f"alone-{side}") for side in (8, 16)}
 
 
-def found(tmp_path):
+def read_caches(tmp_path):
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"8", "16"}
     return {side: contents(tmp_path / f"out/{side}") for side in (8, 16)}
 
 
-def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(
+def test_several_resolutions_equal_separate_caches_and_decode_once(
     tmp_path, flags, monkeypatch, capsys
 ):
     alone, decoded, texts, encode_texts = make_each(tmp_path, flags), [], [], script.encode_texts
@@ -72,7 +68,7 @@ def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(
     )
     precompute(*flags)
     assert (
-        found(tmp_path) == alone
+        read_caches(tmp_path) == alone
         and json.loads(alone[8]["cache.json"])["transform"]["resolution"] == 8
     )
     assert (
@@ -85,7 +81,7 @@ def test_one_pass_writes_the_bytes_of_two_decodes_and_encodes_captions_once(
     )
 
 
-def test_sizes_masks_sdxl_ids_and_workers_too(tmp_path, flags):
+def test_several_resolutions_work_with_buckets_masks_sdxl_and_ids(tmp_path, flags):
     make_masked(tmp_path / "data")
     flags += [
         f"--train_data_dir={tmp_path / 'data'}",
@@ -99,11 +95,11 @@ def test_sizes_masks_sdxl_ids_and_workers_too(tmp_path, flags):
     ]
     alone = make_each(tmp_path, flags)
     precompute(*flags)
-    assert found(tmp_path) == alone
+    assert read_caches(tmp_path) == alone
     assert json.loads(alone[8]["cache.json"])["features"] == ["sdxl", "ragged latents", "masks"]
 
 
-def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, monkeypatch):
+def test_overflow_at_one_resolution_leaves_the_other_unchanged(tmp_path, flags, monkeypatch):
     """The batch of one resolution overflows and is encoded again, with its captions.
 
     That of the other resolution is kept.
@@ -119,13 +115,13 @@ def test_embeddings_without_padding_of_what_is_encoded_again(tmp_path, flags, mo
     flags += ["--mixed_precision=bf16", "--model_family=prx"]
     alone = make_each(tmp_path, flags)
     precompute(*flags)
-    assert found(tmp_path) == alone
+    assert read_caches(tmp_path) == alone
     again = [json.loads(alone[side]["cache.json"])["encoded_again"] for side in (8, 16)]
     assert again == [0, 10] and alone[8]["empty_prompt.npy"] == alone[16]["empty_prompt.npy"]
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
-def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_each(
+def test_a_killed_run_of_several_resolutions_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes
 ):
     alone, encode = make_each(tmp_path, flags), script.encode
@@ -147,10 +143,10 @@ def test_killed_at_any_moment_and_started_again_both_have_the_bytes_of_a_pass_ea
     assert finish(start(run, num_processes, log=tmp_path / "log")) == [0] * num_processes, (
         tmp_path / "log"
     ).read_text()
-    assert found(tmp_path) == alone
+    assert read_caches(tmp_path) == alone
 
 
-def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags, monkeypatch):
+def test_several_resolutions_encode_only_missing_and_damaged_shards(tmp_path, flags, monkeypatch):
     """One cache has a damaged shard and one lacks two.
 
     Afterwards, a run with the stored flags encodes nothing.
@@ -168,18 +164,17 @@ def test_each_goes_on_alone_and_only_what_is_missing_is_encoded(tmp_path, flags,
 
     monkeypatch.setattr(script, "encode", watched)
     precompute(*flags)
-    assert found(tmp_path) == alone and encoded == [(1, [3, 4]), (1, [5]), (0, [9]), (1, [9])]
+    assert read_caches(tmp_path) == alone and encoded == [(1, [3, 4]), (1, [5]), (0, [9]), (1, [9])]
     encoded.clear()
     precompute(f"@{tmp_path}/out/8/run.args", f"--output_dir={tmp_path}/out/8", "--max_skipped=1")
-    assert found(tmp_path) == alone and encoded == []
+    assert read_caches(tmp_path) == alone and encoded == []
 
 
-def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, capfd):
-    with pytest.raises(SystemExit):
-        script.parse_args([*flags, "--resolution", "8", "16", "8"])
-    assert "--resolution 8 16 8 gives a value twice" in capfd.readouterr().err
-    assert "--resolution 15 is not a multiple of 2" in refused(
-        capfd, *flags, "--resolution", "8", "15"
+def test_invalid_resolutions_are_refused_before_anything_is_written(tmp_path, flags, capfd):
+    error = precompute.refused(*flags, "--resolution", "8", "16", "8", status=2)
+    assert "--resolution 8 16 8 gives a value twice" in error
+    assert "--resolution 15 is not a multiple of 2" in precompute.refused(
+        *flags, "--resolution", "8", "15"
     )
     precompute(*flags, "--dry_run")
     said = capfd.readouterr().out
@@ -190,19 +185,19 @@ def test_what_can_not_be_is_refused_before_anything_is_written(tmp_path, flags, 
     assert not (tmp_path / "out").exists()
     precompute(*flags, "--resolution=8")
     before = contents(tmp_path / "out")
-    assert "out is a cache itself: several --resolution need another folder" in refused(
-        capfd, *flags
+    assert "out is a cache itself: several --resolution need another folder" in precompute.refused(
+        *flags
     )
     assert contents(tmp_path / "out") == before
     shutil.rmtree(tmp_path / "out")
     precompute(*flags)
-    assert "holds 16 and no latent cache" in refused(capfd, *flags, "--resolution=8")
+    assert "holds 16 and no latent cache" in precompute.refused(*flags, "--resolution=8")
 
 
-# ------------------------------------------------------------------- a batch size
+# ------------------------------------------------------------------- the batch size
 
 
-def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
+def test_batch_size_auto_fits_the_largest_resolution_and_is_kept(
     tmp_path, flags, monkeypatch, capsys
 ):
     """The device has memory for five images of 16 px.
@@ -224,49 +219,44 @@ def test_the_largest_batch_that_fits_is_found_at_the_largest_size_and_kept(
     assert sizes == [1, 2, 4, 8, 6, 5]
     said = capsys.readouterr().out
     assert " 6    too many\n" in said and "Batch size: 5\n" in said
-    whole = found(tmp_path)
+    whole = read_caches(tmp_path)
     shutil.rmtree(tmp_path / "out")
     precompute(*flags, "--batch_size=5")
-    assert found(tmp_path) == whole and b"--batch_size=5" in whole[8]["run.args"]
+    assert read_caches(tmp_path) == whole and b"--batch_size=5" in whole[8]["run.args"]
 
-    # A half-made cache keeps its batch size, also with other memory
+    # A half-made cache keeps its batch size even if the memory has changed
     tried.clear()
     for path in (tmp_path / "out/8/data-00001-of-00002.arrow", tmp_path / "out/16/state.json"):
         path.unlink()
     monkeypatch.setattr(script, "encode_images", encode)
     precompute(*flags)
-    assert found(tmp_path) == whole and tried == []
+    assert read_caches(tmp_path) == whole and tried == []
     assert "memory, GB" not in capsys.readouterr().out
 
 
-def test_not_even_one_fits_and_nothing_is_written(tmp_path, flags, monkeypatch, capfd):
+def test_batch_size_auto_writes_nothing_if_not_even_one_image_fits(tmp_path, flags, monkeypatch):
     def full(batch, *rest):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     monkeypatch.setattr(script, "encode", full)
-    assert "not even one image fits: try --mixed_precision bf16" in refused(
-        capfd, *flags, "--batch_size=auto"
+    assert "not even one image fits: try --mixed_precision bf16" in precompute.refused(
+        *flags, "--batch_size=auto"
     )
     assert not (tmp_path / "out").exists()
 
 
-def test_two_processes_choose_the_same_and_several_sizes_are_tried_together(tmp_path, flags):
+def test_batch_size_auto_on_two_processes_tries_several_sizes_together(tmp_path, flags):
     make_masked(tmp_path / "data")
     flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4", "--batch_size=auto"]
-    two = start(
-        lambda: precompute(*flags, f"--output_dir={tmp_path / 'two'}"), 2, log=tmp_path / "log"
-    )
-    assert finish(two) == [0, 0], (tmp_path / "log").read_text()
-    assert (tmp_path / "log").read_text().count("Batch size: 3\n") == 1
+    said = precompute.fork(*flags, f"--output_dir={tmp_path / 'two'}", num_processes=2)
+    assert said.count("Batch size: 3\n") == 1
     precompute(*flags, "--batch_size=3")
     assert contents(tmp_path / "two") == contents(tmp_path / "out")
 
 
-def test_a_stream_makes_one_cache_and_is_given_a_batch_size(tmp_path, flags, capsys):
+def test_streaming_refuses_several_resolutions_and_batch_size_auto(flags):
     for argv, said in (
         (["8", "16"], "give one --resolution"),
         (["8", "--batch_size=auto"], "--batch_size auto needs"),
     ):
-        with pytest.raises(SystemExit):
-            script.parse_args([*flags, "--streaming", "--resolution", *argv])
-        assert said in capsys.readouterr().err
+        assert said in precompute.refused(*flags, "--streaming", "--resolution", *argv, status=2)

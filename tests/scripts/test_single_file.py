@@ -1,4 +1,4 @@
-"""A base in one published file gives the same bits as its folder, or one sentence."""
+"""A base in one published file trains to the same bits as its folder, or is refused."""
 
 import json
 import os
@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import finish, make_captioned, make_models, make_sdxl, open_pipeline, reset, start
+from conftest import Script, make_captioned, make_models, make_sdxl, open_pipeline
 from original_layout import save_original
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import precompute_latents
-import train_text_to_image as script
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
 
+precompute = Script("precompute_latents")
+train_text_to_image = Script("train_text_to_image")
 pytestmark = pytest.mark.usefixtures("without_figures")
 
 
@@ -40,42 +40,30 @@ def bases(tmp_path_factory):
     return made | {"images": folder / "images"}
 
 
-def run(module, *argv):
-    reset()
-    module.main(module.parse_args([str(arg) for arg in argv]))
-    reset()
+def describe_data(bases, tmp_path):
+    data = [f"--train_data_dir={bases['images']}", f"--cache_dir={tmp_path / 'kept'}"]
+    return [*data, "--resolution=16", "--dataloader_num_workers=0"]
 
 
-def flags(bases, tmp_path, *more):
-    return [
-        f"--train_data_dir={bases['images']}",
-        "--resolution=16",
-        f"--cache_dir={tmp_path / 'kept'}",
-        "--dataloader_num_workers=0",
-        *more,
-    ]
-
-
-def train(bases, tmp_path, base, out, *more):
-    few = [
+def list_flags(bases, tmp_path, base, out, *more):
+    """Flags of two steps, on the images if `more` names no cache."""
+    cached = any("latents_dir" in flag for flag in more)
+    return train_text_to_image.flags(
+        tmp_path / out,
+        f"--pretrained_model_name_or_path={base}",
+        *([] if cached else describe_data(bases, tmp_path)),
         "--train_batch_size=2",
         "--max_train_steps=2",
-        "--report_to=none",
         "--validation_prompts=a",
-    ]
-    few += [
-        "--num_inference_steps=2",
         "--num_validation_images=1",
         "--learning_rate=1e-2",
         "--lr_warmup_steps=0",
         *more,
-    ]
-    argv = [f"--pretrained_model_name_or_path={base}", f"--output_dir={tmp_path / out}", *few]
-    run(
-        script,
-        *argv,
-        *([] if any("latents_dir" in flag for flag in more) else flags(bases, tmp_path)),
     )
+
+
+def train(*given):
+    train_text_to_image(*list_flags(*given))
 
 
 def contents(folder):
@@ -88,7 +76,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("family", ["sd", "xl"])
-def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tmp_path, family):
+def test_a_single_file_base_trains_and_caches_to_the_bits_of_its_folder(bases, tmp_path, family):
     folder, path = bases[family]
     config = f"--single_file_config={folder}"
     train(bases, tmp_path, folder, "folder")
@@ -99,13 +87,7 @@ def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tm
     assert unpacked.name.startswith(f"{path.stem}-")
     for base, out, more in ((folder, "one", []), (path, "other", [config])):
         base = f"--pretrained_model_name_or_path={base}"
-        run(
-            precompute_latents,
-            base,
-            *more,
-            f"--output_dir={tmp_path / out}",
-            *flags(bases, tmp_path),
-        )
+        precompute(*precompute.flags(tmp_path / out, base, *more, *describe_data(bases, tmp_path)))
     caches = [json.loads((tmp_path / name / "cache.json").read_text()) for name in ("one", "other")]
     assert all(cache.pop("made_with") for cache in caches) and caches[0] == caches[1]
     one, other = (next((tmp_path / name).glob("*.arrow")).read_bytes() for name in ("one", "other"))
@@ -120,12 +102,11 @@ def test_a_file_trains_to_the_bits_of_its_folder_and_a_cache_fits_both(bases, tm
         assert other != unpacked
 
 
-def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened(bases, tmp_path):
+def test_two_processes_unpack_the_single_file_once_and_a_lora_names_it(bases, tmp_path):
     folder, path = bases["sd"]
     flags = [f"--single_file_config={folder}", "--rank=2"]
-    assert finish(
-        start(lambda: train(bases, tmp_path, path, "out", *flags), 2, tmp_path / "log")
-    ) == [0, 0], (tmp_path / "log").read_text()
+    flags = list_flags(bases, tmp_path, path, "out", *flags)
+    train_text_to_image.fork(*flags, num_processes=2)
     card = (tmp_path / "out/README.md").read_text()
     assert 'pipeline = StableDiffusionPipeline.from_single_file("sd.safetensors", ' in card
     assert "from diffusers import StableDiffusionPipeline\n" in card
@@ -136,7 +117,7 @@ def test_of_processes_one_unpacks_and_a_lora_names_the_file_and_how_it_is_opened
     assert json.loads(header["ss_tag_frequency"]) == {"images": tags}
 
 
-def test_float16_is_read_as_it_is(bases, tmp_path):
+def test_float16_weights_of_a_single_file_are_read_exactly(bases, tmp_path):
     folder, _ = bases["sd"]
     save_original(folder, tmp_path / "half.safetensors", dtype=torch.float16)
     train(
@@ -156,44 +137,39 @@ def test_float16_is_read_as_it_is(bases, tmp_path):
         assert torch.equal(trained[name], value.half().float())
 
 
-def without(path, found, keep):
-    save_file({name: value for name, value in load_file(path).items() if keep(name)}, found)
-    return found
+def copy_weights(path, target, keep):
+    save_file({name: value for name, value in load_file(path).items() if keep(name)}, target)
+    return target
 
 
-def refused(bases, tmp_path, capsys, base, *more):
-    with pytest.raises(SystemExit) as stop:
-        train(bases, tmp_path, base, "out", *more)
-    assert stop.value.code == 1 and not list(tmp_path.glob("out/*.json*"))
+def refused(bases, tmp_path, base, *more):
+    error = train_text_to_image.refused(*list_flags(bases, tmp_path, base, "out", *more))
+    assert not list(tmp_path.glob("out/*.json*"))
     assert not [path for path in (tmp_path / "kept").glob("single_files/*") if path.name != ".lock"]
-    said = capsys.readouterr().err
-    assert said.count("train_text_to_image.py: ") == 1 and "Traceback" not in said
-    return said
+    return error
 
 
-def test_what_is_no_such_file_is_one_sentence(bases, tmp_path, capsys):
+def test_unsuitable_single_files_are_refused(bases, tmp_path):
     folder, path = bases["sd"]
     config, broken = f"--single_file_config={folder}", tmp_path / "broken.safetensors"
     (tmp_path / "base.ckpt").write_bytes(b"a pickle")
-    assert "because a .ckpt can run any program" in refused(
-        bases, tmp_path, capsys, tmp_path / "base.ckpt"
-    )
+    assert "because a .ckpt can run any program" in refused(bases, tmp_path, tmp_path / "base.ckpt")
     assert "--variant fp16 does nothing for a single file" in refused(
-        bases, tmp_path, capsys, path, config, "--variant=fp16"
+        bases, tmp_path, path, config, "--variant=fp16"
     )
-    assert "is for a base in one file, and" in refused(bases, tmp_path, capsys, folder, config)
+    assert "is for a base in one file, and" in refused(bases, tmp_path, folder, config)
     broken.write_bytes(b"no safetensors")
-    assert "broken.safetensors can't be read (" in refused(bases, tmp_path, capsys, broken, config)
+    assert "broken.safetensors can't be read (" in refused(bases, tmp_path, broken, config)
     save_file({"double_blocks.0.img_attn.norm": torch.from_numpy(np.ones(3))}, broken)
     assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
-        bases, tmp_path, capsys, broken, config
+        bases, tmp_path, broken, config
     )
-    without(path, broken, lambda name: "cond_stage_model" not in name)
+    copy_weights(path, broken, lambda name: "cond_stage_model" not in name)
     assert "is not Stable Diffusion 1, 2 or XL in its published layout" in refused(
-        bases, tmp_path, capsys, broken, config
+        bases, tmp_path, broken, config
     )
     assert "can't be unpacked; if its configs are missing, give" in refused(
-        bases, tmp_path, capsys, path, f"--single_file_config={tmp_path}"
+        bases, tmp_path, path, f"--single_file_config={tmp_path}"
     )
 
 
@@ -208,12 +184,10 @@ def test_what_is_no_such_file_is_one_sentence(bases, tmp_path, capsys):
         ),
     ],
 )
-def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part, why):
+def test_single_files_with_missing_weights_are_refused(bases, tmp_path, part, why):
     folder, path = bases["sd"]
-    without(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
-    said = refused(
-        bases, tmp_path, capsys, tmp_path / "part.safetensors", f"--single_file_config={folder}"
-    )
+    copy_weights(path, tmp_path / "part.safetensors", lambda name: not name.startswith(part))
+    said = refused(bases, tmp_path, tmp_path / "part.safetensors", f"--single_file_config={folder}")
     assert (
         "part.safetensors can't be unpacked; if its configs are missing, give" in said
         and why in said
@@ -230,7 +204,9 @@ def test_weights_that_are_missing_are_one_sentence(bases, tmp_path, capsys, part
     ([], {"modelspec.prediction_type": "v"}, ("v_prediction", None)),
     (["v_pred", "ztsnr"], {}, ("v_prediction", True)),
 ])  # fmt: skip
-def test_a_base_that_says_that_it_predicts_v_is_trained_so(bases, tmp_path, keys, header, expected):
+def test_a_single_files_prediction_type_is_used_for_training(
+    bases, tmp_path, keys, header, expected
+):
     folder, path = bases["sd"]
     base = tmp_path / "base.safetensors"
     save_file(load_file(path) | {key: torch.tensor([]) for key in keys}, base, header)
@@ -240,8 +216,8 @@ def test_a_base_that_says_that_it_predicts_v_is_trained_so(bases, tmp_path, keys
     scheduler |= {"prediction_type": "epsilon"}
     (config / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
     argv = [f"--pretrained_model_name_or_path={base}", f"--single_file_config={config}"]
-    args = script.parse_args([*argv, *flags(bases, tmp_path)])
-    for trained in script.make_schedulers(open_base(args), args):
+    args = train_text_to_image.module.parse_args([*argv, *describe_data(bases, tmp_path)])
+    for trained in train_text_to_image.module.make_schedulers(open_base(args), args):
         assert trained.config.prediction_type == expected[0]
         assert (trained.config.get("rescale_betas_zero_snr") or None) == expected[1]
         assert not expected[1] or trained.config.timestep_spacing == "trailing"
@@ -259,7 +235,7 @@ def read_modules(pipeline):
 
 
 @pytest.mark.parametrize("family", ["sd", "xl"])
-def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, family, capsys):
+def test_output_single_file_holds_the_weights_of_the_pipeline(bases, tmp_path, family, capsys):
     folder, _ = bases[family]
     train(bases, tmp_path, folder, "out", "--output_single_file")
     out = tmp_path / "out"
@@ -292,8 +268,8 @@ def test_a_fine_tune_in_one_file_is_the_pipeline_beside_it(bases, tmp_path, fami
     assert readers in (out / "README.md").read_text().replace("`", "")
 
 
-def test_the_text_encoder_of_stable_diffusion_2_has_open_clips_layout(bases, tmp_path):
-    """Query, key and value are one matrix there. Its width tells it from Stable Diffusion 1."""
+def test_merge_writes_the_sd2_text_encoder_in_open_clips_layout(bases, tmp_path):
+    """OpenCLIP has query, key and value in one matrix. The width tells it from version 1."""
     folder, _ = bases["sd"]
     shutil.copytree(folder, tmp_path / "sd2")
     config = transformers.CLIPTextConfig.from_pretrained(folder / "text_encoder")

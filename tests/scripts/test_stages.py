@@ -1,4 +1,4 @@
-"""A further stage, as in docs/cluster.md: the changes are applied to the scripts and run."""
+"""The additional stage of docs/cluster.md: its changes are applied to the scripts and run."""
 
 import importlib
 import io
@@ -11,12 +11,12 @@ import pytest
 import test_precompute_latents_ray as on_ray  # skips these tests if there is no Ray
 import torch
 import transformers
-from conftest import MODELS, ROOT, make_captioned, reset
+from conftest import MODELS, ROOT, make_captioned
 from image_server import FAST, ImageServer, make_image
 from PIL import Image
-from test_changes import apply, change_text
-from test_download_images import make_table, read_failures, read_rows, run_here
-from test_precompute_latents_ray import here  # noqa: F401
+from test_changes import apply, change_text, run
+from test_download_images import make_table, read_failures, read_rows, run_items_without_ray
+from test_precompute_latents_ray import without_ray  # noqa: F401
 
 ray = pytest.importorskip("ray")
 
@@ -59,16 +59,18 @@ def make_filter(folder, images):
         part.save_pretrained(folder)
 
 
-def test_the_changes_have_less_than_ten_lines(tmp_path, stage):
+def test_stage_changes_in_the_docs_have_fewer_than_ten_lines(tmp_path, stage):
     assert list(CHANGES) == ["download_images", "precompute_latents", "precompute_latents_ray"]
     for name, change in CHANGES.items():
         _, lines = change_text(change, f"{name}.py")
         assert len(lines) < 10 and max(map(len, lines)) <= 101
 
 
-def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
+def test_a_stage_filters_downloaded_images(tmp_path, stage, monkeypatch):
     script = apply(CHANGES["download_images"], "download_images.py", tmp_path)
-    monkeypatch.setattr(script, "run_items", lambda *args: run_here(*args, script=script))
+    monkeypatch.setattr(
+        script, "run_items", lambda *args: run_items_without_ray(*args, script=script)
+    )
     server = ImageServer()
     table = make_table(tmp_path / "urls.parquet", [f"{server.url}/image/{i}" for i in range(9)])
     flags = [f"--input={table}", f"--output_dir={tmp_path / 'out'}", "--keep_columns", "id", *FAST]
@@ -76,7 +78,7 @@ def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
     make_filter(tmp_path / "filter", images)
     faults = [stage.find_fault(make_image(i)) for i in range(9)]
     assert 0 < faults.count("unsafe") < 9
-    script.main(script.parse_args(flags))
+    run(script, *flags)
     server.close()
     assert [row["id"] for row in read_rows(tmp_path / "out")] == [
         i for i, fault in enumerate(faults) if not fault
@@ -85,10 +87,12 @@ def test_a_filter_of_downloads(tmp_path, stage, monkeypatch):
     assert {failure["reason"] for failure in failures} == {"unsafe"}
     stage.NAME = "another"
     with pytest.raises(SystemExit):
-        script.main(script.parse_args(flags))
+        run(script, *flags)
 
 
-def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, request, capsys):
+def test_a_stage_filters_a_cache_and_rewrites_its_captions(
+    tmp_path, stage, monkeypatch, request, capsys
+):
     """Without Ray's processes: the cache equals the other script's except for the captions."""
     make_captioned(tmp_path / "images", 12)
     images = [Image.open(path).convert("RGB") for path in (tmp_path / "images").glob("*.png")]
@@ -97,8 +101,7 @@ def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, reques
     flags += ["--resolution=16", "--batch_size=4", "--max_skipped=0.9", "--rows_per_shard=8"]
     flags += ["--center_crop", "--dataloader_num_workers=0"]
     script = apply(CHANGES["precompute_latents"], "precompute_latents.py", tmp_path)
-    reset()
-    script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
+    run(script, *flags, f"--output_dir={tmp_path / 'out'}")
     skipped = [
         json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()
     ]
@@ -107,8 +110,7 @@ def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, reques
     capsys.readouterr()
     name, stage.NAME = stage.NAME, "another"
     with pytest.raises(SystemExit):
-        reset()
-        script.main(script.parse_args([*flags, f"--output_dir={tmp_path / 'out'}"]))
+        run(script, *flags, f"--output_dir={tmp_path / 'out'}")
     assert "stage" in capsys.readouterr().err
     stage.NAME = name
 
@@ -124,7 +126,7 @@ def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, reques
     changed = apply(CHANGES["precompute_latents_ray"], "precompute_latents_ray.py", tmp_path)
     monkeypatch.setitem(sys.modules, changed.__name__, changed)
     monkeypatch.setattr(on_ray, "script", changed)
-    run = request.getfixturevalue("here")
+    run_on_ray = request.getfixturevalue("without_ray")
     actors = {}
 
     class Named:
@@ -150,7 +152,7 @@ def test_a_filter_and_a_rewriter_of_a_cache(tmp_path, stage, monkeypatch, reques
         "get": changed.ray.get,
     }.items():
         monkeypatch.setattr(ray, name, value)
-    code, said = run(*flags, f"--output_dir={tmp_path / 'ray'}")
+    code, said = run_on_ray(*flags, f"--output_dir={tmp_path / 'ray'}")
     assert code == 0, said
     one, other = (datasets.load_from_disk(str(tmp_path / name)) for name in ("out", "ray"))
     assert other["key"][:] == one["key"][:] and other["latents"][:] == one["latents"][:]

@@ -1,4 +1,4 @@
-"""Training from a cache at an address: in any order, with kills and a faulty server."""
+"""Training from a cache in a bucket, with kills and a faulty server."""
 
 import contextlib
 import json
@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from conftest import (
+    MODELS,
     ROOT,
+    Script,
     assert_same_weights,
     checkpoints,
     finish,
@@ -25,11 +26,11 @@ from conftest import (
     upload,
     wait_until,
 )
-from test_train_text_to_image import EXACT, make_cache, train
-
-import train_text_to_image as script
+from test_train_text_to_image import EXACT
 
 boto3 = pytest.importorskip("boto3", reason="no S3 server: pip install -r requirements-dev.txt")
+precompute = Script("precompute_latents")
+train = Script("train_text_to_image")
 pytestmark = pytest.mark.usefixtures("without_figures")
 NUM_ROWS, ROWS_PER_SHARD = 23, 2
 
@@ -43,33 +44,25 @@ def stored(tmp_path, storage, monkeypatch):
     if storage is None:
         pytest.skip("no S3 server")
     make_captioned(tmp_path / "images", NUM_ROWS)
-    make_cache(tmp_path, "--random_flip", f"--rows_per_shard={ROWS_PER_SHARD}")
-    flags = [
-        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
-        "--logging_steps=1",
-        "--report_to=none",
-        "--learning_rate=1e-3",
-        *EXACT,
-        "--num_train_epochs=2",
-        f"--shards_dir={tmp_path}/shards",
-    ]
-    return flags, upload(tmp_path / "cache", storage, tmp_path.name.lower().replace("_", "-")[-50:])
+    data = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"]
+    rows = ["--batch_size=3", f"--rows_per_shard={ROWS_PER_SHARD}"]
+    precompute(*precompute.flags(tmp_path / "cache", *data, *rows, "--random_flip"))
+    models = f"--pretrained_model_name_or_path={make_models(tmp_path)}"
+    more = [*EXACT, "--num_train_epochs=2", f"--shards_dir={tmp_path}/shards"]
+    bucket = tmp_path.name.lower().replace("_", "-")[-50:]
+    return train.flags(tmp_path / "out", models, *more), upload(tmp_path / "cache", storage, bucket)
 
 
 @pytest.fixture
 def in_ranges(monkeypatch):
-    """Caches of any size are read in ranges: 4 for one process, 2 for each of two."""
+    """Read caches of any size in ranges: 4 for one process, 2 for each of two."""
     patch(monkeypatch, "MOST_PERMUTED", 0)
     patch(monkeypatch, "LEAST_RANGES", 4)
 
 
-def run(flags, out, *argv, num_processes=1, code=0):
-    """A run to its end, in forks."""
-    pids = start(lambda: train(*flags, f"--output_dir={out}", *argv), num_processes, f"{out}.log")
-    codes = finish(pids)
-    said = Path(f"{out}.log").read_text()
-    assert {*codes} == {code}, said
-    return said
+def run(flags, out, *argv, **options):
+    """Train to the end, in forked processes."""
+    return train.fork(*flags, f"--output_dir={out}", *argv, **options)
 
 
 def assert_same_run(one, other):
@@ -92,7 +85,7 @@ def folder_bytes(folder):
     return found
 
 
-def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, stored):
+def test_a_cache_in_a_bucket_trains_to_the_bits_of_one_on_disk(tmp_path, stored):
     flags, address = stored
     run(
         flags,
@@ -114,7 +107,7 @@ def test_a_cache_at_an_address_trains_to_the_bits_of_one_on_a_disk(tmp_path, sto
     assert "order" not in content["settings"]
 
 
-def test_in_ranges_killed_at_any_moment_and_resumed_is_bit_identical(tmp_path, stored, in_ranges):
+def test_a_killed_run_that_reads_in_ranges_resumes_bit_identically(tmp_path, stored, in_ranges):
     """The run is the same from a disk and from a bucket, and the shards folder keeps its limit.
 
     The limit of 13 shards is for two processes. Each reads half of the 12 shards, has the windows
@@ -186,7 +179,7 @@ def faulty(tmp_path, storage, monkeypatch):
 
 
 @pytest.mark.ci
-def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, faulty, monkeypatch):
+def test_bucket_errors_are_retried(tmp_path, stored, in_ranges, faulty, monkeypatch):
     patch(monkeypatch, "WAITS", (0.05,) * 3)
     flags, address = stored
     run(flags, tmp_path / "disk", f"--latents_dir={tmp_path / 'cache'}")
@@ -208,7 +201,7 @@ def test_what_a_bucket_does_wrong_is_tried_again(tmp_path, stored, in_ranges, fa
 
 
 @pytest.mark.ci
-def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
+def test_lasting_bucket_errors_end_the_run_and_it_resumes_later(
     tmp_path, stored, in_ranges, faulty, monkeypatch
 ):
     patch(monkeypatch, "WAITS", (0.05,) * 2)
@@ -218,7 +211,7 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
     with monkeypatch.context() as m:
         m.setenv("AWS_ENDPOINT_URL", os.environ["AWS_ENDPOINT_URL"])
         faulty({"data-00005-of-00012.arrow": ["wrong"] * 100})
-        told = run(flags, tmp_path / "out", code=1)
+        told = run(flags, tmp_path / "out", status=1)
     (sentence,) = [
         line for line in told.splitlines() if line.startswith("train_text_to_image.py: ")
     ]
@@ -233,18 +226,15 @@ def test_what_stays_wrong_is_one_sentence_and_the_same_command_goes_on(
     assert_same_run(tmp_path / "whole", tmp_path / "out")
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- refused flags
 
 
-def test_what_cannot_be_streamed_is_refused_in_a_sentence(tmp_path, stored, in_ranges, capfd):
+def test_caches_that_can_not_be_fetched_are_refused(tmp_path, stored, in_ranges):
     flags, local = stored[0], f"--latents_dir={tmp_path / 'cache'}"
-    flags = [*flags, f"--output_dir={tmp_path / 'out'}"]
     error = train.refused(*flags, local, "--latents_weights", "2")
     assert "--latents_weights can only be used with at most 0 rows" in error
     error = train.refused(*flags, f"--latents_dir={tmp_path / 'none'}")
     assert "none/cache.json is missing: make the cache with precompute_latents.py" in error
-    with pytest.raises(SystemExit):
-        script.parse_args(
-            [*(flag for flag in flags if "shards_dir" not in flag), "--latents_dir=s3://a/b"]
-        )
-    assert "give --shards_dir, a local folder for copies of its shards" in capfd.readouterr().err
+    flags = [flag for flag in flags if "shards_dir" not in flag]
+    error = train.refused(*flags, "--latents_dir=s3://a/b", status=2)
+    assert "give --shards_dir, a local folder for copies of its shards" in error

@@ -1,4 +1,4 @@
-"""Data from a stream: the same cache as from a copy on disk, exact resume, errors."""
+"""--streaming gives the cache of a copy on disk, resumes exactly, and reports errors."""
 
 import json
 import os
@@ -11,23 +11,21 @@ import datasets
 import pytest
 from conftest import (
     MODELS,
+    Script,
     assert_same_weights,
-    finish,
     kill,
     make_captioned,
     make_masked,
     make_models,
     make_prx,
     metrics,
-    reset,
     start,
     wait_until,
 )
 
-import precompute_latents
-import train_flow
-import train_text_to_image
-
+precompute = Script("precompute_latents")
+train_text_to_image = Script("train_text_to_image")
+train_flow = Script("train_flow")
 pytestmark = pytest.mark.usefixtures("without_figures")
 CAPTIONS = [f"a digit {'zero one two'.split()[i % 3]}" for i in range(11)]
 
@@ -74,33 +72,15 @@ def raw(storage, tmp_path, flags):
 @pytest.fixture
 def flags(tmp_path):
     """A cache of 11 images in 6 shards that takes a second; later flags override these."""
-    return [
+    return precompute.flags(
+        tmp_path / "out",
         f"--train_data_dir={make_shards(tmp_path)}",
         f"--pretrained_model_name_or_path={MODELS}",
-        "--resolution=16",
-        f"--output_dir={tmp_path / 'out'}",
         "--rows_per_shard=2",
-        "--batch_size=2",
-        "--dataloader_num_workers=0",
         "--random_flip",
         "--latents=sample",
         "--streaming",
-    ]
-
-
-def run(script, *argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
-def precompute(*argv):
-    run(precompute_latents, *argv)
-
-
-def refused(capfd, script, *argv):
-    with pytest.raises(SystemExit):
-        run(script, *argv)
-    return capfd.readouterr().err
+    )
 
 
 def contents(folder):
@@ -111,9 +91,7 @@ def contents(folder):
     }
 
 
-def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total(
-    tmp_path, flags, capsys
-):
+def test_streaming_writes_the_same_shards_as_a_copy_on_disk(tmp_path, flags, capsys):
     precompute(*flags)
     assert "A stream; each row is" in capsys.readouterr().out
     whole = contents(tmp_path / "out")
@@ -140,7 +118,7 @@ def test_a_stream_gives_the_rows_of_a_copy_on_the_disk_in_shards_without_a_total
         assert (f"data-{damaged:05d}.arrow is damaged" in capsys.readouterr().out) == bool(damaged)
 
 
-def test_raw_data_in_a_bucket_gives_the_rows_of_a_copy_on_the_disk(tmp_path, flags, raw, capfd):
+def test_streaming_from_a_bucket_gives_the_rows_of_a_copy_on_disk(tmp_path, flags, raw):
     precompute(*flags)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.arrow")}
     tars = f"--train_data_dir={raw}/tars/{{008..010}}.tar"
@@ -162,39 +140,34 @@ def test_raw_data_in_a_bucket_gives_the_rows_of_a_copy_on_the_disk(tmp_path, fla
         f"{raw}/*/*": "it holds both parquet files and tars: choose with /*.parquet or /*.tar",
         f"{raw}/nothing": "it holds neither parquet files nor tars",
     }.items():
-        said = refused(capfd, precompute_latents, *flags, f"--train_data_dir={source}")
+        said = precompute.refused(*flags, f"--train_data_dir={source}")
         assert f"{source} can't be loaded as a data set ({sentence})" in said
-    said = refused(capfd, precompute_latents, *flags, tars, "--no-streaming")
+    said = precompute.refused(*flags, tars, "--no-streaming", status=2)
     assert "is an address: give --streaming, or copy the data to a disk" in said
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_cache_of_a_stream_that_was_killed_ends_with_the_same_bytes(
+def test_a_killed_streaming_cache_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes, monkeypatch
 ):
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    whole, encode = contents(tmp_path / "whole"), precompute_latents.encode
+    whole, encode = contents(tmp_path / "whole"), precompute.module.encode
 
     def slow(*args):
         time.sleep(0.1)
         return encode(*args)
 
-    monkeypatch.setattr(precompute_latents, "encode", slow)
+    monkeypatch.setattr(precompute.module, "encode", slow)
     shards = lambda: len(list((tmp_path / "out").glob("data-*")))
     for moment in random.Random(num_processes).sample(range(5), 2):
-        pids = start(
-            lambda: precompute(*flags, "--dataloader_num_workers=1"),
-            num_processes,
-            tmp_path / "log",
-        )
+        pids = start(lambda: precompute(*flags, "--dataloader_num_workers=1"), num_processes)
         wait_until(lambda moment=moment: shards() > moment)
         kill(pids)
-    pids = start(lambda: precompute(*flags), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    precompute.fork(*flags, num_processes=num_processes)
     assert contents(tmp_path / "out") == whole
 
 
-def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, capfd):
+def test_streaming_skips_failed_rows_and_refuses_changed_data(tmp_path, flags, capfd):
     rows = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "parquet/train-2.parquet"), split="train"
     )
@@ -204,7 +177,7 @@ def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, c
         with_indices=True,
     )
     broken.to_parquet(tmp_path / "parquet/train-2.parquet")
-    said = refused(capfd, precompute_latents, *flags)
+    said = precompute.refused(*flags)
     assert "1 of 11 rows could not be used, more than --max_skipped 0.05 allows" in said
     precompute(*flags, "--max_skipped=0.1")
     whole = contents(tmp_path / "out")
@@ -214,13 +187,13 @@ def test_other_data_is_refused_and_rows_that_fail_are_skipped(tmp_path, flags, c
     capfd.readouterr()
     path = tmp_path / "parquet/train-1.parquet"
     os.utime(path, (1, 1))
-    assert "holds another cache (source.fingerprint" in refused(
-        capfd, precompute_latents, *flags, "--max_skipped=0.1"
+    assert "holds another cache (source.fingerprint" in precompute.refused(
+        *flags, "--max_skipped=0.1"
     )
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + data[len(data) // 2 + 1 :])
-    assert "the stream can't be read" in refused(
-        capfd, precompute_latents, *flags, f"--output_dir={tmp_path / 'other'}"
+    assert "the stream can't be read" in precompute.refused(
+        *flags, f"--output_dir={tmp_path / 'other'}"
     )
 
 
@@ -229,21 +202,15 @@ def trainer(request, tmp_path, flags):
     """(a script that trains from images and captions, flags of 4 steps of 4 images)."""
     argv = [
         f"--pretrained_model_name_or_path={make_models(tmp_path)}",
-        f"--output_dir={tmp_path / 'trained'}",
         "--max_train_steps=4",
         "--checkpointing_steps=2",
-        "--learning_rate=1e-3",
-        "--lr_warmup_steps=2",
-        "--logging_steps=1",
-        "--report_to=none",
         "--random_flip",
-        "--num_inference_steps=2",
         "--num_validation_images=1",
     ]
-    if request.param == "train_text_to_image":
-        return train_text_to_image, argv
-    make_prx(tmp_path / "config")
-    return train_flow, [*argv, f"--transformer_config_name_or_path={tmp_path / 'config'}"]
+    if request.param == "train_flow":
+        argv.append(f"--transformer_config_name_or_path={make_prx(tmp_path / 'config')}")
+    script = {"train_text_to_image": train_text_to_image, "train_flow": train_flow}[request.param]
+    return script, script.flags(tmp_path / "trained", *argv)
 
 
 def stream_of(tmp_path):
@@ -256,7 +223,7 @@ def stream_of(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer, raw):
+def test_streaming_trainers_resume_exactly(tmp_path, trainer, raw):
     """One of the two trainers reads from a bucket, in two processes."""
     script, argv = trainer
     num_processes = 2 if script is train_text_to_image else 1
@@ -268,32 +235,22 @@ def test_a_trainer_on_a_stream_resumes_exactly(tmp_path, trainer, raw):
     ]
     if script is train_text_to_image:
         argv += [f"--train_data_dir={raw}/tars/{{008..010}}.tar", "--caption_column=txt"]
-    pids = start(lambda: run(script, *argv), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
+    script.fork(*argv, num_processes=num_processes)
     again = [*argv, f"--output_dir={tmp_path / 'again'}", "--resume_from_checkpoint=latest"]
-    pids = start(lambda: run(script, *again), num_processes, tmp_path / "log")
+    pids = start(lambda: script(*again), num_processes)
     wait_until(lambda: (tmp_path / "again/checkpoint-2").exists())
     kill(pids)
-    pids = start(lambda: run(script, *again), num_processes, tmp_path / "log")
-    assert set(finish(pids)) == {0}, (tmp_path / "log").read_text()
-    assert "Resuming from" in (tmp_path / "log").read_text()
+    assert "Resuming from" in script.fork(*again, num_processes=num_processes)
     model = "unet" if script is train_text_to_image else "transformer"
     assert_same_weights(tmp_path / "trained" / model, tmp_path / "again" / model)
 
 
-def test_a_trainer_reads_the_cache_of_a_stream_as_any_other(tmp_path, flags):
+def test_train_text_to_image_reads_a_cache_made_by_streaming(tmp_path, flags):
     precompute(*flags)
-    run(
-        train_text_to_image,
-        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
-        "--max_train_steps=1",
-        f"--latents_dir={tmp_path / 'out'}",
-        f"--output_dir={tmp_path / 'trained'}",
-        "--report_to=none",
-        "--train_batch_size=4",
-        "--holdout=2",
-        "--random_flip",
-    )
+    models = f"--pretrained_model_name_or_path={make_models(tmp_path)}"
+    data = [f"--latents_dir={tmp_path / 'out'}", "--holdout=2", "--random_flip"]
+    steps = ["--max_train_steps=1", "--train_batch_size=4"]
+    train_text_to_image(*train_text_to_image.flags(tmp_path / "trained", models, *data, *steps))
     assert metrics(tmp_path / "trained")[-1]["step"] == 1
 
 
@@ -314,17 +271,16 @@ def test_a_trainer_reads_the_cache_of_a_stream_as_any_other(tmp_path, flags):
         (["--max_train_steps=1", "--latents_dir=x"], "--streaming does nothing with --latents_dir"),
     ],
 )
-@pytest.mark.parametrize("script", [train_text_to_image, train_flow])
-def test_what_a_stream_can_not_give_is_refused_before_anything_is_loaded(
-    script, argv, sentence, capsys
-):
+@pytest.mark.parametrize(
+    "script", [train_text_to_image, train_flow], ids=lambda x: x.module.__name__
+)
+def test_streaming_refuses_unsupported_flags_before_loading(script, argv, sentence):
     argv = ["--streaming", *argv, "--pretrained_model_name_or_path=x"]
-    with pytest.raises(SystemExit) as stop:
-        script.parse_args(argv if "--latents_dir=x" in argv else [*argv, "--dataset_name=x"])
-    assert stop.value.code == 2 and sentence in capsys.readouterr().err
+    data = [] if "--latents_dir=x" in argv else ["--dataset_name=x"]
+    assert sentence in script.refused(*argv, *data, status=2)
 
 
-def test_a_cache_of_a_stream_has_sizes_but_not_what_lies_beside_images(tmp_path, flags, capfd):
+def test_streaming_supports_bucket_step_but_not_caption_and_mask_files(tmp_path, flags):
     precompute(*flags, "--bucket_step=8")
     assert "size" in datasets.load_from_disk(str(tmp_path / "out")).column_names
     for name, masks in (("captions", False), ("masks", True)):
@@ -333,14 +289,9 @@ def test_a_cache_of_a_stream_has_sizes_but_not_what_lies_beside_images(tmp_path,
             make_captioned(folder, 4)
             for path in folder.glob("*.txt"):
                 path.unlink()
-        said = refused(
-            capfd,
-            precompute_latents,
-            *flags,
-            f"--train_data_dir={folder}",
-            f"--output_dir={tmp_path}/x",
+        said = precompute.refused(
+            *flags, f"--train_data_dir={folder}", f"--output_dir={tmp_path}/x"
         )
         assert f"{folder} has {name}" in said and "which --streaming can't read" in said
-    with pytest.raises(SystemExit):
-        precompute_latents.parse_args([*flags, "--folder_repeats"])
-    assert "--folder_repeats needs the images on a disk" in capfd.readouterr().err
+    error = precompute.refused(*flags, "--folder_repeats", status=2)
+    assert "--folder_repeats needs the images on a disk" in error

@@ -7,12 +7,18 @@ import collections
 
 import pytest
 import torch
-from conftest import MODELS, make_captioned, metrics, replace
-from test_several_captions import KEYS, make_data, models, precompute, read_prompts, train  # noqa: F401
+from conftest import MODELS, Script, make_captioned, metrics, replace
+from test_several_captions import (
+    KEYS,
+    list_train_flags,
+    make_cache,
+    make_data,
+    models,  # noqa: F401
+    precompute,
+    read_prompts,
+    train,
+)
 
-import precompute_latents
-import train_flow
-import train_text_to_image as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import choose_caption, weigh_captions
 from diffusion_training.families.opening import open_base
@@ -20,6 +26,7 @@ from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.latents.source import choose_captions
 
+train_flow = Script("train_flow")
 pytestmark = pytest.mark.usefixtures("without_figures")
 TAGS = [
     "one, two, three",
@@ -35,17 +42,17 @@ SHUFFLE = ["--shuffle_caption", "--keep_tokens=1"]
 
 
 def make_args(*argv):
-    return script.parse_args(
+    return train.module.parse_args(
         ["--train_data_dir=.", f"--pretrained_model_name_or_path={MODELS}", *argv]
     )
 
 
 def make_choice(args):
-    """The choice of captions that the flags ask for."""
+    """Choose captions as the flags say."""
     return choose_captions(args, weigh_captions(args))
 
 
-def test_tags_behind_those_that_stay_come_in_every_order_as_often():
+def test_shuffle_caption_draws_all_orders_behind_keep_tokens_equally():
     args = make_args("--shuffle_caption", "--keep_tokens=2", "--seed=4")
     choice = make_choice(args)
     found = collections.Counter(
@@ -55,7 +62,9 @@ def test_tags_behind_those_that_stay_come_in_every_order_as_often():
     assert {*found.values()} <= {*range(420, 580)}
     assert choose_caption("a,b", 0, 7, choice) == "a, b"
     assert choose_caption("a", 0, 7, choice) == "a"
-    assert choose_caption(" a ,b,c", None, 7, choice) == " a ,b,c"  # held out: as it is written
+    assert (
+        choose_caption(" a ,b,c", None, 7, choice) == " a ,b,c"
+    )  # held-out captions are not shuffled
     orders = [
         [choose_caption("a,b,c,d,e,f,g", epoch, row, choice) for epoch in range(9)]
         for row in (1, 1, 2)
@@ -68,7 +77,7 @@ def test_tags_behind_those_that_stay_come_in_every_order_as_often():
 @pytest.mark.parametrize(
     "family, several", [("sd", False), ("sd", True), ("sdxl", False), ("prx", True)]
 )
-def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models, family, several):  # noqa: F811
+def test_a_cache_of_ids_shuffles_tags_like_the_images(tmp_path, models, family, several):  # noqa: F811
     columns = {"text": TAGS, "long": LONG} if several else {"text": TAGS}
     flags = [
         f"--train_data_dir={make_data(tmp_path, **columns)}",
@@ -76,7 +85,7 @@ def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models,
     ]
     weights = ["--caption_column", "text", "long"] * several
     flow = ["--model_family=prx"] * (family == "prx")
-    precompute(*flags, *flow, *weights, "--text_cache=ids", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, *flow, *weights, "--text_cache=ids")
     cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}"]
     images = read_prompts(
         family, *flags, *weights, "--resolution=16", "--dataloader_num_workers=0", *SHUFFLE
@@ -101,7 +110,7 @@ def test_a_cache_of_tokens_gives_the_tags_that_the_images_give(tmp_path, models,
     torch.testing.assert_close(images["prompt_embeds"], expected)
 
 
-def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_resume(
+def test_shuffled_tags_train_the_same_from_a_cache_and_resume_exactly(
     tmp_path,
     models,  # noqa: F811
 ):
@@ -109,7 +118,7 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
         f"--train_data_dir={make_data(tmp_path, text=TAGS)}",
         f"--pretrained_model_name_or_path={models['sd']}",
     ]
-    precompute(*flags, "--text_cache=ids", "--center_crop", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, "--text_cache=ids", "--center_crop")
     cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}", *SHUFFLE]
     runs = {
         "images": [
@@ -124,12 +133,8 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
     }
     losses = {}
     for name, argv in runs.items():
-        train(
-            *argv,
-            "--max_train_steps=8",
-            "--checkpointing_steps=4",
-            f"--output_dir={tmp_path / name}-run",
-        )
+        steps = ["--max_train_steps=8", "--checkpointing_steps=4"]
+        train(*list_train_flags(tmp_path / f"{name}-run", *argv, *steps))
         losses[name] = [
             record["loss"] for record in metrics(tmp_path / f"{name}-run") if "loss" in record
         ]
@@ -143,14 +148,14 @@ def test_training_from_the_cache_equals_training_on_the_images_and_is_exact_on_r
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, several):  # noqa: F811
+def test_changed_captions_in_a_cache_are_reported_as_damage(tmp_path, models, several):  # noqa: F811
     columns = {"text": TAGS, "long": LONG} if several else {"text": TAGS}
     flags = [
         f"--train_data_dir={make_data(tmp_path, **columns)}",
         f"--pretrained_model_name_or_path={models['sd']}",
     ]
     flags += ["--caption_column", "text", "long"] * several
-    precompute(*flags, "--text_cache=ids", f"--output_dir={tmp_path / 'cache'}")
+    make_cache(tmp_path / "cache", *flags, "--text_cache=ids")
     path = tmp_path / "cache/data-00001-of-00002.arrow"
     path.write_bytes(path.read_bytes().replace(b"seven, eight", b"eight, seven"))
     args = make_args(*SHUFFLE, "--resolution=16", *flags[2:])
@@ -165,42 +170,21 @@ def test_a_caption_that_has_changed_on_the_disk_is_seen(tmp_path, models, severa
         dataset[[(0, 4, 1.0)]]
 
 
-def test_where_it_can_not_be_done_it_is_refused(tmp_path, models, capfd):  # noqa: F811
+def test_shuffle_caption_is_refused_where_it_has_no_effect(tmp_path, models):  # noqa: F811
     make_captioned(tmp_path / "images", 4)
     flags = [
         f"--train_data_dir={tmp_path / 'images'}",
         f"--pretrained_model_name_or_path={models['sd']}",
     ]
-    precompute(*flags, f"--output_dir={tmp_path / 'cache'}")
-    with pytest.raises(SystemExit):
-        train(
-            flags[1],
-            f"--latents_dir={tmp_path / 'cache'}",
-            f"--output_dir={tmp_path / 'out'}",
-            "--shuffle_caption",
-        )
+    make_cache(tmp_path / "cache", *flags)
+    cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'out'}"]
     said = (
         f"--shuffle_caption needs captions, but {tmp_path / 'cache'} holds embeddings: "
         "make it with --text_cache"
     )
-    assert said in capfd.readouterr().err
-    for parse, argv, said in (
-        (
-            script.parse_args,
-            [*flags, "--keep_tokens=1"],
-            "--keep_tokens does nothing without --shuffle_caption",
-        ),
-        (
-            train_flow.parse_args,
-            [*flags, "--keep_tokens=1"],
-            "--keep_tokens does nothing without --shuffle_caption",
-        ),
-        (
-            precompute_latents.parse_args,
-            [*flags, "--shuffle_caption"],
-            "there is no flag --shuffle_caption",
-        ),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            parse(argv)
-        assert stop.value.code == 2 and said in capfd.readouterr().err
+    assert said in train.refused(*cached, "--shuffle_caption")
+    said = "--keep_tokens does nothing without --shuffle_caption"
+    for script in (train, train_flow):
+        assert said in script.refused(*flags, "--keep_tokens=1", status=2)
+    said = "there is no flag --shuffle_caption"
+    assert said in precompute.refused(*flags, "--shuffle_caption", status=2)

@@ -1,4 +1,4 @@
-"""A trainer on Ray Train: workers come and go, and every image comes once per epoch."""
+"""A trainer on Ray Train: workers come and go, and each image is drawn once per epoch."""
 
 import collections
 import contextlib
@@ -172,7 +172,7 @@ class Run:
         return found
 
     def check_rows(self, num_steps):
-        """Every row was drawn once an epoch by the groups that took each step last."""
+        """Check that the last groups to take each step drew every row once per epoch."""
         groups, drawn = self.steps(), []
         for step in range(num_steps):
             drawn += [group[step] for group in groups if step in group][-1]
@@ -194,7 +194,7 @@ class Run:
         return found
 
     def is_ours(self, process):
-        """Also true for processes that lost their parents."""
+        """Whether this test started the process, even if its parents have ended."""
         with contextlib.suppress(psutil.Error):
             if any(parent.pid == each.pid for parent in process.parents() for each in self.started):
                 return True
@@ -254,12 +254,12 @@ def refuse(capsys, *argv):
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
+def test_train_on_ray_reports_bad_flags_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "failing.py").write_text(FAILING)
     (tmp_path / "plain.py").write_text("")
     (tmp_path / "letter.txt").write_text("")
-    # another module of that name is not the script
+    # another module with the script's name is not used
     (tmp_path / "other").mkdir()
     (tmp_path / "other/failing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "other")
@@ -292,8 +292,8 @@ def test_bad_arguments_end_with_one_line(tmp_path, capsys, monkeypatch):
     assert args.script == str(ROOT / "train_unconditional.py")
 
 
-def test_one_worker_has_no_ranks_of_another_launcher(tmp_path, monkeypatch):
-    """For example of a job of two machines that has started Ray on them."""
+def test_a_single_worker_ignores_the_ranks_of_another_launcher(tmp_path, monkeypatch):
+    """For example, a job of two machines has started Ray on them."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("KEPT", "2")
@@ -314,7 +314,9 @@ def test_one_worker_has_no_ranks_of_another_launcher(tmp_path, monkeypatch):
     (["--cpu", "--min_workers=4"], ""),
     (["--cpus_per_worker=3", "--min_workers=1"], ""),
 ])  # fmt: skip
-def test_too_few_cpus_or_gpus_are_an_error_or_waited_for(monkeypatch, capsys, flags, words):
+def test_check_resources_refuses_or_waits_for_too_few_cpus_or_gpus(
+    monkeypatch, capsys, flags, words
+):
     nodes = [{"CPU": 3, "GPU": 1}, {"CPU": 1}, {"CPU": 64}]
     nodes = [{"Resources": node, "Alive": node["CPU"] < 64} for node in nodes]
     monkeypatch.setattr(train_on_ray.ray, "nodes", lambda: nodes)
@@ -335,7 +337,7 @@ def make_job(tmp_path, **changes):
     return train_on_ray.RayJob(**values | {"host": "first", "script": "train_x.py"} | changes)
 
 
-def test_what_a_machine_does_not_share_is_named(tmp_path):
+def test_find_unshared_names_folders_missing_on_a_machine(tmp_path):
     job = make_job(tmp_path)
     lock = train_on_ray.make_shared(job)
     assert train_on_ray.find_unshared(job) is None
@@ -355,7 +357,7 @@ def test_what_a_machine_does_not_share_is_named(tmp_path):
     (75, "lost", "because another worker ended"), (2, "failed", "train_x.py: one sentence"),
     (1, "failed", "train_x.py: one sentence"), (None, "lost", "was killed, with its supervisor"),
 ])  # fmt: skip
-def test_what_the_end_of_a_trainer_means(status, kind, words):
+def test_interpret_end_classifies_exit_statuses_of_a_trainer(status, kind, words):
     errors = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
     ended = None if status is None else Ended(status, errors)
     event = train_on_ray.interpret_end(ended, "train_x.py", "it")
@@ -379,10 +381,10 @@ class Events:
         return self.events.pop(0)
 
 
-def test_it_ends_after_starts_without_a_new_checkpoint_or_with_the_sentence(tmp_path, capsys):
+def test_watch_stops_without_new_checkpoints_or_on_a_trainers_error(tmp_path, capsys):
     job = make_job(tmp_path)
     train_on_ray.make_shared(job).release()
-    over = threading.Thread()  # it does not run
+    over = threading.Thread()  # a thread that does not run
     start, lost = ("started", "2 workers"), ("lost", "it was ended by SIGKILL")
     train_on_ray.watch(over, job, Events(start, lost, start, lost, start), 2)
     with pytest.raises(SystemExit, match="started 3 times without a new checkpoint; the last re"):
@@ -398,7 +400,7 @@ def test_it_ends_after_starts_without_a_new_checkpoint_or_with_the_sentence(tmp_
 
 
 @pytest.mark.ci
-def test_a_killed_trainer_starts_again_and_an_error_ends_the_job_once(run):
+def test_a_killed_trainer_is_restarted_and_an_error_ends_the_job(run):
     (run.folder / "failing.py").write_text(FAILING)
     run.env.pop("OMP_NUM_THREADS")  # then Ray sets it
     command = [sys.executable, ROOT / "train_on_ray.py", "--cpu", "--max_workers=1"]
@@ -413,7 +415,7 @@ def test_a_killed_trainer_starts_again_and_an_error_ends_the_job_once(run):
 
 
 @pytest.mark.long
-def test_a_driver_that_is_stopped_or_killed_saves_and_leaves_no_process(run):
+def test_a_stopped_or_killed_driver_saves_and_leaves_no_process(run):
     begin = time.time()
     for number, status in (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9):
         before = run.checkpoints()
@@ -434,7 +436,7 @@ def test_a_driver_that_is_stopped_or_killed_saves_and_leaves_no_process(run):
 
 
 @pytest.mark.long
-def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(run):
+def test_each_image_is_drawn_once_per_epoch_while_machines_come_and_go(run):
     run.add_machine()
     other = run.add_machine()
     driver = run.train("--max_train_steps=100000")
@@ -452,7 +454,7 @@ def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(ru
     assert not any(process.is_running() for process in before)
     run.add_machine()
     wait_for("a machine came: 2 workers", lambda: run.sizes()[2:] == [2])
-    # they were told and saved, so no step was lost
+    # the trainers were told and saved, so no step was lost
     one, two = run.steps()[1:]
     assert min(two) == max(one) + 1
 
@@ -476,7 +478,7 @@ def test_machines_and_workers_come_and_go_and_every_image_comes_once_an_epoch(ru
 
 @pytest.mark.long
 @pytest.mark.parametrize("min_workers", [2, 1])
-def test_killed_at_random_it_ends_with_the_same_rows_and_bits(run, min_workers):
+def test_random_kills_on_ray_train_do_not_change_rows_and_bits(run, min_workers):
     """Kill processes, a machine and the driver KILLS times (default: 10).
 
     A run ends by itself after some kills, and then another one begins. With two workers at each
@@ -507,7 +509,7 @@ def test_killed_at_random_it_ends_with_the_same_rows_and_bits(run, min_workers):
         }
 
     def judge():
-        """A driver that ended by itself: all is well, or it has named a killed loader process."""
+        """Check a driver that ended by itself: it is done, or names a killed loader process."""
         assert "Traceback" not in run.log(), run.log()
         counts[f"ended with status {driver.returncode}"] += 1
         if driver.returncode:
