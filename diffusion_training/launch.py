@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import sys
 from argparse import Namespace

@@ -66,7 +66,7 @@ def test_float32_by_default_on_a_gpu_prints_advice_once(monkeypatch, capsys):
     assert capsys.readouterr().out.count("told of no\n") == 1
 
 
-def test_unsupported_launch_settings_are_refused(monkeypatch):
+def test_make_launch_refuses_unsupported_settings(monkeypatch):
     with pytest.raises(
         SystemExit,
         match="fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or",
