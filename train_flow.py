@@ -273,7 +273,7 @@ def make_transformer(
     unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
         adapt_denoiser(transformer, base, base_hash, launch, args)
-    freeze_unreached(transformer, unreached)  # the prediction does not use them, so DDP would wait
+    freeze_unreached(transformer, unreached)  # DDP would wait for their gradients
     return transformer
 
 
@@ -392,7 +392,10 @@ def compute_loss(
 
 
 def measure_velocity(predict: Predict) -> HeldOutMeasure:
-    """Return how the held-out loss is measured: as the mean squared error of the velocity."""
+    """Return how the held-out loss is measured: as the mean squared error of the velocity.
+
+    tenths: [N], from 1 to 9: the noise levels at which each held-out image is measured.
+    """
 
     def add_tenths(
         latents: torch.Tensor, noise: torch.Tensor, tenths: torch.Tensor
@@ -426,12 +429,13 @@ def train_step(
 ) -> StepSums:
     """Take one optimizer step on the next `step.micro_batches` of `batches`.
 
-    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as Accelerate wraps
-    them. on_batch(prepared, weight): looks at each micro-batch; in `main` it measures the first
-    images.
+    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
+    Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
+    range of the first 100 images and counts the operations for one; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
-    is True. Nothing here waits for the device, except the scaler of fp16.
+    is True. Nothing here waits for the device, except the scaler of fp16 and, in the
+    first step, `on_batch`.
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
@@ -449,7 +453,7 @@ def train_step(
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
-            accelerator.backward(weighted_loss)  # divides by nothing: `weight` has done so
+            accelerator.backward(weighted_loss)  # it does not divide: `weight` includes that
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
@@ -493,7 +497,7 @@ def log_validation(
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
     The pipeline itself draws. Each process draws a share, and each image has its own seed. A signal
-    stops it. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
+    stops the sampling. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
     """
     per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
     draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
@@ -532,7 +536,7 @@ def main(args: Namespace) -> None:
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
-    # The model, and what its loss consists of.
+    # The model and its loss.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
     transformer = make_transformer(base, data, predict, run.configs, launch, args)
@@ -561,13 +565,14 @@ def main(args: Namespace) -> None:
     # From here on, `args` has the values that were found.
     args = complete_args(args, launch, run, data, plan)
 
-    # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
+    # This puts the models on the device (--shard: a part on each process), makes averages and
+    # optimizer, and loads the checkpoint.
     training = Training(launch, run, plan, models, objective, data.dataset, held_out, args)
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode means without DDP, which sharded models and averages do not need. It
-    # changes `forward` in place, so the averages stay under their names.
+    # of fp16). evaluation_mode wraps without DDP, which sharded models and averages do not need.
+    # prepare_model changes `forward` in place, so the averages stay under their names.
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
     for average in training.averaged.values():
@@ -587,10 +592,10 @@ def main(args: Namespace) -> None:
     batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
     def save(result: Models, folder: Path) -> None:
-        """Write the pipeline, or the LoRA. Only the first process calls it: nothing here may wait.
+        """Write the pipeline, or the LoRA. Only the first process calls it, so it can't wait.
 
-        result: {name: model}, the averages with --use_ema. A LoRA is taken from `training.saved`,
-        which holds the trained one and its average.
+        result: {name: model}, whole, the averages with --use_ema. A LoRA is taken from
+        `training.saved`, which holds the trained one and its average.
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
@@ -610,7 +615,7 @@ def main(args: Namespace) -> None:
         is_result: whether this run has trained the weights.
         """
         with training.paused():  # this time is not in images_per_second
-            training.measure_held_out()
+            training.measure_held_out()  # each process takes a share of the images
             if is_result:
                 training.keep_best(save)
             if draws_samples(args):
@@ -638,13 +643,14 @@ def main(args: Namespace) -> None:
         # Count the step, update averages and learning rate, and agree whether a signal has come.
         # After an fp16 overflow, only the position in the data moves.
         training.advance(step, sums)
-        # every --logging_steps: wait for the device, and record the steps since the last record
+        # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps; before the samples: a kill while they are drawn loses no step
+        # every --checkpointing_steps: the first process writes, the others wait. This comes before
+        # the samples, so that a kill while they are drawn loses no step.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
-        # every --validation_steps or --validation_epochs; for the last step, see below
+        # every --validation_steps, or without it --validation_epochs; for the last step, see below
         if training.is_due(*samples_every) and training.continues():
             evaluate()
 
@@ -655,6 +661,8 @@ def main(args: Namespace) -> None:
     if training.is_complete():  # no signal has stopped it
         training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
         evaluate()
+    # After a signal, this exits with the signal's status. Else it writes the model card, uploads
+    # these files with --push_to_hub, and says what to do next.
     if args.rank:
         training.end("LoRA", ["pytorch_lora_weights*"], describe)
     else:

@@ -367,12 +367,13 @@ def train_step(
 ) -> StepSums:
     """Take one optimizer step on the next `step.micro_batches` of `batches`.
 
-    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as Accelerate wraps
-    them. on_batch(prepared, weight): looks at each micro-batch; in `main` it measures the first
-    images.
+    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
+    Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
+    range of the first 100 images and counts the operations for one; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
-    is True. Nothing here waits for the device, except the scaler of fp16.
+    is True. Nothing here waits for the device, except the scaler of fp16 and, in the
+    first step, `on_batch`.
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
@@ -390,7 +391,7 @@ def train_step(
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
-            accelerator.backward(weighted_loss)  # divides by nothing: `weight` has done so
+            accelerator.backward(weighted_loss)  # it does not divide: `weight` includes that
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
@@ -441,7 +442,7 @@ def log_validation(
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
     The pipeline itself draws. Each process draws a share, and each image has its own seed. A signal
-    stops it. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
+    stops the sampling. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
     """
     draw_prompts(launch, pipeline, data, args.train_batch_size, step, stop_signal, args)
 
@@ -486,7 +487,7 @@ def main(args: Namespace) -> None:
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
-    # The model, and what its loss consists of.
+    # The model and its loss.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_noise, base.family)
     unet = make_unet(base, data, predict, run.configs, launch, args)
@@ -517,15 +518,16 @@ def main(args: Namespace) -> None:
     num_images = plan.progress.num_images
     metadata = describe_file(base.family, unet, noise_scheduler, data.captions, num_images, args)
     lora_metadata = metadata if args.output_kohya_format else None
-    # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
+    # This puts the models on the device (--shard: a part on each process), makes averages and
+    # optimizer, and loads the checkpoint.
     training = Training(
         launch, run, plan, models, objective, data.dataset, held_out, args, lora_metadata
     )
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode means without DDP, which sharded models and averages do not need. It
-    # changes `forward` in place, so the averages stay under their names.
+    # of fp16). evaluation_mode wraps without DDP, which sharded models and averages do not need.
+    # prepare_model changes `forward` in place, so the averages stay under their names.
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
     for average in training.averaged.values():
@@ -545,10 +547,10 @@ def main(args: Namespace) -> None:
     batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
 
     def save(result: Models, folder: Path) -> None:
-        """Write the pipeline, or the LoRA. Only the first process calls it: nothing here may wait.
+        """Write the pipeline, or the LoRA. Only the first process calls it, so it can't wait.
 
-        result: {name: model}, the averages with --use_ema. A LoRA is taken from `training.saved`,
-        which holds the trained one and its average.
+        result: {name: model}, whole, the averages with --use_ema. A LoRA is taken from
+        `training.saved`, which holds the trained one and its average.
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
@@ -567,7 +569,7 @@ def main(args: Namespace) -> None:
         is_result: whether this run has trained the weights.
         """
         with training.paused():  # this time is not in images_per_second
-            training.measure_held_out()
+            training.measure_held_out()  # each process takes a share of the images
             if is_result:
                 training.keep_best(save)
             if draws_samples(args):
@@ -594,13 +596,14 @@ def main(args: Namespace) -> None:
         # Count the step, update averages and learning rate, and agree whether a signal has come.
         # After an fp16 overflow, only the position in the data moves.
         training.advance(step, sums)
-        # every --logging_steps: wait for the device, and record the steps since the last record
+        # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps; before the samples: a kill while they are drawn loses no step
+        # every --checkpointing_steps: the first process writes, the others wait. This comes before
+        # the samples, so that a kill while they are drawn loses no step.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
-        # every --validation_steps or --validation_epochs; for the last step, see below
+        # every --validation_steps, or without it --validation_epochs; for the last step, see below
         if training.is_due(*samples_every) and training.continues():
             evaluate()
 
@@ -611,6 +614,8 @@ def main(args: Namespace) -> None:
     if training.is_complete():  # no signal has stopped it
         training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
         evaluate()
+    # After a signal, this exits with the signal's status. Else it writes the model card, uploads
+    # these files with --push_to_hub, and says what to do next.
     if args.rank:
         training.end("LoRA", ["pytorch_lora_weights*"], describe)
     else:

@@ -499,12 +499,13 @@ def train_step(
 ) -> StepSums:
     """Take one optimizer step on the next `step.micro_batches` of `batches`.
 
-    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as Accelerate wraps
-    them. on_batch(prepared, weight): looks at each micro-batch; in `main` it measures the first
-    images.
+    objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
+    Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
+    range of the first 100 images and counts the operations for one; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
-    is True. Nothing here waits for the device, except the scaler of fp16.
+    is True. Nothing here waits for the device, except the scaler of fp16 and, in the
+    first step, `on_batch`.
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
@@ -522,7 +523,7 @@ def train_step(
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
-            accelerator.backward(weighted_loss)  # divides by nothing: `weight` has done so
+            accelerator.backward(weighted_loss)  # it does not divide: `weight` includes that
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
     grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
@@ -657,8 +658,8 @@ def main(args: Namespace) -> None:
     if launch.compile:
         compile_model(unet, launch.compile)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode means without DDP. It changes `forward` in place, so the averages
-    # stay under their names.
+    # of fp16). evaluation_mode wraps without DDP. prepare_model changes `forward` in place, so the
+    # averages stay under their names.
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model) for name, model in models.items()}
     for average in training.averaged.values():
@@ -694,7 +695,7 @@ def main(args: Namespace) -> None:
         is_result: whether this run has trained the weights.
         """
         with training.paused():  # this time is not in images_per_second
-            training.measure_held_out()
+            training.measure_held_out()  # each process takes a share of the images
             if is_result:
                 training.keep_best(save)
             log_validation(launch, pipeline, training.step, training.stop_signal, args)
@@ -718,10 +719,11 @@ def main(args: Namespace) -> None:
         # Count the step, update averages and learning rate, and agree whether a signal has come.
         # After an fp16 overflow, only the position in the data moves.
         training.advance(step, sums)
-        # every --logging_steps: wait for the device, and record the steps since the last record
+        # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps; before the samples: a kill while they are drawn loses no step
+        # every --checkpointing_steps: the first process writes, the others wait. This comes before
+        # the samples, so that a kill while they are drawn loses no step.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
         # every --save_model_epochs
@@ -738,8 +740,8 @@ def main(args: Namespace) -> None:
     if training.is_complete():  # no signal has stopped it
         training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
         evaluate()
-    # After a signal, this ends with its status. Else it writes the model card, uploads these files
-    # with --push_to_hub, and says what to do next.
+    # After a signal, this exits with the signal's status. Else it writes the model card, uploads
+    # these files with --push_to_hub, and says what to do next.
     training.end("pipeline", ["unet/*", "scheduler/*"], describe_model)
 
 
