@@ -93,7 +93,7 @@ def assert_same_run(one, other, last):
 def check_copies(folder):
     """Return the steps of complete checkpoints. Their bytes must be as written."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    steps = find_whole(names, "checkpoint")
+    steps = [*find_whole(names, "checkpoint")]
     for step in steps:
         state = json.loads((folder / f"checkpoint-{step}/trainer_state.json").read_text())
         state["checksums"].pop("trainer_state.json")
@@ -227,13 +227,14 @@ def test_a_bucket_is_resumed_from(tmp_path, flags, storage, monkeypatch):
     flags += ["--checkpoints_to=s3://runs/a/run"]
     assert run(*flags, "--max_train_steps=4", log=log) == {0}, log.read_text()
     names = {item["Key"] for item in client.list_objects_v2(Bucket="runs")["Contents"]}
-    assert find_whole({name.removeprefix("a/run/") for name in names}, "checkpoint") == [4]
+    names = {name.removeprefix("a/run/") for name in names}
+    assert [*find_whole(names, "checkpoint")] == [4]
     client.put_object(Bucket="runs", Key="a/run/checkpoint-3/optimizer.bin", Body=b"unfinished")
     shutil.rmtree(tmp_path / "out")
     assert run(*flags, log=log) == {0}, log.read_text()
     names = {item["Key"] for item in client.list_objects_v2(Bucket="runs")["Contents"]}
     names = {name.removeprefix("a/run/") for name in names}
-    assert find_whole(names, "checkpoint") == [6] and not find_unfinished(names)
+    assert [*find_whole(names, "checkpoint")] == [6] and not find_unfinished(names)
     assert "Fetching checkpoint-4 from s3://runs/a/run" in log.read_text()
     assert "Traceback" not in log.read_text() and "failed" not in log.read_text()
 
@@ -253,7 +254,7 @@ class Address:
         else:
             places = [place for place, _, files in os.walk(self.folder) if MARKER in files]
             names = {f"{os.path.relpath(place, self.folder)}/{MARKER}" for place in places}
-        return find_whole(names, "checkpoint")
+        return [*find_whole(names, "checkpoint")]
 
     def check(self):
         if self.bucket:
