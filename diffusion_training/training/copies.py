@@ -139,7 +139,8 @@ class Copies:
         with explained(f"--checkpoints_to {self.url} can't be written to"):
             self.store = Store(self.url)
             self.store.write(".tmp-trial", b"")
-            self.there = self.store.list() - {".tmp-trial"}
+            names = self.store.list()
+            self.there = names - find_unfinished(names)
             self.store.delete(".tmp-trial")
         if self.there and not self.there & {"run.args", OWNER}:
             fail(
@@ -277,7 +278,7 @@ class Copies:
         samples = sorted((self.output_dir / "samples").glob("step-*.png"))
         return [
             *(here[step] for step in wanted if step not in there),
-            *(path for path in samples if f"samples/{path.name}" not in self.there),
+            *(p for p in samples if p.is_file() and f"samples/{p.name}" not in self.there),
         ]
 
     def tidy(self) -> None:
@@ -290,13 +291,14 @@ class Copies:
         self.check()
         steps, best = find_whole(names, "checkpoint"), find_whole(names, "best")
         known = [step for step in best if step <= max(steps, default=-1)]
-        old = [*steps.values()][: -(self.limit or 0)] + [best[step] for step in known[:-1]]
+        old = [*steps.values()][: -(self.limit or 0)]  # without a limit, none
+        old += [best[step] for step in known[:-1]]
         self.there = names - {*old}
         for name in (*old, *find_unfinished(self.there)):
             self.store.delete(name)
 
     def copy_newest(self) -> bool:
-        """Copy new files, but only one checkpoint. Returns whether there are others to copy.
+        """Copy new files, but only one checkpoint. Returns whether there is another to copy.
 
         A checkpoint is chosen before records and best weights are copied, and copied after them,
         so that a run resumed from it finds those that it had. Samples, too, are copied after them:
@@ -320,7 +322,7 @@ class Copies:
         finally:
             self.held = None
         self.tidy()
-        return bool(self.find_new())
+        return any(map(Path.is_dir, self.find_new()))
 
     def copy_best(self) -> None:
         """Copy best/ and best-before/, if a checkpoint is as new as they are."""
@@ -346,7 +348,7 @@ class Copies:
             if read_marker(marker) == content:  # a fault of the store
                 raise
         self.check()
-        if read_marker(marker) == content:
+        if content and read_marker(marker) == content:
             self.store.write(f"{name}/{marker.name}", content)
 
 
@@ -370,10 +372,10 @@ def fetch_checkpoint(url: str, names: Iterable[str], step: int, output_dir: Path
     """
     best = max((other for other in find_whole(names, "best") if other <= step), default=-1)
     late = {name for other, name in find_whole(names, "samples/step").items() if other > step}
-    wanted = ("metrics.jsonl", "samples/", f"best-{best}/")
+    wanted = ("metrics.jsonl", "samples/step-", f"best-{best}/")
     with saving(output_dir, "records") as unfinished:
-        if (output_dir / "samples").exists():
-            shutil.copytree(output_dir / "samples", unfinished / "samples")
+        if (here := output_dir / "samples").exists():  # they may hold files of the user
+            shutil.copytree(here, unfinished / "samples", ignore_dangling_symlinks=True)
         files = {
             name: unfinished / name.replace(f"best-{best}/", "best/", 1)
             for name in names

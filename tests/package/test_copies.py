@@ -191,6 +191,21 @@ def test_best_weights_that_are_replaced_meanwhile_are_not_copied(out, make, monk
     assert "best-1/held_out.json" not in written  # a mixture of both
 
 
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_copied(out, make, monkeypatch, capsys):
+    held = Held(monkeypatch, "metrics.jsonl")
+    copies = make()
+    shutil.rmtree(save(out, 1).parent / "samples")
+    (out / "samples").mkdir()
+    (out / "samples/step-0000000.png").symlink_to("missing")
+    copies.begin(-1)
+    held.reached.wait(20)
+    shutil.rmtree(out / "checkpoint-1")
+    held.free.set()
+    finish(copies)
+    assert Store(copies.url).list() == {OWNER, "run.args", "metrics.jsonl"}
+    assert not capsys.readouterr().err
+
+
 def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monkeypatch, capsys):
     copies = make(limit=1)
     save(out, 1)
@@ -299,6 +314,7 @@ def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, c
     held.reached.wait(20)
     copies.close()
     assert list_steps("best") == [1, 3]
+    Store(copies.url).write("samples/.tmp-1-step-0000001.png", b"unfinished")
     new = tmp_path / "new"
     new.mkdir()
     make(folder=new).fetch("latest")
