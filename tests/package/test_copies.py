@@ -1,4 +1,4 @@
-"""Copies at an address: always complete, never deleted too early, and errors."""
+"""Copies at an address: they are complete, and not deleted too early. Errors are explained."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from diffusion_training.training.copies import (
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
+def quick_retries(monkeypatch):
     patch(monkeypatch, "RETRY", 0.05)
     patch(monkeypatch, "WAITS", (0.01,))
 
@@ -105,7 +105,7 @@ def finish(copies):
     assert copies.is_copied
 
 
-class Held:
+class Hold:
     """Stops the copying thread at its next file, or makes it fail there."""
 
     def __init__(self, monkeypatch, name, failure=None):
@@ -123,7 +123,7 @@ class Held:
         monkeypatch.setattr(Store, "send", hold)
 
 
-def test_what_is_new_is_copied_and_the_limit_is_kept(out, make, capsys):
+def test_new_files_are_copied_up_to_the_checkpoints_limit(out, make, capsys):
     copies = make(limit=2)
     save(out, 1, best=1)
     copies.begin(-1)
@@ -151,8 +151,8 @@ def test_what_is_new_is_copied_and_the_limit_is_kept(out, make, capsys):
     assert chosen == [["5", "4"], ["4"], ["5"]]
 
 
-def test_the_one_that_is_copied_is_not_deleted_and_the_newest_is_next(out, make, monkeypatch):
-    held = Held(monkeypatch, "checkpoint-1/")
+def test_prune_keeps_the_checkpoint_being_copied_and_the_newest_is_next(out, make, monkeypatch):
+    held = Hold(monkeypatch, "checkpoint-1/")
     copies = make(limit=1)
     save(out, 1)
     copies.begin(-1)
@@ -172,8 +172,8 @@ def test_the_one_that_is_copied_is_not_deleted_and_the_newest_is_next(out, make,
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-3"]
 
 
-def test_best_weights_that_are_replaced_meanwhile_are_not_copied(out, make, monkeypatch):
-    held = Held(monkeypatch, "best-1/")
+def test_best_weights_replaced_during_their_copy_are_not_copied(out, make, monkeypatch):
+    held = Hold(monkeypatch, "best-1/")
     write, written = Store.write, []
     record = lambda store, name, content: written.append(name) or write(store, name, content)
     monkeypatch.setattr(Store, "write", record)
@@ -191,8 +191,8 @@ def test_best_weights_that_are_replaced_meanwhile_are_not_copied(out, make, monk
     assert "best-1/held_out.json" not in written  # a mixture of both
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_is_not_copied(out, make, monkeypatch, capsys):
-    held = Held(monkeypatch, "metrics.jsonl")
+def test_a_checkpoint_deleted_before_its_copy_is_not_copied(out, make, monkeypatch, capsys):
+    held = Hold(monkeypatch, "metrics.jsonl")
     copies = make()
     shutil.rmtree(save(out, 1).parent / "samples")
     (out / "samples").mkdir()
@@ -206,12 +206,12 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_copied(out, make, monkeyp
     assert not capsys.readouterr().err
 
 
-def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monkeypatch, capsys):
+def test_a_failed_copy_is_retried_and_the_older_checkpoint_is_kept(out, make, monkeypatch, capsys):
     copies = make(limit=1)
     save(out, 1)
     copies.begin(-1)
     finish(copies)
-    held = Held(monkeypatch, "checkpoint-2/unet", FileNotFoundError("the store is\nbroken"))
+    held = Hold(monkeypatch, "checkpoint-2/unet", FileNotFoundError("the store is\nbroken"))
     save(out, 2)
     copies = make(limit=1)
     copies.begin(1)
@@ -224,16 +224,16 @@ def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monk
     held.free.set()
     finish(copies)
     assert check() == [2]
-    held = Held(monkeypatch, "checkpoint-3/", FileNotFoundError("the store is\nbroken"))
+    held = Hold(monkeypatch, "checkpoint-3/", FileNotFoundError("the store is\nbroken"))
     save(out, 3)
     copies = make(limit=1)
     copies.begin(2)
     wait_until(lambda: "failed (the store is broken)" in capsys.readouterr().err, 5)
 
 
-def test_a_failed_copy_leaves_its_room_to_the_next(out, make, monkeypatch, capsys):
+def test_files_of_a_failed_copy_are_deleted_before_the_next_copy(out, make, monkeypatch, capsys):
     copies = make(limit=1)
-    held = Held(monkeypatch, "checkpoint-1/unet", OSError("the disk is full"))
+    held = Hold(monkeypatch, "checkpoint-1/unet", OSError("the disk is full"))
     save(out, 1)
     copies.begin(-1)
     held.reached.wait(20)
@@ -260,9 +260,7 @@ def test_files_that_others_delete_at_the_address_are_copied_again(out, make, cap
     assert f"failed ({OWNER} was deleted there); the run tries again" in capsys.readouterr().err
 
 
-def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
-    out, make, monkeypatch
-):
+def test_copies_are_complete_after_a_kill_before_any_change(out, make, monkeypatch):
     """Two checkpoints are at the address; with a limit of one, a third replaces them."""
     changes = {name: getattr(Store, name) for name in ("send", "delete")}
     begun = make()
@@ -303,12 +301,14 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
     assert len(found) > 15
 
 
-def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, capsys):
+def test_fetch_brings_checkpoint_records_samples_and_best_weights(
+    out, make, tmp_path, monkeypatch, capsys
+):
     copies = make()
     save(out, 1, best=1), save(out, 2)
     copies.begin(-1)
     wait_until(lambda: list_steps() == [1, 2], 20)
-    held = Held(monkeypatch, "checkpoint-3/", OSError("killed"))
+    held = Hold(monkeypatch, "checkpoint-3/", OSError("killed"))
     save(out, 3, best=3)
     copies.news.set()
     held.reached.wait(20)
@@ -344,7 +344,9 @@ def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, c
     assert "samples/step-0000003.png" in names
 
 
-def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
+def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
+    out, make, tmp_path, monkeypatch
+):
     copies = make()
     save(out, 1), save(out, 2)
     copies.begin(-1)
@@ -388,7 +390,7 @@ def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
         fetch("latest")
 
 
-def test_a_checkpoint_may_be_given_by_its_path_at_the_address(tmp_path, monkeypatch):
+def test_find_name_accepts_the_path_of_a_checkpoint_at_the_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given, url in (
         ("s3://bucket/run/checkpoint-2", "s3://bucket/run"),
@@ -400,7 +402,7 @@ def test_a_checkpoint_may_be_given_by_its_path_at_the_address(tmp_path, monkeypa
         assert find_name(given, "run") == find_name(given, "s3://bucket/run") == given
 
 
-def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
+def test_copies_leave_the_files_of_other_programs_and_runs_alone(out, make, monkeypatch, capsys):
     store = Store("memory://bucket/run")
     for name in ("checkpoint-7/model.bin", "thesis.txt"):
         store.write(name, b"mine")
@@ -413,7 +415,7 @@ def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
     copies.begin(-1)
     wait_until(lambda: list_steps() == [1], 20)
     other = make()
-    held = Held(monkeypatch, "checkpoint-2/")
+    held = Hold(monkeypatch, "checkpoint-2/")
     save(out, 2)
     copies.news.set()
     held.reached.wait(20)

@@ -1,4 +1,4 @@
-"""A folder at an address or on a disk: its files are complete, and one run writes to it."""
+"""A folder at an address or on a disk: its files are complete, and only one run writes to it."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def url(request, tmp_path):
     return str(tmp_path / "a/store") if request.param == "disk" else "memory://bucket/store"
 
 
-def test_files_are_written_sent_read_listed_and_deleted(url, tmp_path, monkeypatch):
+def test_store_writes_sends_lists_and_deletes_files(url, tmp_path, monkeypatch):
     store = Store(f"{url}/")
     assert store.list() == set()
     (tmp_path / "source").write_bytes(b"1" * 10**5)
@@ -41,7 +41,7 @@ def test_files_are_written_sent_read_listed_and_deleted(url, tmp_path, monkeypat
         assert "folder/a" not in store.list()
 
 
-def test_the_run_that_began_last_owns_a_store(url, tmp_path):
+def test_the_run_that_took_an_address_last_owns_it(url, tmp_path):
     assert Store(url).fs is not Store(url).fs  # which reads the credentials again
     first, second = Copies(url, tmp_path / "out", None), Copies(url, tmp_path / "out", None)
     for copies in (first, second):
@@ -52,7 +52,7 @@ def test_the_run_that_began_last_owns_a_store(url, tmp_path):
         first.check()
 
 
-def test_a_store_that_cannot_be_used_is_one_sentence(tmp_path):
+def test_an_unusable_address_stops_with_one_error_sentence(tmp_path):
     (tmp_path / "file").touch()
     for bad in (tmp_path / "file/folder", "nowhere://bucket/run"):
         with pytest.raises(SystemExit, match=f"--checkpoints_to {bad} can't be written to"):

@@ -1,4 +1,4 @@
-"""--checkpoints_to: a machine that dies with its disk loses nothing that was copied."""
+"""--checkpoints_to: if a machine dies with its disk, nothing that was copied is lost."""
 
 import json
 import os
@@ -27,12 +27,12 @@ import train_unconditional as script
 from diffusion_training.files import checksum_files
 from diffusion_training.training.copies import Store, find_unfinished, find_whole
 
-pytestmark = pytest.mark.usefixtures("without_figures", "soon")
+pytestmark = pytest.mark.usefixtures("without_figures", "quick_retries")
 
 
 @pytest.fixture
-def soon(monkeypatch):
-    """A run counts as dead after 0.2 s of silence."""
+def quick_retries(monkeypatch):
+    """A failed copy is tried again after 0.1 s."""
     patch(monkeypatch, "RETRY", 0.1)
 
 
@@ -101,7 +101,7 @@ def check_copies(folder):
     return steps
 
 
-def test_a_run_that_lost_its_disk_ends_with_the_same_bits(tmp_path, flags, capfd):
+def test_a_run_that_lost_its_disk_resumes_with_the_same_bits(tmp_path, flags, capfd):
     out, copies = tmp_path / "out", tmp_path / "copies"
     flags = [*flags, "--learning_rate=0.5"]  # the weights of step 4 are the best
     train(*flags)
@@ -125,7 +125,7 @@ def test_a_run_that_lost_its_disk_ends_with_the_same_bits(tmp_path, flags, capfd
     assert_same_run(whole, out, "checkpoint-6")
 
 
-def test_after_a_signal_the_last_copy_is_waited_for_and_told_if_it_does_not_come(
+def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
     tmp_path, flags, monkeypatch
 ):
     send, log = Store.send, tmp_path / "log"
@@ -155,7 +155,7 @@ def test_after_a_signal_the_last_copy_is_waited_for_and_told_if_it_does_not_come
     assert check_copies(tmp_path / "copies")[-1] == steps[-1] + 2
 
 
-def test_a_store_that_fails_ends_no_training(tmp_path, flags, monkeypatch, capfd):
+def test_training_continues_when_copying_fails(tmp_path, flags, monkeypatch, capfd):
     write, failures = Store.write, iter(range(3))
 
     def fail(store, name, content):
@@ -170,7 +170,7 @@ def test_a_store_that_fails_ends_no_training(tmp_path, flags, monkeypatch, capfd
     assert said in capfd.readouterr().err
 
 
-def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path, flags, capfd):
+def test_an_unusable_checkpoints_to_is_refused_before_training(tmp_path, flags, capfd):
     (tmp_path / "file").touch()
     for to in (f"{tmp_path}/file", "nowhere://bucket/run"):
         with pytest.raises(SystemExit):
@@ -186,9 +186,10 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path, flags,
     assert "fsspec reads '::' in a path as two addresses" in capfd.readouterr().err
 
 
-def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path, flags):
-    """Two processes, each the first of its machine. The first one has a checkpoint that is not
-    copied yet, and later it loses its disk.
+def test_machines_without_a_shared_folder_fetch_the_resumed_checkpoint(tmp_path, flags):
+    """Two processes, each the first of its machine.
+
+    The first one has a checkpoint that is not copied yet, and later it loses its disk.
     """
     log = tmp_path / "log"
 
@@ -215,7 +216,7 @@ def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path
 
 
 @pytest.mark.ci
-def test_a_bucket_is_resumed_from(tmp_path, flags, storage, monkeypatch):
+def test_a_run_resumes_from_a_bucket(tmp_path, flags, storage, monkeypatch):
     boto3 = pytest.importorskip("boto3", reason="no S3 server")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     client = boto3.client("s3", endpoint_url=storage)
@@ -267,7 +268,7 @@ class Address:
 
 
 def kill_and_resume(tmp_path, flags, num_processes, num_kills, address):
-    """Kill a run repeatedly, mostly with its disk. It ends like an undisturbed one."""
+    """Kill a run repeatedly, and mostly delete its disk. It ends like an uninterrupted run."""
     last = 4 * num_kills
     flags = [*flags, LATEST, f"--max_train_steps={last}", "--checkpointing_steps=1"]
     flags += ["--validation_steps=3", "--checkpoints_total_limit=2"]
@@ -296,7 +297,7 @@ def kill_and_resume(tmp_path, flags, num_processes, num_kills, address):
     assert_same_run(tmp_path / "whole", out, f"checkpoint-{last}")
 
 
-def test_slurm_leaves_more_time_than_the_last_copy_may_take():
+def test_slurm_leaves_enough_time_for_the_last_copy():
     text = (ROOT / "accelerate_configs/slurm.sh").read_text()
     (notice,) = re.findall(r"--signal=TERM@(\d+)", text)
     (wait,) = re.findall(r"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", text)
@@ -304,13 +305,13 @@ def test_slurm_leaves_more_time_than_the_last_copy_may_take():
     assert int(notice) > int(wait) > timeout + 30  # the step and the checkpoint
 
 
-def test_killed_with_its_disk_it_ends_with_the_same_bits(tmp_path, flags):
+def test_a_run_killed_with_its_disk_ends_with_the_same_bits(tmp_path, flags):
     kill_and_resume(tmp_path, flags, 1, 2, Address(tmp_path / "copies"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_processes, store", [(1, "disk"), (2, "disk"), (2, "bucket")])
-def test_killed_100_times_with_its_disk_it_ends_with_the_same_bits(
+def test_a_run_killed_100_times_with_its_disk_ends_with_the_same_bits(
     tmp_path, flags, num_processes, store, storage, monkeypatch
 ):
     """KILLS=5 for fewer."""
