@@ -1,8 +1,8 @@
 """Copies of a run at --checkpoints_to, made in the background, and fetched to resume the run.
 
-At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/` and
-the files in RECORDS. Each folder has a marker, a file that is written last and deleted first: a
-folder without it is an unfinished copy.
+At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/`, the
+files in RECORDS, and OWNER. Each folder of weights has a marker, a file that is written last and
+deleted first: a folder without it is an unfinished copy.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import threading
 import uuid
-from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,33 +24,45 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from diffusion_training.errors import CHANGED, explain, explained, fail
-from diffusion_training.files import checksum_file, delete, saving, write_file
+from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist, writing
 from diffusion_training.training.checkpoints import find_checkpoints, prune_checkpoints
 
-OWNER = "checkpoints_to.owner"  # at the address: the run that writes there
+OWNER = "checkpoints_to.owner"  # at the address: the key of the run that writes there
 RECORDS = ("run.args", "metrics.jsonl", "report.html")
-MARKERS = {"checkpoint": "trainer_state.json", "best": "held_out.json"}
+ENDS = {  # of the names of markers, and of samples, which are single files
+    "checkpoint": "/trainer_state.json",
+    "best": "/held_out.json",
+    "samples/step": ".png",
+}
 RETRY = 60.0  # seconds until a failed copy is tried again
 FETCHED = ".tmp-fetched"  # folder in --output_dir of machines that do not share it
 
 
-def find_whole(names: Iterable[str], kind: str) -> list[int]:
-    """The steps of the complete copies of a kind, "checkpoint" or "best", oldest first."""
-    pattern = re.compile(rf"{kind}-(\d+)/{MARKERS[kind]}")
-    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
+def find_whole(names: Iterable[str], kind: str) -> dict[int, str]:
+    """{step: name of its marker, or its samples} of the complete copies of a kind, oldest first."""
+    pattern = rf"{kind}-(\d+){re.escape(ENDS[kind])}"
+    matches = [match for name in names if (match := re.fullmatch(pattern, name))]
+    return dict(sorted((int(match[1]), match[0]) for match in matches))
 
 
-def find_unfinished(names: Iterable[str]) -> set[str]:
-    """The folders of copies that have no marker."""
-    names = list(names)
-    folders = {name.split("/")[0] for name in names if re.match(r"(checkpoint|best)-\d+/", name)}
-    return folders - {f"{kind}-{step}" for kind in MARKERS for step in find_whole(names, kind)}
+def find_unfinished(names: set[str]) -> set[str]:
+    """The folders that have no marker, and unfinished files."""
+    folders = [match for name in names if (match := re.match(r"(checkpoint|best)-\d+(?=/)", name))]
+    unfinished = {match[0] for match in folders if match[0] + ENDS[match[1]] not in names}
+    return unfinished | {name for name in names if Path(name).name.startswith(".tmp-")}
 
 
-def step_of(name: str) -> int:
-    """The step in the name of a checkpoint, or of samples."""
-    return int(Path(name).stem.split("-")[-1])
+def find_steps(output_dir: Path) -> dict[int, Path]:
+    """{step: path} of the complete checkpoints on this disk, oldest first."""
+    return {int(path.name.split("-")[-1]): path for path in find_checkpoints(output_dir)}
+
+
+def read_marker(path: Path) -> bytes:
+    """The content of a marker on this disk; empty if it does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    return b""
 
 
 class Store:
@@ -62,10 +74,6 @@ class Store:
     def __init__(self, url: str) -> None:
         self.fs, root = fsspec.url_to_fs(url, skip_instance_cache=True)
         self.root = root.rstrip("/")
-        self.is_local = isinstance(self.fs, LocalFileSystem)
-
-    def path(self, name: str) -> str:
-        return f"{self.root}/{name}"
 
     def list(self) -> set[str]:
         """Return the names of all files, also of those in subfolders."""
@@ -73,79 +81,32 @@ class Store:
         names = {path[len(self.root) + 1 :] for path in self.fs.find(self.root)}
         return names - {""}  # some stores have an empty file for the folder itself
 
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if it does not exist."""
-        try:
-            return self.fs.cat_file(self.path(name))
-        except FileNotFoundError:
-            return None
-
-    def write(self, name: str, content: bytes) -> None:
-        if self.is_local:
-            Path(self.path(name)).parent.mkdir(parents=True, exist_ok=True)
-            write_file(Path(self.path(name)), content)
-        else:
-            self.fs.pipe_file(self.path(name), content)
-
     def send(self, source: Path, name: str) -> None:
         """Copy a file of this disk into the store."""
-        if self.is_local:
-            Path(self.path(name)).parent.mkdir(parents=True, exist_ok=True)
-            with writing(self.path(name)) as unfinished:
+        path = f"{self.root}/{name}"
+        if isinstance(self.fs, LocalFileSystem):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with writing(path) as unfinished:
                 shutil.copyfile(source, unfinished)
         else:
-            self.fs.put_file(str(source), self.path(name))
+            self.fs.put_file(str(source), path)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "file")
+            source.write_bytes(content)
+            self.send(source, name)
 
     def delete(self, name: str) -> None:
-        """Delete a file, if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self.path(name))
-
-    def delete_folder(self, name: str) -> None:
-        """Delete a folder and its content, if it exists."""
+        """Delete a file, or a folder and its content, if it exists."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.path(name), recursive=True)
+            self.fs.rm(f"{self.root}/{name}", recursive=True)
 
 
 class TakenOverError(Exception):
-    """Another run has begun to write to the store."""
-
-
-class Owner:
-    """The run that writes to a store: the last one that took it. Other runs then stop copying.
-
-    For example, a machine that seemed dead may still copy when its successor has begun.
-    """
-
-    def __init__(self) -> None:
-        self.key = uuid.uuid4().hex.encode()
-
-    def take(self, store: Store) -> None:
-        store.write(OWNER, self.key)
-
-    def check(self, store: Store) -> None:
-        """Raise TakenOverError if another run has taken the store.
-
-        If the file was deleted, for example with the whole folder or by a bucket's rule for old
-        objects, take the store again. What was being copied may be gone too, so this is an error.
-        """
-        key = store.read(OWNER)
-        if key is None:
-            self.take(store)
-            raise FileNotFoundError(f"{OWNER} was deleted there")
-        if key != self.key:
-            raise TakenOverError
-
-
-def try_store(url: str, flag: str) -> None:
-    """Stop with an error if a store does not exist, or can't be read or written to."""
-    with explained(f"{flag} {url} can't be written to"):
-        store = Store(url)
-        name = f".tmp-{uuid.uuid4().hex[:12]}"
-        store.write(name, b"")
-        store.list()
-        store.delete(name)
+    """Another run has begun to write to the address."""
 
 
 class Copies:
@@ -153,372 +114,293 @@ class Copies:
 
     A failed copy is tried again later. The training never waits, except in `finish`.
 
-    limit: how many checkpoints are kept, None for all. timeout: seconds to wait in `finish`.
+    One run writes to an address: the last one that took it. Others then stop copying, for example a
+    machine that seemed dead but still copies when its successor has begun.
+
+    limit: how many checkpoints are kept, None for all.
     """
 
-    def __init__(self, url: str, output_dir: Path, limit: int | None, timeout: float) -> None:
+    def __init__(self, url: str, output_dir: Path, limit: int | None) -> None:
         self.url = url
         self.output_dir = output_dir
         self.limit = limit
-        self.timeout = timeout
-        self.owner = Owner()
-        self.is_taken = False
+        self.key = uuid.uuid4().hex.encode()
         self.there: set[str] = set()  # the files at the address; never changed in place
-        self.sent: dict[str, tuple[int, int]] = {}  # (time, size) of each record when it was sent
         self.held: Path | None = None  # the checkpoint that is being copied
         self.holding = threading.Lock()  # while `held` is chosen, and while checkpoints are deleted
-        self.changed = threading.Condition()
-        self.asked = 0  # how often `wake` was called
-        self.done = 0  # the value of `asked` up to which all is copied
-        self.is_over = False
-        self.failure = ""
-        self.pause = RETRY
+        self.news = threading.Event()  # there may be new files
+        self.is_ending = False  # the next copies are the last
+        self.is_copied = False  # the last copies are made
+        self.is_closed = False  # the thread must stop
+        self.warning = ""  # the last one, until a copy succeeds
 
     def open(self) -> None:
         """List the address. Stops with an error if it holds no run, or can't be written to."""
-        try_store(self.url, "--checkpoints_to")
-        with explained(f"--checkpoints_to {self.url} can't be read"):
-            self.there = Store(self.url).list()
+        with explained(f"--checkpoints_to {self.url} can't be written to"):
+            self.store = Store(self.url)
+            self.store.write(".tmp-trial", b"")
+            names = self.store.list()
+            self.there = names - find_unfinished(names)
+            self.store.delete(".tmp-trial")
         if self.there and not self.there & {"run.args", OWNER}:
             fail(
                 f"--checkpoints_to {self.url} holds {min(self.there)} and no run of this script: "
                 "choose another address"
             )
 
-    def take(self, store: Store) -> None:
-        """Take the address over, and delete unfinished files of killed runs."""
-        if self.is_taken:
-            return
-        self.owner.take(store)
-        for name in store.list():
-            if Path(name).name.startswith(".tmp-"):
-                store.delete(name)
-        self.is_taken = True
-
     def fetch(self, given: str | None) -> None:
         """Fetch the checkpoint that --resume_from_checkpoint means, if it is only at the address.
 
-        The records, samples and best weights up to its step are fetched before it.
+        Stops with an error if this is not the newest one of the run.
         """
-        steps = find_whole(self.there, "checkpoint")
-        if not steps:
+        there = find_whole(self.there, "checkpoint")
+        if not there:
             return
-        newest = steps[-1]
+        newest = max(there)
         if given is None:
             fail(
                 f"--checkpoints_to {self.url} holds checkpoint-{newest} of an earlier run: resume "
                 "it with --resume_from_checkpoint latest, or choose another address"
             )
-        step = newest if given == "latest" else self.find_step(given)
+        here = find_steps(self.output_dir)
+        steps = {f"checkpoint-{step}": step for step in (*here, *there)} | {"latest": newest}
+        step = steps.get(find_name(str(Path(given)), self.output_dir), -1)
         if step < newest:
             fail(
                 f"checkpoint-{newest} at {self.url} is newer than {given}, or of another run: "
                 "delete the newer ones, or choose another --checkpoints_to"
             )
-        here = [step_of(path.name) for path in find_checkpoints(self.output_dir)]
-        if step in steps and step > max(here, default=-1):
+        if step > max(here, default=-1):
             print(f"Fetching checkpoint-{step} from {self.url}")
-            fetch_samples(self.url, self.there, step, self.output_dir)
-            fetch_records(self.url, self.there, step, self.output_dir)
-            fetch_checkpoint(self.url, step, self.output_dir)
-
-    def find_step(self, given: str) -> int:
-        """The step of a checkpoint of this run, by its name or path; -1 for one of another run."""
-        path = Path(self.output_dir, given)
-        if not path.is_dir() and f"{Path(given)}/{MARKERS['checkpoint']}" not in self.there:
-            path = Path(given)
-        is_own = path.resolve().parent == self.output_dir.resolve()
-        return step_of(path.name) if is_own and re.fullmatch(r"checkpoint-\d+", path.name) else -1
+            fetch_checkpoint(self.url, self.there, step, self.output_dir)
 
     def begin(self, reached: int) -> None:
         """Start copying. reached: the step from which the run was resumed; -1 for a new run."""
         CHANGED.callback(self.close)
-        threading.Thread(target=self.work, args=(reached,), daemon=True).start()
-        self.wake()
-
-    def wake(self) -> None:
-        """Make the thread look for new files."""
-        with self.changed:
-            self.asked += 1
-            self.changed.notify_all()
+        self.thread = threading.Thread(target=self.work, args=(reached,), daemon=True)
+        self.thread.start()
+        self.news.set()
 
     def prune(self, saved: Path) -> None:
         """Delete the oldest checkpoints of --output_dir, except the one that is being copied."""
         with self.holding:
             prune_checkpoints(saved, self.limit, self.held)
 
-    def finish(self) -> None:
-        """Wait for the last copies, and print what was not copied."""
-        self.pause = min(RETRY, 5.0)
-        self.wake()
-        with self.changed:
-            if not self.changed.wait_for(self.is_settled, min(1, self.timeout)):
-                print(f"Copying to {self.url}, for at most {self.timeout:g} s", flush=True)
-                self.changed.wait_for(self.is_settled, self.timeout)
-            is_done = self.done == self.asked
-        if not is_done:
-            missing = ", ".join(self.list_missing()) or "the last records"
+    def finish(self, timeout: float) -> None:
+        """Wait for the last copies, at most `timeout` seconds, and print what was not copied."""
+        self.is_ending = True
+        self.news.set()
+        self.thread.join(min(1, timeout))
+        if self.thread.is_alive():
+            print(f"Copying to {self.url}, for at most {timeout:g} s", flush=True)
+            self.thread.join(timeout)
+        if not self.is_copied:
+            names = [path.relative_to(self.output_dir).as_posix() for path in self.find_new()]
             print(
-                f"Not copied to {self.url}: {missing}. The same command copies it, if "
-                f"{self.output_dir} still exists",
+                f"Not copied to {self.url}: {', '.join(names) or 'the last records'}. The same "
+                f"command copies it, if {self.output_dir} still exists",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def is_settled(self) -> bool:
-        return self.done == self.asked or self.is_over
-
-    def list_missing(self) -> list[str]:
-        """The checkpoints and samples that are not at the address, but should be."""
-        steps = find_whole(self.there, "checkpoint")
-        names = [path.name for path in self.choose(steps)]
-        return names + [f"samples/{path.name}" for path in self.list_samples()]
-
     def close(self) -> None:
         """Stop copying."""
-        with self.changed:
-            self.is_over = True
-            self.changed.notify_all()
+        self.is_closed = True
+        self.news.set()
 
     def work(self, reached: int) -> None:
         """Copy until the run is over, in the thread."""
         is_begun = False
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.asked > self.done or self.is_over)
-                asked = self.asked
-            if self.is_over:
+        while not self.is_copied:
+            self.news.wait()
+            self.news.clear()
+            is_last = self.is_ending
+            if self.is_closed:
                 return
             try:
-                store = Store(self.url)
+                self.store = Store(self.url)
                 if not is_begun:
-                    self.take(store)
-                    self.delete_newer(store, reached)
+                    self.take(reached)
                     is_begun = True
-                while self.copy_newest(store):
+                while self.copy_newest():
                     pass
+                self.warning = ""
+                self.is_copied = is_last
             except TakenOverError:
-                self.give_up()
+                self.warn(
+                    f"Another run writes to {self.url} now, so this run copies nothing more there"
+                )
                 return
             except Exception as error:
-                self.warn(explain(error))
-                with self.changed:
-                    if self.asked == asked:
-                        self.changed.wait(self.pause)
-                continue
-            with self.changed:
-                self.failure = ""
-                self.done = asked
-                self.changed.notify_all()
+                self.warn(
+                    f"Copying to {self.url} failed ({explain(error)}); the run tries again later"
+                )
+                self.news.wait(RETRY / 12 if self.is_ending else RETRY)
+                self.news.set()
 
-    def give_up(self) -> None:
-        if not self.is_over:
-            text = f"Another run writes to {self.url} now, so this run copies nothing more there"
-            tqdm.write(text, file=sys.stderr)
-        with self.changed:
-            self.is_over = True
-            self.changed.notify_all()
+    def warn(self, warning: str) -> None:
+        """Print a warning, but the same one only once."""
+        if warning != self.warning and not self.is_closed:
+            tqdm.write(warning, file=sys.stderr)
+        self.warning = warning
 
-    def warn(self, failure: str) -> None:
-        if failure != self.failure and not self.is_over:
-            text = f"Copying to {self.url} failed ({failure}); the run tries again later"
-            tqdm.write(text, file=sys.stderr)
-        self.failure = failure
+    def take(self, reached: int) -> None:
+        """Take the address over.
 
-    def delete_newer(self, store: Store, reached: int) -> None:
-        """Delete best weights and samples after the step `reached`, which the run makes anew."""
-        names = store.list()
-        self.owner.check(store)
-        for step in find_whole(names, "best"):
-            if step > reached:
-                self.delete_copy(store, "best", step)
-        for name in names:
-            if re.fullmatch(r"samples/step-\d+\.png", name) and step_of(name) > reached:
-                store.delete(name)
-
-    def delete_copy(self, store: Store, kind: str, step: int) -> None:
-        self.owner.check(store)
-        store.delete(f"{kind}-{step}/{MARKERS[kind]}")
-        store.delete_folder(f"{kind}-{step}")
-
-    def list_samples(self) -> list[Path]:
-        """The samples that are not at the address."""
-        paths = sorted((self.output_dir / "samples").glob("step-*.png"))
-        return [path for path in paths if f"samples/{path.name}" not in self.there]
-
-    def choose(self, steps: list[int]) -> list[Path]:
-        """The checkpoints to copy, newest first. steps: those at the address."""
-        here = {step_of(path.name): path for path in find_checkpoints(self.output_dir)}
-        wanted = sorted({*here, *steps}, reverse=True)[: self.limit]
-        return [here[step] for step in wanted if step not in steps]
-
-    def refresh(self, store: Store) -> None:
-        """List the address, and delete unfinished copies: they take the room of complete ones.
-
-        They are left by a copy that failed, or by a killed run.
+        Best weights and samples after the step `reached` are deleted: the run makes them anew.
         """
-        self.there = store.list()
-        self.owner.check(store)
-        for folder in find_unfinished(self.there):
-            store.delete_folder(folder)
+        self.store.write(OWNER, self.key)
+        names = self.store.list()
+        for kind in ("best", "samples/step"):
+            for step, name in find_whole(names, kind).items():
+                if step > reached:
+                    self.store.delete(name)
 
-    def copy_newest(self, store: Store) -> bool:
-        """Copy new files. Returns whether a checkpoint was copied: then there may be another.
+    def check(self) -> None:
+        """Raise TakenOverError if another run has taken the address.
+
+        If the file was deleted, for example with the whole folder or by a bucket's rule for old
+        objects, take the address again. What was being copied may be gone too, so this is an error.
+        """
+        try:
+            key = self.store.fs.cat_file(f"{self.store.root}/{OWNER}")
+        except FileNotFoundError:
+            self.store.write(OWNER, self.key)
+            raise FileNotFoundError(f"{OWNER} was deleted there") from None
+        if key != self.key:
+            raise TakenOverError
+
+    def find_new(self) -> list[Path]:
+        """The checkpoints, newest first, and samples that are not at the address, but should be."""
+        here = find_steps(self.output_dir)
+        there = find_whole(self.there, "checkpoint")
+        wanted = sorted({*here, *there}, reverse=True)[: self.limit]
+        samples = sorted((self.output_dir / "samples").glob("step-*.png"))
+        return [
+            *(here[step] for step in wanted if step not in there),
+            *(p for p in samples if p.is_file() and f"samples/{p.name}" not in self.there),
+        ]
+
+    def tidy(self) -> None:
+        """List the address, and delete copies that nobody needs: they take the room of others.
+
+        These are checkpoints beyond the limit, best weights that no resumed run needs, and
+        unfinished copies. They are left by a copy that failed, or by a killed run.
+        """
+        names = self.store.list()
+        self.check()
+        steps, best = find_whole(names, "checkpoint"), find_whole(names, "best")
+        known = [step for step in best if step <= max(steps, default=-1)]
+        old = [*steps.values()][: -(self.limit or 0)]  # without a limit, none
+        old += [best[step] for step in known[:-1]]
+        self.there = names - {*old}
+        for name in (*old, *find_unfinished(self.there)):
+            self.store.delete(name)
+
+    def copy_newest(self) -> bool:
+        """Copy new files, but only one checkpoint. Returns whether there is another to copy.
 
         A checkpoint is chosen before records and best weights are copied, and copied after them,
         so that a run resumed from it finds those that it had. Samples, too, are copied after them:
         a resumed run that finds the samples of a step does not measure its held-out loss again.
         """
-        self.refresh(store)
-        steps = find_whole(self.there, "checkpoint")
-        samples = self.list_samples()
+        self.tidy()
         with self.holding:
-            chosen = self.choose(steps)
-            self.held = chosen[0] if chosen else None
+            new = self.find_new()
+            self.held = next(filter(Path.is_dir, new), None)
         try:
-            self.copy_records(store)
-            self.copy_best(store)
-            for path in samples:
-                store.send(path, f"samples/{path.name}")
+            for path in map(self.output_dir.joinpath, RECORDS):
+                if path.exists():
+                    self.store.send(path, path.name)
+            self.copy_best()
+            for path in filter(Path.is_file, new):
+                self.store.send(path, f"samples/{path.name}")
                 self.there = self.there | {f"samples/{path.name}"}
             if self.held:
-                content = (self.held / MARKERS["checkpoint"]).read_bytes()
-                self.copy_folder(store, self.held, self.held.name, MARKERS["checkpoint"], content)
+                marker = self.held / "trainer_state.json"
+                self.copy_folder(marker, read_marker(marker), self.held.name)
         finally:
             self.held = None
-        self.delete_old(store)
-        return bool(chosen)
+        self.tidy()
+        return any(map(Path.is_dir, self.find_new()))
 
-    def copy_records(self, store: Store) -> None:
-        for name in RECORDS:
-            path = self.output_dir / name
-            if path.exists():
-                status = path.stat()
-                version = status.st_mtime_ns, status.st_size
-                if name not in self.there or self.sent.get(name) != version:
-                    store.send(path, name)
-                    self.sent[name] = version
-
-    def copy_best(self, store: Store) -> None:
+    def copy_best(self) -> None:
         """Copy best/ and best-before/, if a checkpoint is as new as they are."""
-        checkpoints = find_checkpoints(self.output_dir)
-        newest = step_of(checkpoints[-1].name) if checkpoints else -1
-        for folder in (self.output_dir / "best-before", self.output_dir / "best"):
-            try:
-                content = (folder / MARKERS["best"]).read_bytes()
-            except FileNotFoundError:
-                continue
-            step = json.loads(content)["step"]
-            if step <= newest and f"best-{step}/{MARKERS['best']}" not in self.there:
-                self.copy_folder(store, folder, f"best-{step}", MARKERS["best"], content)
+        newest = max(find_steps(self.output_dir), default=-1)
+        for name in ("best-before", "best"):
+            marker = self.output_dir / name / "held_out.json"
+            if content := read_marker(marker):
+                step = json.loads(content)["step"]
+                if step <= newest and step not in find_whole(self.there, "best"):
+                    self.copy_folder(marker, content, f"best-{step}")
 
-    def copy_folder(
-        self, store: Store, folder: Path, name: str, marker: str, content: bytes
-    ) -> None:
-        """Copy a folder, but not if it is replaced meanwhile: completely or not at all.
+    def copy_folder(self, marker: Path, content: bytes, name: str) -> None:
+        """Copy a marker's folder; without the marker if it is replaced or deleted meanwhile.
 
         content: the marker's bytes before the copy, which differ for each version of the folder.
         """
+        folder = marker.parent
         try:
             for path in sorted(folder.rglob("*")):
-                if path.is_file() and path != folder / marker:
-                    store.send(path, f"{name}/{path.relative_to(folder).as_posix()}")
-            is_same = (folder / marker).read_bytes() == content
+                if path.is_file() and path != marker:
+                    self.store.send(path, f"{name}/{path.relative_to(folder).as_posix()}")
         except FileNotFoundError:
-            if folder.exists():  # a fault of the store
+            if read_marker(marker) == content:  # a fault of the store
                 raise
-            is_same = False
-        self.owner.check(store)
-        if is_same:
-            store.write(f"{name}/{marker}", content)
-            self.there = self.there | {f"{name}/{marker}"}
-        else:
-            store.delete_folder(name)
-
-    def delete_old(self, store: Store) -> None:
-        """Delete checkpoints beyond the limit, and best weights that no resumed run needs."""
-        steps = find_whole(self.there, "checkpoint")
-        for step in steps[: -self.limit] if self.limit else []:
-            self.delete_copy(store, "checkpoint", step)
-        newest = max(steps, default=-1)
-        known = [step for step in find_whole(self.there, "best") if step <= newest]
-        for step in known[:-1]:
-            self.delete_copy(store, "best", step)
+        self.check()
+        if content and read_marker(marker) == content:
+            self.store.write(f"{name}/{marker.name}", content)
 
 
-def fetch_file(url: str, target: Path, checksum: str | None = None) -> None:
-    """Fetch a file, with retries for a minute. checksum: the one that it must have."""
+def fetch_files(url: str, files: dict[str, Path]) -> None:
+    """Fetch files, with retries for a minute. files: {name at the address: path here}."""
 
-    def copy(fs: AbstractFileSystem, location: str) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        fs.get_file(location, str(target))
-        if checksum and checksum_file(target) != checksum:
-            raise ValueError("it has changed since it was written")
+    def fetch(fs: AbstractFileSystem, root: str) -> None:
+        for path in files.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        fs.get([f"{root}/{name}" for name in files], [*map(str, files.values())])
 
-    persist(url, copy, ("FileNotFoundError",))
-
-
-def fetch_samples(url: str, names: set[str], step: int, output_dir: Path) -> None:
-    """Fetch missing samples up to a step."""
-    folder = output_dir / "samples"
-    wanted = []
-    for name in sorted(names):
-        is_wanted = re.fullmatch(r"samples/step-\d+\.png", name) and step_of(name) <= step
-        if is_wanted and not (output_dir / name).exists():
-            wanted.append(Path(name).name)
-    if wanted:
-        folder.mkdir(exist_ok=True)
-        with saving(folder, "samples") as unfinished:
-            targets = [str(unfinished / name) for name in wanted]
-            persist(
-                f"{url}/samples",
-                lambda fs, root: fs.get([f"{root}/{name}" for name in wanted], targets),
-            )
+    persist(url, fetch, ("FileNotFoundError",))
 
 
-def fetch_records(url: str, names: set[str], step: int, output_dir: Path) -> None:
-    """Fetch metrics.jsonl, and best/ as of a step."""
-    with saving(output_dir, "records") as unfinished:
-        if "metrics.jsonl" in names:
-            fetch_file(f"{url}/metrics.jsonl", unfinished / "metrics.jsonl")
-        known = [best for best in find_whole(names, "best") if best <= step]
-        for name in sorted(names):
-            folder, _, file = name.partition("/")
-            if known and folder == f"best-{known[-1]}":
-                fetch_file(f"{url}/{name}", unfinished / "best" / file)
+def fetch_checkpoint(url: str, names: Iterable[str], step: int, output_dir: Path) -> None:
+    """Fetch checkpoint-N, and before it the records, samples and best weights up to its step.
 
+    The checkpoint is fetched completely or not at all, and compared with its checksums.
 
-def fetch_checkpoint(url: str, step: int, folder: Path) -> None:
-    """Fetch checkpoint-N, completely or not at all, and compare it with its checksums."""
-    name = f"checkpoint-{step}"
-    with saving(folder, name) as unfinished:
-        state = unfinished / name / MARKERS["checkpoint"]
-        fetch_file(f"{url}/{name}/{state.name}", state)
-        with explained(f"{url}/{name} is damaged: delete it, and resume from another"):
-            checksums = json.loads(state.read_text())["checksums"]
-            for file, checksum in checksums.items():
-                if file != state.name:
-                    fetch_file(f"{url}/{name}/{file}", unfinished / name / file, checksum)
-
-
-def find_name(given: str | None, url: str) -> str | None:
-    """The name of the checkpoint if `given` is its path at the address; else `given`."""
-    folder, _, name = (given or "").rstrip("/").rpartition("/")
-    is_there = folder and Path(folder).resolve() == Path(url).resolve()  # addresses, too
-    return name if is_there else given
-
-
-def open_copies(args: Namespace, given: str | None, output_dir: Path) -> Copies:
-    """Open --checkpoints_to, and fetch the checkpoint `given` if it is only there.
-
-    Call it on the first process.
+    names: those of the files at the address.
     """
-    url = args.checkpoints_to
-    limit = args.checkpoints_total_limit
-    copies = Copies(url, output_dir, limit, args.checkpoints_to_timeout)
-    copies.open()
-    copies.fetch(given)
-    return copies
+    best = max((other for other in find_whole(names, "best") if other <= step), default=-1)
+    late = {name for other, name in find_whole(names, "samples/step").items() if other > step}
+    wanted = ("metrics.jsonl", "samples/step-", f"best-{best}/")
+    with saving(output_dir, "records") as unfinished:
+        if (here := output_dir / "samples").exists():  # they may hold files of the user
+            shutil.copytree(here, unfinished / "samples", ignore_dangling_symlinks=True)
+        files = {
+            name: unfinished / name.replace(f"best-{best}/", "best/", 1)
+            for name in names
+            if name.startswith(wanted) and name not in late
+        }
+        fetch_files(url, files)
+    folder = f"checkpoint-{step}"
+    with (
+        saving(output_dir, folder) as unfinished,
+        explained(f"{url}/{folder} is damaged: delete it, and resume from another"),
+    ):
+        state = unfinished / folder / "trainer_state.json"
+        fetch_files(url, {f"{folder}/{state.name}": state})
+        for name, checksum in json.loads(state.read_text())["checksums"].items():
+            path = unfinished / folder / name
+            if path != state:
+                fetch_files(url, {f"{folder}/{name}": path})
+                if checksum_file(path) != checksum:
+                    raise ValueError(f"{name} has changed since it was written")
+
+
+def find_name(given: str, folder: str | Path) -> str:
+    """The name of the checkpoint if `given` is its path in a folder or at an address."""
+    is_there = Path(given).parent.resolve() == Path(folder).resolve()  # addresses, too
+    return Path(given).name if is_there else given
 
 
 def share_checkpoint(
@@ -531,23 +413,21 @@ def share_checkpoint(
 
     copies: those of the first process.
     """
-    newest = find_checkpoints(output_dir)[-1:]
-    (name, *_) = gather_object([newest[0].name if newest else None])
-    is_missing = bool(name) and not (output_dir / name / MARKERS["checkpoint"]).exists()
+    (step, *_) = gather_object([max(find_steps(output_dir), default=-1)])
+    is_missing = step >= 0 and step not in find_steps(output_dir)
     if not any(gather_object([is_missing])):
         return output_dir
-    if copies and f"{name}/{MARKERS['checkpoint']}" not in copies.there:
-        with explained(f"{name} could not be copied to {url}, where other machines need it"):
-            store = Store(url)
-            copies.take(store)
-            copies.copy_newest(store)
+    if copies and step not in find_whole(copies.there, "checkpoint"):
+        with explained(
+            f"checkpoint-{step} could not be copied to {url}, where other machines need it"
+        ):
+            copies.take(step)
+            copies.copy_newest()
     accelerator.wait_for_everyone()
     folder = output_dir / FETCHED
     if is_missing and accelerator.is_local_main_process:
         delete(folder)
         folder.mkdir(parents=True)
-        names = Store(url).list()
-        fetch_records(url, names & {"metrics.jsonl"}, step_of(name), folder)
-        fetch_checkpoint(url, step_of(name), folder)
+        fetch_checkpoint(url, {"metrics.jsonl"} & Store(url).list(), step, folder)
     accelerator.wait_for_everyone()
     return folder if is_missing else output_dir

@@ -23,7 +23,7 @@ from diffusion_training.training.checkpoints import (
     read_start,
     read_state,
 )
-from diffusion_training.training.copies import Copies, find_name, open_copies, share_checkpoint
+from diffusion_training.training.copies import Copies, find_name, share_checkpoint
 from diffusion_training.training.hub import make_repository, upload_run
 
 
@@ -75,7 +75,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     output_dir = Path(args.output_dir)
     copies_to = None if args.find_lr else args.checkpoints_to
     given = args.resume_from_checkpoint
-    if copies_to:
+    if copies_to and given:
         given = find_name(given, copies_to)
     lock = None
     copies = None
@@ -100,7 +100,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
         if copies_to:
-            copies = open_copies(args, given, output_dir)
+            copies = Copies(copies_to, output_dir, args.checkpoints_total_limit)
+            copies.open()
+            copies.fetch(given)
     launch.accelerator.wait_for_everyone()
     folder = output_dir
     if copies_to:

@@ -234,7 +234,7 @@ class Training:
             )  # fmt: skip
             self.prune()
             if self.run.copies:
-                self.run.copies.wake()
+                self.run.copies.news.set()
 
     def prune(self) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -308,7 +308,7 @@ class Training:
             facts = self.list_facts()
             save_report(self.run.script, describe, self.step, self.args, facts, launcher)
         if self.run.copies:
-            self.run.copies.wake()
+            self.run.copies.news.set()
         self.stop_signal.agree()
 
     def list_facts(self) -> dict[str, str]:
@@ -341,7 +341,7 @@ class Training:
         stop = self.stop_signal.agreed
         if args.checkpoints_to:
             if self.run.copies and self.has_folder:  # they have begun
-                self.run.copies.finish()
+                self.run.copies.finish(args.checkpoints_to_timeout)
             accelerator.wait_for_everyone()  # else torch ends the first process too
         self.stop_signal.close()
         if stop:

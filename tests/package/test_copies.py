@@ -1,4 +1,4 @@
-"""Copies at an address: always complete, never deleted too early, and errors."""
+"""Copies at an address: they are complete, and not deleted too early. Errors are explained."""
 
 import contextlib
 import functools
@@ -16,7 +16,6 @@ from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.copies import (
     OWNER,
     Copies,
-    Owner,
     Store,
     TakenOverError,
     find_name,
@@ -26,7 +25,7 @@ from diffusion_training.training.copies import (
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch):
+def quick_retries(monkeypatch):
     patch(monkeypatch, "RETRY", 0.05)
     patch(monkeypatch, "WAITS", (0.01,))
 
@@ -45,8 +44,8 @@ def make(out):
     MemoryFileSystem.store.clear()
     made = []
 
-    def make(limit=None, timeout=20, folder=out):
-        copies = Copies("memory://bucket/run", folder, limit, timeout)
+    def make(limit=None, folder=out):
+        copies = Copies("memory://bucket/run", folder, limit)
         made.append(copies)
         copies.open()
         return copies
@@ -77,22 +76,36 @@ def save(out, step, best=None):
     return folder
 
 
-def check(url="memory://bucket/run"):
+def read(name):
+    """Return the content of a file at the address."""
+    return MemoryFileSystem().cat_file(f"memory://bucket/run/{name}")
+
+
+def list_steps(kind="checkpoint"):
+    """Return the steps of the whole copies at the address."""
+    return [*find_whole(Store("memory://bucket/run").list(), kind)]
+
+
+def check():
     """Return the steps of the checkpoints at the address. Their bytes must be as written."""
-    store = Store(url)
-    names = store.list()
-    steps = find_whole(names, "checkpoint")
+    steps = list_steps()
     for step in steps:
-        state = json.loads(store.read(f"checkpoint-{step}/trainer_state.json"))
+        state = json.loads(read(f"checkpoint-{step}/trainer_state.json"))
         for name, checksum in state["checksums"].items():
-            content = store.read(f"checkpoint-{step}/{name}")
+            content = read(f"checkpoint-{step}/{name}")
             assert xxhash.xxh3_128(content).hexdigest() == checksum
-    for step in find_whole(names, "best"):
-        assert store.read(f"best-{step}/weights") == f"best weights of step {step}".encode()
+    for step in list_steps("best"):
+        assert read(f"best-{step}/weights") == f"best weights of step {step}".encode()
     return steps
 
 
-class Held:
+def finish(copies):
+    """Wait until all is copied."""
+    copies.finish(20)
+    assert copies.is_copied
+
+
+class Hold:
     """Stops the copying thread at its next file, or makes it fail there."""
 
     def __init__(self, monkeypatch, name, failure=None):
@@ -110,33 +123,36 @@ class Held:
         monkeypatch.setattr(Store, "send", hold)
 
 
-def test_what_is_new_is_copied_and_the_limit_is_kept(out, make, capsys):
+def test_new_files_are_copied_up_to_the_checkpoints_limit(out, make, capsys):
     copies = make(limit=2)
     save(out, 1, best=1)
     copies.begin(-1)
-    copies.finish()
-    assert check() == [1]
+    wait_until(lambda: list_steps() == [1], 20)
     for step, best in ((2, 2), (3, None), (4, 4)):
         save(out, step, best)
         copies.prune(out / f"checkpoint-{step}")
-        copies.wake()
-    copies.finish()
+        copies.news.set()
+    finish(copies)
     assert check() == [3, 4]
-    store = Store(copies.url)
-    names = store.list()
-    assert find_whole(names, "best") == [4]  # the previous one is no longer needed
+    names = Store(copies.url).list()
+    assert list_steps("best") == [4]  # the previous one is no longer needed
     assert {f"samples/step-000000{step}.png" for step in range(1, 5)} < names
     (out / "metrics.jsonl").write_text("{}\n{}\n")
-    copies.finish()
-    save(out, 5)  # beyond the limit, nothing is copied
-    chosen = [[path.name[-1] for path in copies.choose(there)] for there in ([], [5], [6])]
-    assert chosen == [["5", "4"], ["4"], ["5"]]
-    assert store.read("metrics.jsonl") == b"{}\n{}\n" and store.read("run.args") == b"--seed 1"
+    copies = make(limit=2)
+    copies.begin(4)
+    finish(copies)
+    assert read("metrics.jsonl") == b"{}\n{}\n" and read("run.args") == b"--seed 1"
     assert not find_unfinished(names) and not capsys.readouterr().err
+    save(out, 5)  # beyond the limit, nothing is copied
+    chosen = []
+    for there in ((), (5,), (6,)):
+        copies.there = {f"checkpoint-{step}/trainer_state.json" for step in there}
+        chosen.append([path.name[-1] for path in copies.find_new() if path.is_dir()])
+    assert chosen == [["5", "4"], ["4"], ["5"]]
 
 
-def test_the_one_that_is_copied_is_not_deleted_and_the_newest_is_next(out, make, monkeypatch):
-    held = Held(monkeypatch, "checkpoint-1/")
+def test_prune_keeps_the_checkpoint_being_copied_and_the_newest_is_next(out, make, monkeypatch):
+    held = Hold(monkeypatch, "checkpoint-1/")
     copies = make(limit=1)
     save(out, 1)
     copies.begin(-1)
@@ -144,20 +160,20 @@ def test_the_one_that_is_copied_is_not_deleted_and_the_newest_is_next(out, make,
     for step in (2, 3):
         save(out, step)
         copies.prune(out / f"checkpoint-{step}")
-        copies.wake()
+        copies.news.set()
         assert [path.name for path in find_checkpoints(out)] == [
             "checkpoint-1",
             f"checkpoint-{step}",
         ]
     held.free.set()
-    copies.finish()
+    finish(copies)
     assert check() == [3]
     copies.prune(out / "checkpoint-3")
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-3"]
 
 
-def test_best_weights_that_are_replaced_meanwhile_are_not_copied(out, make, monkeypatch):
-    held = Held(monkeypatch, "best-1/")
+def test_best_weights_replaced_during_their_copy_are_not_copied(out, make, monkeypatch):
+    held = Hold(monkeypatch, "best-1/")
     write, written = Store.write, []
     record = lambda store, name, content: written.append(name) or write(store, name, content)
     monkeypatch.setattr(Store, "write", record)
@@ -169,46 +185,61 @@ def test_best_weights_that_are_replaced_meanwhile_are_not_copied(out, make, monk
     save(out, 2, best=2)
     shutil.rmtree(out / "best-before", ignore_errors=True)
     held.free.set()
-    copies.finish()
+    finish(copies)
     names = Store(copies.url).list()
-    assert check() == [1, 2] and find_whole(names, "best") == [2] and not find_unfinished(names)
+    assert check() == [1, 2] and list_steps("best") == [2] and not find_unfinished(names)
     assert "best-1/held_out.json" not in written  # a mixture of both
 
 
-def test_a_store_that_fails_is_tried_again_and_keeps_what_it_has(out, make, monkeypatch, capsys):
+def test_a_checkpoint_deleted_before_its_copy_is_not_copied(out, make, monkeypatch, capsys):
+    held = Hold(monkeypatch, "metrics.jsonl")
+    copies = make()
+    shutil.rmtree(save(out, 1).parent / "samples")
+    (out / "samples").mkdir()
+    (out / "samples/step-0000000.png").symlink_to("missing")
+    copies.begin(-1)
+    held.reached.wait(20)
+    shutil.rmtree(out / "checkpoint-1")
+    held.free.set()
+    finish(copies)
+    assert Store(copies.url).list() == {OWNER, "run.args", "metrics.jsonl"}
+    assert not capsys.readouterr().err
+
+
+def test_a_failed_copy_is_retried_and_the_older_checkpoint_is_kept(out, make, monkeypatch, capsys):
     copies = make(limit=1)
     save(out, 1)
     copies.begin(-1)
-    copies.finish()
-    held = Held(monkeypatch, "checkpoint-2/unet", FileNotFoundError("the store is\nbroken"))
+    finish(copies)
+    held = Hold(monkeypatch, "checkpoint-2/unet", FileNotFoundError("the store is\nbroken"))
     save(out, 2)
-    copies.wake()
+    copies = make(limit=1)
+    copies.begin(1)
     held.reached.wait(20)
     assert check() == [1]
-    copies.timeout = 0.2
-    copies.finish()
+    copies.finish(0.2)
     error = capsys.readouterr().err
     assert error.count("failed (the store is broken); the run tries again later") == 1
     assert "Not copied to memory://bucket/run: checkpoint-2. The same command copies it" in error
     held.free.set()
-    wait_until(lambda: check() == [2], 5)
-    copies.timeout = 20
-    copies.finish()
-    held = Held(monkeypatch, "checkpoint-3/", FileNotFoundError("the store is\nbroken"))
+    finish(copies)
+    assert check() == [2]
+    held = Hold(monkeypatch, "checkpoint-3/", FileNotFoundError("the store is\nbroken"))
     save(out, 3)
-    copies.wake()
+    copies = make(limit=1)
+    copies.begin(2)
     wait_until(lambda: "failed (the store is broken)" in capsys.readouterr().err, 5)
 
 
-def test_a_failed_copy_leaves_its_room_to_the_next(out, make, monkeypatch, capsys):
+def test_files_of_a_failed_copy_are_deleted_before_the_next_copy(out, make, monkeypatch, capsys):
     copies = make(limit=1)
-    held = Held(monkeypatch, "checkpoint-1/unet", OSError("the disk is full"))
+    held = Hold(monkeypatch, "checkpoint-1/unet", OSError("the disk is full"))
     save(out, 1)
     copies.begin(-1)
     held.reached.wait(20)
     assert "checkpoint-1/optimizer.bin" in Store(copies.url).list()
     save(out, 2)
-    copies.finish()
+    finish(copies)
     assert {name.split("/")[0] for name in Store(copies.url).list() if "-" in name} == {
         "checkpoint-2",
         "samples",
@@ -219,27 +250,24 @@ def test_files_that_others_delete_at_the_address_are_copied_again(out, make, cap
     copies = make()
     save(out, 1, best=1)
     copies.begin(-1)
-    copies.finish()
-    Store(copies.url).delete_folder("")
+    wait_until(lambda: list_steps() == [1], 20)
+    Store(copies.url).delete("")
     save(out, 2)
-    copies.finish()
+    finish(copies)
     names = Store(copies.url).list()
-    assert check() == [1, 2] and find_whole(names, "best") == [1] and OWNER in names
+    assert check() == [1, 2] and list_steps("best") == [1] and OWNER in names
     assert {"run.args", "metrics.jsonl", "samples/step-0000001.png"} < names
     assert f"failed ({OWNER} was deleted there); the run tries again" in capsys.readouterr().err
 
 
-def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
-    out, make, monkeypatch
-):
+def test_copies_are_complete_after_a_kill_before_any_change(out, make, monkeypatch):
     """Two checkpoints are at the address; with a limit of one, a third replaces them."""
-    changes = {name: getattr(Store, name) for name in ("send", "write", "delete", "delete_folder")}
+    changes = {name: getattr(Store, name) for name in ("send", "delete")}
     begun = make()
-    begun.take(Store(begun.url))
+    begun.take(-1)
     save(out, 1, best=1), save(out, 2, best=2)
-    begun.copy_newest(Store(begun.url))
-    begun.copy_newest(Store(begun.url))
-    begun.close()
+    while begun.copy_newest():
+        pass
     before = dict(MemoryFileSystem.store)
     save(out, 3, best=3)
     found = []
@@ -257,36 +285,36 @@ def test_killed_before_any_change_the_copies_are_whole_and_the_rest_is_deleted(
         with monkeypatch.context() as m, contextlib.suppress(LookupError):
             for name in changes:
                 m.setattr(Store, name, functools.partialmethod(change, name=name))
-            copies.take(Store(copies.url))
-            copies.delete_newer(Store(copies.url), 2)
-            copies.copy_newest(Store(copies.url))
+            copies.take(2)
+            copies.copy_newest()
             found.append("end")
-        steps = check()
-        best = find_whole(Store(copies.url).list(), "best")
+        steps, best = check(), list_steps("best")
         assert best[-1] == 3 or 2 in best
-        copies.close()
         found.append(steps)
-        after = make(limit=1)
-        after.take(Store(copies.url))
-        after.refresh(Store(copies.url))
-        assert check() == steps and not find_unfinished(Store(copies.url).list())
+        after = make()
+        after.take(99)
+        after.tidy()
+        assert check() == steps and not find_unfinished(after.store.list())
         if "end" in found:
             break
-    assert found[0] == [1, 2] and [1, 2, 3] in found and found[-2:] == ["end", [3]]
+    assert found[0] == [1, 2] and [2, 3] in found and found[-2:] == ["end", [3]]
     assert len(found) > 15
 
 
-def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, capsys):
+def test_fetch_brings_checkpoint_records_samples_and_best_weights(
+    out, make, tmp_path, monkeypatch, capsys
+):
     copies = make()
     save(out, 1, best=1), save(out, 2)
     copies.begin(-1)
-    copies.finish()
-    held = Held(monkeypatch, "checkpoint-3/", OSError("killed"))
+    wait_until(lambda: list_steps() == [1, 2], 20)
+    held = Hold(monkeypatch, "checkpoint-3/", OSError("killed"))
     save(out, 3, best=3)
-    copies.wake()
+    copies.news.set()
     held.reached.wait(20)
     copies.close()
-    assert find_whole(Store(copies.url).list(), "best") == [1, 3]
+    assert list_steps("best") == [1, 3]
+    Store(copies.url).write("samples/.tmp-1-step-0000001.png", b"unfinished")
     new = tmp_path / "new"
     new.mkdir()
     make(folder=new).fetch("latest")
@@ -302,24 +330,27 @@ def test_what_a_new_machine_needs_is_fetched(out, make, tmp_path, monkeypatch, c
     assert "samples/step-0000003.png" in Store(copies.url).list()
     resumed = make(folder=new)
     resumed.begin(2)
-    resumed.finish()
+    finish(resumed)
     names = resumed.there  # what came after checkpoint-2 is gone, because it is made again
-    assert find_whole(names, "best") == [1] and not find_unfinished(names)
+    assert list_steps("best") == [1] and not find_unfinished(names)
     assert "samples/step-0000002.png" in names and "samples/step-0000003.png" not in names
     held.free.set()
     save(new, 3, best=3)
-    resumed.finish()
+    resumed = make(folder=new)
+    resumed.begin(3)
+    finish(resumed)
     names = Store(copies.url).list()
-    assert find_whole(names, "best") == [3] and check() == [1, 2, 3]
+    assert list_steps("best") == [3] and check() == [1, 2, 3]
     assert "samples/step-0000003.png" in names
 
 
-def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
+def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
+    out, make, tmp_path, monkeypatch
+):
     copies = make()
     save(out, 1), save(out, 2)
     copies.begin(-1)
-    copies.finish()
-    copies.close()
+    finish(copies)
 
     def fetch(given, *here):
         folder = tmp_path / "fetched"
@@ -347,7 +378,9 @@ def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
         with pytest.raises(SystemExit, match="holds checkpoint-2 of an earlier run: resume it wi"):
             fetch(None, *here)
     Store(copies.url).write("checkpoint-2/unet/weights", b"other weights")
-    with pytest.raises(SystemExit, match="unet/weights can't be read .it has changed since"):
+    with pytest.raises(
+        SystemExit, match="checkpoint-2 is damaged: .*unet/weights has changed since"
+    ):
         fetch("latest")
     Store(copies.url).delete("checkpoint-2/unet/weights")
     with pytest.raises(SystemExit, match="checkpoint-2 is damaged: delete it, .*no such file"):
@@ -357,7 +390,7 @@ def test_which_one_is_resumed(out, make, tmp_path, monkeypatch):
         fetch("latest")
 
 
-def test_a_checkpoint_may_be_given_by_its_path_at_the_address(tmp_path, monkeypatch):
+def test_find_name_accepts_the_path_of_a_checkpoint_at_the_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for given, url in (
         ("s3://bucket/run/checkpoint-2", "s3://bucket/run"),
@@ -365,11 +398,11 @@ def test_a_checkpoint_may_be_given_by_its_path_at_the_address(tmp_path, monkeypa
         ("./run/checkpoint-2", f"{tmp_path}/run/"),
     ):
         assert find_name(given, url) == "checkpoint-2"
-    for given in (None, "latest", "checkpoint-2", "other/checkpoint-2", "s3://run/checkpoint-2"):
+    for given in ("latest", "checkpoint-2", "other/checkpoint-2", "s3://run/checkpoint-2"):
         assert find_name(given, "run") == find_name(given, "s3://bucket/run") == given
 
 
-def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
+def test_copies_leave_the_files_of_other_programs_and_runs_alone(out, make, monkeypatch, capsys):
     store = Store("memory://bucket/run")
     for name in ("checkpoint-7/model.bin", "thesis.txt"):
         store.write(name, b"mine")
@@ -380,20 +413,20 @@ def test_addresses_of_others_are_left_alone(out, make, monkeypatch, capsys):
     copies = make()
     save(out, 1)
     copies.begin(-1)
-    copies.finish()
-    other = Owner()
-    held = Held(monkeypatch, "checkpoint-2/")
+    wait_until(lambda: list_steps() == [1], 20)
+    other = make()
+    held = Hold(monkeypatch, "checkpoint-2/")
     save(out, 2)
-    copies.wake()
+    copies.news.set()
     held.reached.wait(20)
-    other.take(store)
+    other.take(1)
     held.free.set()
-    copies.finish()
-    assert copies.is_settled()  # it did not wait for what nobody copies
+    copies.finish(20)
+    assert not copies.thread.is_alive()  # it did not wait for what nobody copies
     names = store.list()
     with pytest.raises(TakenOverError):
-        copies.delete_newer(store, 0)
+        copies.tidy()
     assert store.list() == names
-    assert check() == [1] and store.read(OWNER) == other.key
+    assert check() == [1] and read(OWNER) == other.key
     error = capsys.readouterr().err
     assert "Another run writes to memory://bucket/run now, so this run copies nothing" in error

@@ -1,4 +1,4 @@
-"""--checkpoints_to: a machine that dies with its disk loses nothing that was copied."""
+"""--checkpoints_to: if a machine dies with its disk, nothing that was copied is lost."""
 
 import json
 import os
@@ -27,12 +27,12 @@ import train_unconditional as script
 from diffusion_training.files import checksum_files
 from diffusion_training.training.copies import Store, find_unfinished, find_whole
 
-pytestmark = pytest.mark.usefixtures("without_figures", "soon")
+pytestmark = pytest.mark.usefixtures("without_figures", "quick_retries")
 
 
 @pytest.fixture
-def soon(monkeypatch):
-    """A run counts as dead after 0.2 s of silence."""
+def quick_retries(monkeypatch):
+    """A failed copy is tried again after 0.1 s."""
     patch(monkeypatch, "RETRY", 0.1)
 
 
@@ -93,7 +93,7 @@ def assert_same_run(one, other, last):
 def check_copies(folder):
     """Return the steps of complete checkpoints. Their bytes must be as written."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    steps = find_whole(names, "checkpoint")
+    steps = [*find_whole(names, "checkpoint")]
     for step in steps:
         state = json.loads((folder / f"checkpoint-{step}/trainer_state.json").read_text())
         state["checksums"].pop("trainer_state.json")
@@ -101,7 +101,7 @@ def check_copies(folder):
     return steps
 
 
-def test_a_run_that_lost_its_disk_ends_with_the_same_bits(tmp_path, flags, capfd):
+def test_a_run_that_lost_its_disk_resumes_with_the_same_bits(tmp_path, flags, capfd):
     out, copies = tmp_path / "out", tmp_path / "copies"
     flags = [*flags, "--learning_rate=0.5"]  # the weights of step 4 are the best
     train(*flags)
@@ -125,7 +125,7 @@ def test_a_run_that_lost_its_disk_ends_with_the_same_bits(tmp_path, flags, capfd
     assert_same_run(whole, out, "checkpoint-6")
 
 
-def test_after_a_signal_the_last_copy_is_waited_for_and_told_if_it_does_not_come(
+def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
     tmp_path, flags, monkeypatch
 ):
     send, log = Store.send, tmp_path / "log"
@@ -141,7 +141,8 @@ def test_after_a_signal_the_last_copy_is_waited_for_and_told_if_it_does_not_come
     steps = check_copies(tmp_path / "copies")
     assert f"Stopped by SIGTERM after step {steps[-1]} of 2000" in log.read_text()
 
-    monkeypatch.setattr(Store, "send", lambda *args: time.sleep(60))
+    stuck = lambda store, source, name: "step" in name and time.sleep(60)
+    monkeypatch.setattr(Store, "send", lambda *args: stuck(*args) or send(*args))
     argv = [*flags, LATEST, f"--max_train_steps={steps[-1] + 2}", "--checkpoints_to_timeout=0.1"]
     begin = time.monotonic()
     assert run(*argv, log=log) == {0}
@@ -154,7 +155,7 @@ def test_after_a_signal_the_last_copy_is_waited_for_and_told_if_it_does_not_come
     assert check_copies(tmp_path / "copies")[-1] == steps[-1] + 2
 
 
-def test_a_store_that_fails_ends_no_training(tmp_path, flags, monkeypatch, capfd):
+def test_training_continues_when_copying_fails(tmp_path, flags, monkeypatch, capfd):
     write, failures = Store.write, iter(range(3))
 
     def fail(store, name, content):
@@ -169,7 +170,7 @@ def test_a_store_that_fails_ends_no_training(tmp_path, flags, monkeypatch, capfd
     assert said in capfd.readouterr().err
 
 
-def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path, flags, capfd):
+def test_an_unusable_checkpoints_to_is_refused_before_training(tmp_path, flags, capfd):
     (tmp_path / "file").touch()
     for to in (f"{tmp_path}/file", "nowhere://bucket/run"):
         with pytest.raises(SystemExit):
@@ -185,9 +186,10 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(tmp_path, flags,
     assert "fsspec reads '::' in a path as two addresses" in capfd.readouterr().err
 
 
-def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path, flags):
-    """Two processes, each the first of its machine. The first one has a checkpoint that is not
-    copied yet, and later it loses its disk.
+def test_machines_without_a_shared_folder_fetch_the_resumed_checkpoint(tmp_path, flags):
+    """Two processes, each the first of its machine.
+
+    The first one has a checkpoint that is not copied yet, and later it loses its disk.
     """
     log = tmp_path / "log"
 
@@ -214,7 +216,7 @@ def test_machines_that_share_no_folder_fetch_what_the_first_one_resumes(tmp_path
 
 
 @pytest.mark.ci
-def test_a_bucket_is_resumed_from(tmp_path, flags, storage, monkeypatch):
+def test_a_run_resumes_from_a_bucket(tmp_path, flags, storage, monkeypatch):
     boto3 = pytest.importorskip("boto3", reason="no S3 server")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     client = boto3.client("s3", endpoint_url=storage)
@@ -226,13 +228,14 @@ def test_a_bucket_is_resumed_from(tmp_path, flags, storage, monkeypatch):
     flags += ["--checkpoints_to=s3://runs/a/run"]
     assert run(*flags, "--max_train_steps=4", log=log) == {0}, log.read_text()
     names = {item["Key"] for item in client.list_objects_v2(Bucket="runs")["Contents"]}
-    assert find_whole({name.removeprefix("a/run/") for name in names}, "checkpoint") == [4]
+    names = {name.removeprefix("a/run/") for name in names}
+    assert [*find_whole(names, "checkpoint")] == [4]
     client.put_object(Bucket="runs", Key="a/run/checkpoint-3/optimizer.bin", Body=b"unfinished")
     shutil.rmtree(tmp_path / "out")
     assert run(*flags, log=log) == {0}, log.read_text()
     names = {item["Key"] for item in client.list_objects_v2(Bucket="runs")["Contents"]}
     names = {name.removeprefix("a/run/") for name in names}
-    assert find_whole(names, "checkpoint") == [6] and not find_unfinished(names)
+    assert [*find_whole(names, "checkpoint")] == [6] and not find_unfinished(names)
     assert "Fetching checkpoint-4 from s3://runs/a/run" in log.read_text()
     assert "Traceback" not in log.read_text() and "failed" not in log.read_text()
 
@@ -252,7 +255,7 @@ class Address:
         else:
             places = [place for place, _, files in os.walk(self.folder) if MARKER in files]
             names = {f"{os.path.relpath(place, self.folder)}/{MARKER}" for place in places}
-        return find_whole(names, "checkpoint")
+        return [*find_whole(names, "checkpoint")]
 
     def check(self):
         if self.bucket:
@@ -265,7 +268,7 @@ class Address:
 
 
 def kill_and_resume(tmp_path, flags, num_processes, num_kills, address):
-    """Kill a run repeatedly, mostly with its disk. It ends like an undisturbed one."""
+    """Kill a run repeatedly, and mostly delete its disk. It ends like an uninterrupted run."""
     last = 4 * num_kills
     flags = [*flags, LATEST, f"--max_train_steps={last}", "--checkpointing_steps=1"]
     flags += ["--validation_steps=3", "--checkpoints_total_limit=2"]
@@ -294,7 +297,7 @@ def kill_and_resume(tmp_path, flags, num_processes, num_kills, address):
     assert_same_run(tmp_path / "whole", out, f"checkpoint-{last}")
 
 
-def test_slurm_leaves_more_time_than_the_last_copy_may_take():
+def test_slurm_leaves_enough_time_for_the_last_copy():
     text = (ROOT / "accelerate_configs/slurm.sh").read_text()
     (notice,) = re.findall(r"--signal=TERM@(\d+)", text)
     (wait,) = re.findall(r"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", text)
@@ -302,13 +305,13 @@ def test_slurm_leaves_more_time_than_the_last_copy_may_take():
     assert int(notice) > int(wait) > timeout + 30  # the step and the checkpoint
 
 
-def test_killed_with_its_disk_it_ends_with_the_same_bits(tmp_path, flags):
+def test_a_run_killed_with_its_disk_ends_with_the_same_bits(tmp_path, flags):
     kill_and_resume(tmp_path, flags, 1, 2, Address(tmp_path / "copies"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_processes, store", [(1, "disk"), (2, "disk"), (2, "bucket")])
-def test_killed_100_times_with_its_disk_it_ends_with_the_same_bits(
+def test_a_run_killed_100_times_with_its_disk_ends_with_the_same_bits(
     tmp_path, flags, num_processes, store, storage, monkeypatch
 ):
     """KILLS=5 for fewer."""
