@@ -827,7 +827,7 @@ def open_images(*argv):
     _, tokenizers = load_text_encoders(open_base(args), torch.float32)
     transform = make_transform(args, images.column, images.mask_column, None, 3, args.resolution)
     choice = choose_captions(args, None)
-    return CaptionedImages(images, transform.source, transform, tokenizers, choice, None, 0)
+    return CaptionedImages(images, transform, tokenizers, choice, None, 0)
 
 
 def test_images_and_captions_come_as_their_keys_say(tmp_path, images):
