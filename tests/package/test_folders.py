@@ -60,6 +60,13 @@ def test_no_caption_is_lost_to_a_machine_that_opens_no_more_files(tmp_path, monk
                 load(tmp_path / "images")
 
 
+def test_a_caption_extension_may_have_two_parts(tmp_path):
+    make_images(tmp_path / "images", 2)
+    (tmp_path / "images/0.caption.txt").write_text("a dog")
+    captions, _ = load(tmp_path / "images", caption_extension="caption.txt")
+    assert captions == [("0.png", "a dog"), ("1.png", None)]
+
+
 def test_one_caption_is_that_of_all_that_have_none(tmp_path):
     folder = tmp_path / "images"
     make_images(folder, 3)
