@@ -284,26 +284,27 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--where: {error}")
     networks = args.allow_private_addresses
     try:
-        if networks:
-            networks = [str(ipaddress.ip_network(text)) for text in networks]
+        networks = networks and [str(ipaddress.ip_network(text)) for text in networks]
     except ValueError as error:
         parser.error(f"--allow_private_addresses: {error}; give a network such as 10.1.0.0/16")
     opt_out = [directive.lower() for directive in args.opt_out]
-    changed = {"allow_private_addresses": networks, "opt_out": opt_out}
-    return Flags(**vars(args) | changed)
+    return Flags(**vars(args) | {"allow_private_addresses": networks, "opt_out": opt_out})
+
+
+def copy_options(args: Namespace, folder: str) -> dict[str, Any]:
+    """The arguments of `copy_table` that all tables share."""
+    return {
+        "columns": [args.url_column, args.caption_column, *args.keep_columns],
+        "rows_per_group": args.rows_per_shard,
+        "folder": folder,
+        "where": args.where,
+    }
 
 
 def copy_share(source: str, digest: str, args: Namespace, folder: str) -> dict[str, Any]:
     """Call `copy_table`, as a Ray task. Returns {"error": reason} if it fails."""
     try:
-        return copy_table(
-            source,
-            digest,
-            columns=[args.url_column, args.caption_column, *args.keep_columns],
-            rows_per_group=args.rows_per_shard,
-            folder=folder,
-            where=args.where,
-        )
+        return copy_table(source, digest, **copy_options(args, folder))
     except SystemExit as error:  # a task must not exit
         return {"error": str(error)}
 
@@ -377,9 +378,8 @@ def connect_to_ray(args: Namespace) -> Callable[[], float]:
     """Connect to Ray until `main` ends. Returns a function that counts the tasks to submit."""
     import ray
 
-    options = {} if args.num_cpus is None else {"num_cpus": args.num_cpus}
     modules = find_modules(download_shard, fetch_rows)
-    CHANGED.callback(connect(args.address, modules, **options))
+    CHANGED.callback(connect(args.address, modules, num_cpus=args.num_cpus))
     # read each time, because nodes may join the cluster
     return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
 
@@ -425,8 +425,7 @@ def run_items(
     task = as_task(download_shard)
     shared = [ray.put(value) for value in (args, folder, schema)]
     copy = start_copying(args, folder)
-    to_copy = dict.fromkeys((item["table"], item["digest"]) for item in items if item["digest"])
-    left = iter(to_copy)
+    left = iter(dict.fromkeys((item["table"], item["digest"]) for item in items if item["digest"]))
     copies: dict[str, Any] = {}  # {table: Ray's reference to the result of its `copy_share`}
     begun = set()
 
@@ -450,7 +449,7 @@ def run_items(
 def describe_failures(reasons: collections.Counter, rows: int) -> str:
     """The share of failures and their reasons: "7.1% failed (HTTP 404 4.0%, timed out 3.1%)"."""
     shares = ", ".join(f"{reason} {count / rows:.1%}" for reason, count in reasons.most_common(4))
-    return f"{reasons.total() / max(1, rows):.1%} failed" + (f" ({shares})" if shares else "")
+    return f"{reasons.total() / rows:.1%} failed" + (f" ({shares})" if shares else "")
 
 
 def describe_download(tables_fs: Any, paths: list[str], args: Namespace) -> tuple[dict, list[str]]:
@@ -527,14 +526,14 @@ def main(args: Namespace) -> None:
         fs, root, folder = open_folder(args.output_dir)
         settings_path = f"{folder}/__download__/settings.json"
         summary_path = f"{folder}/__download__/summary.json"
-        names = sorted(list_sizes(fs, root))
+        names = list_sizes(fs, root)
         if folder == root:
             lock = lock_folder(
                 Path(root), args.output_dir, lambda names: "__download__" in names, "download"
             )
         elif names and not fs.exists(settings_path):
             fail(
-                f"--output_dir {args.output_dir} holds {names[0]} and no download: "
+                f"--output_dir {args.output_dir} holds {min(names)} and no download: "
                 "choose another folder"
             )
         for name in ("records", "tables"):
@@ -550,10 +549,9 @@ def main(args: Namespace) -> None:
                 "choose another --output_dir"
             )
     sources = list(zip(map(tables_fs.unstrip_protocol, paths), digests, strict=True))
-    columns = [args.url_column, args.caption_column, *args.keep_columns]
-    options = {"columns": columns, "rows_per_group": args.rows_per_shard, "folder": folder}
+    options = copy_options(args, folder)
     if args.limit or isinstance(tables_fs, LocalFileSystem):
-        copies = copy_tables(sources, args.limit, **options, where=args.where)
+        copies = copy_tables(sources, args.limit, **options)
         tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
     elif args.where is None and all(path.lower().endswith(".parquet") for path in paths):
         tables = plan_copies(sources, **options)

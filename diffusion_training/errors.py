@@ -114,9 +114,9 @@ def is_a(error: BaseException, *names: str) -> bool:
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether an error reports that memory ran out or that no thread could be started."""
-    if is_a(error, "OutOfMemoryError", "MemoryError"):
-        return True
-    return any(words in str(error) for words in NO_MEMORY)
+    return is_a(error, "OutOfMemoryError", "MemoryError") or any(
+        words in str(error) for words in NO_MEMORY
+    )
 
 
 def is_machines_fault(error: BaseException) -> bool:
@@ -144,17 +144,13 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
     """Return a sentence for an error that can happen in any run; None for an unexpected error."""
     text = explain(error)
     if lacks_memory(error):
-        if "train_batch_size" in args:
-            setting = (
-                "--train_batch_size (and more --gradient_accumulation_steps), "
-                "--gradient_checkpointing or bf16"
-            )
-        elif "batch_size" in args:
-            setting = "--batch_size"
-        elif "connections" in args:
-            setting = "--num_cpus or --connections"
-        else:
-            setting = "batch"
+        settings = {
+            "train_batch_size": "--train_batch_size (and more --gradient_accumulation_steps), "
+            "--gradient_checkpointing or bf16",
+            "batch_size": "--batch_size",
+            "connections": "--num_cpus or --connections",
+        }
+        setting = next((settings[flag] for flag in settings if flag in args), "batch")
         return f"there is not enough memory ({text[:200]}): try a smaller {setting}"
     # a full disk, a file that was deleted, a stream that was cut off
     if is_a(error, "OSError", "EOFError", "TarError"):

@@ -108,11 +108,11 @@ def delete(path: Path) -> None:
 
 def checksum_files(folder: Path) -> dict[str, str]:
     """{file: xxh3_128} of all files in a folder except trainer_state.json, which stores them."""
-    checksums = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "trainer_state.json":
-            checksums[str(path.relative_to(folder))] = checksum_file(path)
-    return checksums
+    return {
+        str(path.relative_to(folder)): checksum_file(path)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "trainer_state.json"
+    }
 
 
 def checksum_file(path: Path) -> str:
@@ -183,6 +183,11 @@ def sort_header(path: Path) -> None:
             file.write(text.ljust(length))
 
 
+def hash_values(values: Any) -> str:
+    """A fingerprint of values that can be written as JSON: 16 digits of their SHA-256."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
 def digest_file(path: Path) -> str | None:
     """SHA-256 of a file, None if there is none."""
     try:
@@ -209,7 +214,7 @@ def fits(value: Any, form: Any) -> bool:
 def find_differences(before: dict, now: dict, prefix: str = "") -> list[str]:
     """List the differences of two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
     differences = []
-    for key in {**before, **now}:
+    for key in before | now:
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             differences += find_differences(old, new, f"{prefix}{key}.")

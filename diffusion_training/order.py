@@ -134,23 +134,20 @@ def step_batches(order: Order, progress: Any, rank: int, num_processes: int) -> 
     0, because DDP needs all processes to take part. For a `Stream` see `stream_batches`.
     """
     if progress.num_images == sys.maxsize:
-        return stream_batches(order, progress, rank, num_processes)
+        yield from stream_batches(order, progress, rank, num_processes)
+        return
     per_step = progress.images_per_step
     first_epoch, image = divmod(progress.images_seen, progress.num_images)
-
-    def keys(image: int) -> Iterator[list[Key]]:
-        for epoch in itertools.count(first_epoch):
-            rows = order.arrange(epoch, *progress.cuts)
-            for start in range(image, len(rows), per_step):
-                step = rows[start : start + per_step]
-                weight = num_processes / len(step)
-                for micro_batch in order.cut(step, progress.images_per_micro_batch):
-                    share = micro_batch[rank::num_processes]  # about equally many for each process
-                    batch = [(epoch, row, weight) for row in share]
-                    yield batch or [(epoch, micro_batch[0], 0.0)]
-            image = 0
-
-    return keys(image)
+    for epoch in itertools.count(first_epoch):
+        rows = order.arrange(epoch, *progress.cuts)
+        for start in range(image, len(rows), per_step):
+            step = rows[start : start + per_step]
+            weight = num_processes / len(step)
+            for micro_batch in order.cut(step, progress.images_per_micro_batch):
+                share = micro_batch[rank::num_processes]  # about equally many for each process
+                batch = [(epoch, row, weight) for row in share]
+                yield batch or [(epoch, micro_batch[0], 0.0)]
+        image = 0
 
 
 def stream_batches(

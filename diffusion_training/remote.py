@@ -26,16 +26,16 @@ def is_address(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def remove(path: str | Path) -> None:
+def remove(path: str) -> None:
     """Delete a file, if it exists."""
-    fs, path = fsspec.url_to_fs(str(path))
+    fs, path = fsspec.url_to_fs(path)
     with contextlib.suppress(FileNotFoundError):
         fs.rm_file(path)
 
 
-def list_files(folder: str | Path) -> list[str]:
+def list_files(folder: str) -> list[str]:
     """Return the names of all files in a folder and its subfolders."""
-    fs, root = fsspec.url_to_fs(str(folder).rstrip("/"))
+    fs, root = fsspec.url_to_fs(folder.rstrip("/"))
     fs.invalidate_cache()
     return sorted(path[len(root) + 1 :] for path in fs.find(root))
 
@@ -60,8 +60,8 @@ def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]
     """
     folder, names = url.rstrip("/"), None
     if match := re.search(r"[{*?\[]", folder):
-        names = expand(folder[folder.rindex("/", 0, match.start()) + 1 :])
-        folder = folder[: folder.rindex("/", 0, match.start())]
+        end = folder.rindex("/", 0, match.start())
+        folder, names = folder[:end], expand(folder[end + 1 :])
     fs, root = fsspec.url_to_fs(folder)
     fs.invalidate_cache()
     found = {}
@@ -140,13 +140,9 @@ def read_bytes(path: str) -> bytes:
     """Return the content of a small file. At an address, reading is retried."""
     if not is_address(path):
         return Path(path).read_bytes()
-
-    def read(fs: AbstractFileSystem, location: str) -> bytes:
-        return fs.cat_file(location)
-
     # a retry does not help against these errors
     hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
-    return persist(path, read, hopeless)
+    return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
 
 
 def persist(

@@ -4,9 +4,7 @@ import argparse
 import bisect
 import contextlib
 import functools
-import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +15,7 @@ import pyarrow.parquet as pq
 
 from diffusion_training.arguments import list_values
 from diffusion_training.errors import explain, explained, fail
+from diffusion_training.files import hash_values
 from diffusion_training.remote import list_data
 
 
@@ -50,7 +49,7 @@ class RemoteRows:
                     if self.starts[-1] == limit:
                         pool.shutdown(cancel_futures=True)
                         break
-        self._fingerprint = hashlib.sha256(json.dumps(objects).encode()).hexdigest()[:16]
+        self._fingerprint = hash_values(objects)
         features = datasets.Features.from_arrow_schema(schema)
         images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
         column = args.image_column

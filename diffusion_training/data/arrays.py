@@ -1,9 +1,8 @@
 """Images in one .npy file, memory-mapped: each process reads the rows that it needs."""
 
-import hashlib
-import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from diffusion_training.arguments import number
 from diffusion_training.errors import explained, fail
+from diffusion_training.files import hash_values
 
 
 def add_array_flags(add: Callable[..., Any]) -> None:
@@ -36,6 +36,7 @@ def is_array(source: str | None) -> bool:
     return source is not None and source.lower().endswith(".npy") and Path(source).is_file()
 
 
+@dataclass
 class ArrayReader:
     """A transform of `datasets` that turns row numbers into images.
 
@@ -43,14 +44,11 @@ class ArrayReader:
     with `keep_precision`}. Loader processes get the path, not the array.
     """
 
-    def __init__(
-        self, path: str, is_last: bool, span: list[float] | None, keep_precision: bool
-    ) -> None:
-        self.path = path
-        self.is_last = is_last  # whether the channels are the last axis
-        self.span = span  # (black, white), for floats
-        self.keep_precision = keep_precision
-        self.array: np.ndarray | None = None
+    path: str
+    is_last: bool  # whether the channels are the last axis
+    span: list[float] | None  # (black, white), for floats
+    keep_precision: bool
+    array: np.ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"array": None}
@@ -101,20 +99,22 @@ def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:
         fail(f"{path} holds {array.dtype}: {advice if is_float else 'leave --array_range out'}")
     if args.array_range not in (None, [0, 1], [-1, 1]):
         fail("--array_range must be 0 1 or -1 1")
-    layouts = []
-    for name, axis in {"nchw": 1, "nhwc": 3}.items():
-        found = 1 if array.ndim == 3 else array.shape[axis]
-        if found == channels and args.array_layout in (None, name):
-            layouts.append(name)
+    layouts = [
+        name
+        for name, axis in {"nchw": 1, "nhwc": 3}.items()
+        if channels == (1 if array.ndim == 3 else array.shape[axis])
+        and args.array_layout in (None, name)
+    ]
     if not layouts:
         given = f" with --array_layout {args.array_layout}" if args.array_layout else ""
         fail(f"{shape}{given}, but the model takes {channels} channels")
     if len(layouts) > 1 and array.ndim == 4:
         fail(f"{shape}: choose the axis of the channels with --array_layout nchw or nhwc")
     stat = Path(path).stat()
-    content = json.dumps([str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns, layouts])
     rows = datasets.Dataset.from_dict({"image": range(len(array))})
-    rows._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+    rows._fingerprint = hash_values(
+        [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns, layouts]
+    )
     reader = ArrayReader(
         path, layouts[0] == "nhwc", args.array_range, args.preserve_input_precision
     )

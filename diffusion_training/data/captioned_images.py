@@ -1,7 +1,6 @@
 """The data set of images and captions that are encoded in every step."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,43 +23,34 @@ class CaptionedImages(RowDataset):
     def __init__(
         self,
         images: ImageRows,
-        source: str,
         transform: Transform,
         tokenizers: Tokenizers,
         choice: CaptionChoice,
         sizes: np.ndarray | None,
         shuffle_buffer: int,
     ) -> None:
-        super().__init__(images, source, shuffle_buffer)
+        super().__init__(images, transform.source, shuffle_buffer)
         self.transform = transform
         self.tokenizers = tokenizers
         self.choice = choice
         self.sizes = sizes
 
     def __getitem__(self, keys: list[Key]) -> CaptionedBatch:
-        targets: Sequence[Any] = [None] * len(keys)
-        if self.sizes is not None:
-            targets = self.sizes[[key[1] for key in keys]].tolist()
         items = []
-        flips = []
-        weights = []
-        for key, row, target in zip(keys, read_items(self.rows, keys), targets, strict=True):
-            epoch, number, weight = key[:3]
+        for (epoch, number, weight, *_), row in zip(keys, read_items(self.rows, keys), strict=True):
+            target = None if self.sizes is None else self.sizes[number].tolist()
             item = transform_row(number, epoch, row, self.transform, target)
             flip = draw_choices(self.transform.seed, epoch, number)[2] < 0.5
-            flips.append(bool(self.transform.random_flip and flip))
-            for name in item.keys() & {"pixel_values", "mask"} if flips[-1] else ():
+            item["flipped"] = bool(self.transform.random_flip and flip)
+            for name in item.keys() & {"pixel_values", "mask"} if item["flipped"] else ():
                 item[name] = item[name].flip(-1)
-            weights.append(0.0 if item["skipped"] else weight)
+            item["weight"] = 0.0 if item["skipped"] else weight
             items.append(item)
-        batch: dict[str, Any] = {}
+        texts = [item["text"] for item in items]
+        batch = tokenize_batch(self.tokenizers, self.choice, texts, keys)
         for name in items[0].keys() & {"pixel_values", "mask"}:
             batch[name] = torch.stack([item[name] for item in items])
-        texts = [item["text"] for item in items]
-        batch |= tokenize_batch(self.tokenizers, self.choice, texts, keys)
-        for name in ("original_size", "crop_top_left"):
+        for name in ("original_size", "crop_top_left", "flipped", "weight"):
             batch[name] = torch.tensor([item[name] for item in items])
-        batch["flipped"] = torch.tensor(flips)
-        batch["weight"] = torch.tensor(weights)
         batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
         return cast(CaptionedBatch, batch)

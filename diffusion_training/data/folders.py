@@ -1,8 +1,6 @@
 """Captions of a folder of images: from files beside them, folder names, or one for all images."""
 
 import functools
-import hashlib
-import json
 import os
 import re
 from argparse import Namespace
@@ -13,9 +11,10 @@ import numpy as np
 from PIL import Image
 
 from diffusion_training.errors import fail, print_once, printable, suppressing_row_errors
+from diffusion_training.files import hash_values
 
 # cached, because realpath looks at each folder of a path and is called for every row
-resolve = functools.lru_cache(os.path.realpath)
+resolve = functools.cache(os.path.realpath)
 
 
 def find_source(args: Namespace) -> str:
@@ -32,18 +31,25 @@ def list_paths(folder: str) -> list[str]:
     return [str(path) for path in Path(folder).rglob("*")]
 
 
-def has_images(folder: str) -> bool:
-    """Whether a local folder holds a file with an image's suffix."""
-    suffixes = Image.registered_extensions()
-    return any(os.path.splitext(path)[1].lower() in suffixes for path in list_paths(folder))
+def split_suffix(path: str | None) -> tuple[str, str]:
+    """Split a path into (the path without the suffix of its file, the suffix).
+
+    The path may lead into an archive: zip://photo.jpg::photos.zip.
+    """
+    file, *archives = (path or "").split("::")
+    stem, suffix = os.path.splitext(file)
+    return "::".join([stem, *archives]), suffix
+
+
+def is_image(path: str | None) -> bool:
+    """Whether a path has the suffix of an image."""
+    return split_suffix(path)[1].lower() in Image.registered_extensions()
 
 
 def has_caption_files(folder: str, extension: str) -> bool:
     """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
-    paths = [Path(path) for path in list_paths(folder)]
-    named = {path.with_suffix("") for path in paths if path.suffix == extension}
-    images = Image.registered_extensions()
-    return any(path.suffix.lower() in images and path.with_suffix("") in named for path in paths)
+    paths = set(list_paths(folder))
+    return any(is_image(path) and split_suffix(path)[0] + extension in paths for path in paths)
 
 
 def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:
@@ -71,8 +77,7 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
             f"{len(several)} captions have several lines, such as {several[0]}: all lines are "
             "used (sd-scripts uses only the first)"
         )
-    content = json.dumps([rows._fingerprint, captions])
-    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+    fingerprint = hash_values([rows._fingerprint, captions])
     return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
@@ -111,7 +116,6 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     if prompt is not None and prompt not in captions:
         fail(f"--instance_prompt does nothing: all images of {source} have captions")
     rows = rows.remove_columns([column] if column in rows.features else [])
-    content = json.dumps([rows._fingerprint, captions, repeats])
-    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+    fingerprint = hash_values([rows._fingerprint, captions, repeats])
     rows = rows.add_column(column, captions, new_fingerprint=fingerprint)
     return rows.select(np.repeat(np.arange(len(rows)), repeats), new_fingerprint=fingerprint)

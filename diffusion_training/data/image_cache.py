@@ -1,7 +1,6 @@
 """--cache_images: every image decoded and resized once, into a memory-mapped file."""
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from tqdm.auto import tqdm
 
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.errors import explain, fail, is_machines_fault
-from diffusion_training.files import checksum_files, delete, saving
+from diffusion_training.files import checksum_files, delete, hash_values, saving
 
 
 def cache_batch(
@@ -65,8 +64,7 @@ def cache_images(
         "channels": channels,
         "min_size": args.min_size,
     }
-    content = json.dumps([3, rows._fingerprint, settings])  # 3: the version of this layout
-    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    key = hash_values([3, rows._fingerprint, settings])  # 3: the version of this layout
     parent = Path(args.output_dir) / "image_cache"
     folder = parent / key
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,6 @@
 """Open a data set as rows, with images left undecoded."""
 
 import collections
-import functools
-import hashlib
-import json
 import os
 from argparse import Namespace
 from collections.abc import Iterable
@@ -16,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
-from PIL import Image
 
 from diffusion_training.arguments import list_values
 from diffusion_training.csv_files import check_csv
@@ -26,19 +22,15 @@ from diffusion_training.data.folders import (
     apply_folder_flags,
     find_source,
     has_caption_files,
-    has_images,
+    is_image,
     list_paths,
+    resolve,
+    split_suffix,
 )
 from diffusion_training.data.images import name_image
 from diffusion_training.data.streams import identify_stream
-from diffusion_training.errors import (
-    amount,
-    explained,
-    fail,
-    print_once,
-    printable,
-    suppressing_row_errors,
-)
+from diffusion_training.errors import amount, explained, fail, print_once, suppressing_row_errors
+from diffusion_training.files import hash_values
 from diffusion_training.library_fixes import (
     end_streams_at_once,
     listed_once,
@@ -79,15 +71,14 @@ def load_rows(
     source = find_source(args)
     if channels and is_array(source):
         return ImageRows(limit_rows(open_array(source, channels, args), args), "image")
-    is_captioned = "caption_column" in args  # not of the unconditional trainer
-    extension = "." + args.caption_extension.lstrip(".") if is_captioned else ".txt"
+    # the unconditional trainer has neither flag
+    caption_column: Any = vars(args).get("caption_column")
+    extension = "." + vars(args).get("caption_extension", ".txt").lstrip(".")
     has_captions = has_caption_files(source, extension)
     builder, rows = open_builder(source, has_captions, streaming, args)
     rows, mask_column = separate_masks(rows, args)
-    caption_column: Any = args.caption_column if is_captioned else None
-    wanted = [name for names in others for name in list_values(names)]
-    wanted += [mask_column] if mask_column else []
-    wanted = [*dict.fromkeys(wanted)]
+    names = [*others, mask_column or []]
+    wanted = [*dict.fromkeys(name for values in names for name in list_values(values))]
     if has_captions and caption_column in wanted:
         if caption_column in rows.features:
             fail(
@@ -109,13 +100,12 @@ def load_rows(
     image_columns = list_image_columns(features)
     with explained(f"column {column!r} of {source} can't be read as images"):
         for name in dict.fromkeys([column, *wanted]):
-            if name not in (column, mask_column) and name not in image_columns:
-                continue
-            # Plain bytes and paths become images too. This must not change the fingerprint, because
-            # existing caches refer to it.
-            keep = not streaming and name not in image_columns
-            options = {"new_fingerprint": rows._fingerprint} if keep else {}
-            rows = rows.cast_column(name, datasets.Image(decode=False), **options)
+            if name in (column, mask_column, *image_columns):
+                # Plain bytes and paths become images too. This must not change the fingerprint,
+                # because existing caches refer to it.
+                keep = not streaming and name not in image_columns
+                options = {"new_fingerprint": rows._fingerprint} if keep else {}
+                rows = rows.cast_column(name, datasets.Image(decode=False), **options)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
         report_unused(source, builder, rows, args.dataset_split, extension)
     rows = limit_rows(rows, args)
@@ -163,7 +153,7 @@ def open_builder(
         else:
             # without "imagefolder", the caption files might be loaded as a data set of text
             builder = open_as("imagefolder" if has_captions else source)
-        if builder.name not in OF_IMAGES and has_images(source):
+        if builder.name not in OF_IMAGES and any(map(is_image, list_paths(source))):
             builder = open_as("imagefolder")
         if os.path.isdir(source):
             check_split(source, builder, args.dataset_split)
@@ -256,10 +246,9 @@ def choose_image_column(
     known = ", ".join(features)
     if column not in features:
         fail(f"{source} has no column {column!r}, only {known}: choose with --image_column")
-    for name in caption_columns:
-        if name in wanted and name in columns:
-            fail(f"column {name!r} of {source} holds images: choose another --caption_column")
     for name in wanted:
+        if name in columns and name in caption_columns:
+            fail(f"column {name!r} of {source} holds images: choose another --caption_column")
         if name not in features:
             advice = (
                 "choose with --caption_column, put captions beside the images "
@@ -276,28 +265,17 @@ def find_masked(path: str | None) -> str | None:
 
     For example, a/photo for a/photo.mask.png, and zip://photo::a.zip for a mask in an archive.
     """
-    stem, suffix = split_suffix(path or "")
-    masked, end = split_suffix(stem)
-    is_mask = suffix.lower() in Image.registered_extensions() and end.lower() == ".mask"
-    return masked if is_mask else None
+    masked, end = split_suffix(split_suffix(path)[0])
+    return masked if end.lower() == ".mask" and is_image(path) else None
 
 
 def is_stray(path: str | None) -> bool:
     """Whether a file in an archive is no image; `datasets` makes a row of it too."""
-    _, suffix = split_suffix(path or "")
-    is_archived = (path or "").startswith("zip://")
-    return is_archived and suffix.lower() not in Image.registered_extensions()
+    return (path or "").startswith("zip://") and not is_image(path)
 
 
 def is_wanted(path: str | None) -> bool:
     return not find_masked(path) and not is_stray(path)
-
-
-def split_suffix(path: str) -> tuple[str, str]:
-    """Split a path into (the path without the suffix of its file, the suffix)."""
-    file, *archives = path.split("::")
-    stem, suffix = os.path.splitext(file)
-    return "::".join([stem, *archives]), suffix
 
 
 def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
@@ -308,9 +286,8 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     the masks.
     """
     source = find_source(args)
-    has_flag = "mask_column" in args
-    mask_column = args.mask_column if has_flag else None
-    may_add = has_flag and mask_column in (None, "mask")
+    mask_column = vars(args).get("mask_column")
+    may_add = "mask_column" in args and mask_column in (None, "mask")
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows, mask_column
     if isinstance(rows, datasets.IterableDataset):
@@ -319,8 +296,7 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
                 f"{source} has masks beside the images, which --streaming can't read: leave it out"
             )
         rows = rows.cast_column("image", datasets.Image(decode=False))
-        rows = rows.filter(lambda item: is_wanted(item["image"]["path"]))
-        return rows.cast_column("image", datasets.Image()), mask_column
+        return rows.filter(lambda item: is_wanted(item["image"]["path"])), mask_column
     paths = pc.struct_field(rows.data["image"], "path").to_pylist()
     images = [row for row, path in enumerate(paths) if is_wanted(path)]
     strays = [path for path in paths if is_stray(path)]
@@ -340,15 +316,13 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
             fail(f"{masks[masked]} and {path} are masks of the same image: delete one")
     if not masks:
         return rows, mask_column
-    stems = [split_suffix(paths[row] or "")[0] for row in images]
     content = []
     for path in masks.values():
         if os.path.isfile(path):  # the fingerprint of the rows covers masks in archives
             stat = os.stat(path)
             content.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
-    content = json.dumps(sorted([rows._fingerprint, *content]))
-    fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
-    column = [masks.get(stem) for stem in stems]
+    fingerprint = hash_values(sorted([rows._fingerprint, *content]))
+    column = [masks.get(split_suffix(paths[row])[0]) for row in images]
     return rows.add_column("mask", column, new_fingerprint=fingerprint), "mask"
 
 
@@ -357,23 +331,20 @@ def report_unused(
 ) -> None:
     """Print which files of a folder are not in the data set; `datasets` omits them silently.
 
-    `extension` is that of caption files.
+    folder: see `find_source`. extension: that of caption files.
     """
-    # Only the builder of image folders has extensions. A stream's rows are not known in advance.
-    images = getattr(builder, "EXTENSIONS", ())
-    if isinstance(rows, datasets.IterableDataset):
-        images = ()
+    # Other builders read all files of a split. A stream's rows are not known in advance.
+    leaves_out = builder.name == "imagefolder" and isinstance(rows, datasets.Dataset)
     used = []
-    for name in rows.features if images else ():  # columns of images and masks
-        if isinstance(rows.features[name], datasets.Image):
-            used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
+    for name in list_image_columns(rows.features) if leaves_out else ():  # images and masks
+        used += filter(None, pc.struct_field(rows.data[name], "path").to_pylist())
     captions = {os.path.splitext(path)[0] + extension for path in used}
-    metadata = getattr(builder, "METADATA_FILENAMES", ())
 
     def is_read(path: str) -> bool:
         """Whether a file that the builder lists is read; it lists all, as possible archives."""
         base = os.path.basename(path)
-        return base in metadata or path in captions or base.lower().endswith(ARCHIVES)
+        is_metadata = base in builder.METADATA_FILENAMES
+        return is_metadata or path in captions or base.lower().endswith(ARCHIVES)
 
     splits = builder.config.data_files or {}
     wanted = list_splits(split)
@@ -383,23 +354,21 @@ def report_unused(
         names = ", ".join(map(str, others))
         example = os.path.relpath(splits[others[0]][0], folder)
         sentence = f"{amount(count, 'file')} of other splits ({names}), such as {example}"
-        print(printable(f"{folder}: not used: {sentence}"))
+        print_once(f"{folder}: not used: {sentence}")
     for name, paths in splits.items():
-        used += [path for path in paths if name != split or not images or is_read(path)]
-    real = functools.cache(os.path.realpath)
-    known = {os.path.join(real(os.path.dirname(path)), os.path.basename(path)) for path in used}
-    files = list_files_of_folder(real(folder))
+        used += [path for path in paths if name != split or not leaves_out or is_read(path)]
+    known = {os.path.join(resolve(os.path.dirname(path)), os.path.basename(path)) for path in used}
+    files = list_files_of_folder(folder)
     unused = sorted(path for path in files if path not in known)
     if unused:
         suffixes = [Path(path).suffix.lower() or "no suffix" for path in unused]
         kinds = collections.Counter(suffixes).most_common(5)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds)
-        example = os.path.relpath(unused[0], real(folder))
-        sentence = (
+        example = os.path.relpath(unused[0], folder)
+        print_once(
             f"{folder}: {len(unused)} of {len(files)} files are not used ({counts}), "
             f"such as {example}"
         )
-        print(printable(sentence))
 
 
 def list_files_of_folder(root: str) -> list[str]:
@@ -438,7 +407,7 @@ class RowDataset(torch.utils.data.Dataset):
         self.rows, self.column, _ = images
         self.source = source  # see `find_source`
         self.shuffle_buffer = shuffle_buffer  # for a stream
-        self.fingerprint = getattr(self.rows, "_fingerprint", "a stream")
+        self.fingerprint = self.rows._fingerprint
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -459,9 +428,7 @@ class RowDataset(torch.utils.data.Dataset):
     def digest(self, row: int) -> str:
         """A hash of a row's image. If the row has only its path, the file is read."""
         image = self.rows[row][self.column]
-        if "pixels" in image:
-            return xxhash.xxh3_128_hexdigest(image["pixels"].numpy().tobytes())
-        data = image["bytes"]
+        data = image["pixels"].numpy().tobytes() if "pixels" in image else image["bytes"]
         # the file may be gone, or the path may be only a name for the bytes
         with suppressing_row_errors():
             if data is None or "size" in image:

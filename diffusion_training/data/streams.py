@@ -5,7 +5,6 @@ Their flags, their fingerprint, and their rows for the shards of a cache.
 
 import argparse
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import datasets
 
 from diffusion_training.arguments import COUNT, SWITCH
 from diffusion_training.errors import explain, fail
-from diffusion_training.files import write_file
+from diffusion_training.files import hash_values, write_file
 
 
 def add_stream_flags(add: Callable[..., Any], trains: bool = True) -> None:
@@ -74,7 +73,7 @@ def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:
         str(name): [list(paths), paths.origin_metadata]
         for name, paths in (builder.config.data_files or {}).items()
     }
-    return hashlib.sha256(json.dumps([files, taken]).encode()).hexdigest()[:16]
+    return hash_values([files, taken])
 
 
 class StreamedRows:
@@ -136,17 +135,18 @@ class StreamedRows:
             for row, item in enumerate(self.rows, start):
                 shard, offset = divmod(row, self.per_shard)
                 beyond = row >= self.count and not self.ended and shard % num_processes == rank
+                is_last = self.ended and row + 1 == last
                 if beyond or row - offset in missing:
                     batch.append((0, row, None, item))
                     ends_shard = offset == self.per_shard - 1
                     if ends_shard:
                         # before the yield: the caller may finish the shard right after it
                         self.states[shard] = self.rows.state_dict()
-                    if ends_shard or len(batch) == batch_size:
+                    if ends_shard or is_last or len(batch) == batch_size:
                         yield batch
                         batch = []
-                if self.ended and row + 1 == last:
-                    break
+                if is_last:
+                    return
         except Exception as error:
             fail(
                 f"reading the stream failed ({explain(error)}); run the same command to resume",
@@ -154,8 +154,6 @@ class StreamedRows:
             )
         if batch:
             yield batch
-        if self.ended and row + 1 == last:
-            return
         if row < 0:
             fail("the stream holds no images")
         if self.find_total() not in (None, row + 1):

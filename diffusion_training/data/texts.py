@@ -31,10 +31,11 @@ class CaptionChoice:
 
 def add_caption_flags(add: Callable[..., Any]) -> None:
     """Add the flags for the source of captions, which `draw_text` and `list_captions` read."""
-    several = {"nargs": "+", "action": OneOrMore, "default": "text"}
     add(
         "--caption_column",
-        **several,
+        nargs="+",
+        action=OneOrMore,
+        default="text",
         help="column of captions or lists of them, or several columns; each epoch draws one per "
         "image; a cache keeps one of a list (all with --caption_weights), or all columns",
     )

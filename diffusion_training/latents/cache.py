@@ -1,7 +1,6 @@
 """The files of a latent cache: opening, writing, checking and finishing them."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from diffusion_training.files import (
     digest_file,
     find_differences,
     fits,
+    hash_values,
     lock_folder,
     name_unfinished,
     write_file,
@@ -47,7 +47,7 @@ def fingerprint_cache(cache: dict) -> str:
 
     It also shows whether cache.json has been changed.
     """
-    return hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
+    return hash_values(cache)
 
 
 def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:

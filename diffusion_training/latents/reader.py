@@ -19,6 +19,7 @@ from diffusion_training.data.captions import tokenize_batch
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
+from diffusion_training.files import hash_values
 from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.columns import EMPTY, FORMAT_VERSION, Column, list_features
 from diffusion_training.latents.fetch import Fetcher
@@ -129,8 +130,7 @@ class CachedLatents(torch.utils.data.Dataset):
         self.lengths = np.concatenate([shards.rows for shards in self.parts])
         self.ends = self.lengths.cumsum()
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
-        content = json.dumps([cache.settings["shards"] for cache in caches.values()])
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
         columns = self.parts[0].columns
         self.columns = [column for column in columns if column.is_in_batch]
         self.shape = next(iter(caches.values())).settings["latents_shape"]

@@ -223,7 +223,6 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     kind = "moments" if base.family.has_moments(encoders.vae) else "sample"
     dataset = CaptionedImages(
         images,
-        transform.source,
         transform,
         encoders.tokenizers,
         choose_captions(args, caption_weights),

@@ -7,6 +7,7 @@ import operator
 import pyarrow as pa
 import pyarrow.compute as pc
 
+TEXT = pa.string(), pa.large_string()
 COMPARE = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -85,7 +86,7 @@ def is_number(node: ast.AST) -> bool:
 def holds_text(schema: pa.Schema, column: str) -> bool:
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return kind in TEXT
 
 
 def build(node: ast.AST, schema: pa.Schema | None) -> pc.Expression:

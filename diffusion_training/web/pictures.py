@@ -120,11 +120,8 @@ def shrink_file(
     a reduced size, at least twice that of the result. A bicubic filter would take 1.7 times as
     long.
     """
-    side = args.resize_to
-    if width <= height:
-        size = (side, int(side * height / width))
-    else:
-        size = (int(side * width / height), side)
+    side, short_side = args.resize_to, min(width, height)
+    size = int(side * width / short_side), int(side * height / short_side)
     stored_size = size if image.size == (width, height) else size[::-1]
     image.draft(image.mode, [2 * length for length in stored_size])
     if read_orientation(image) != 1:

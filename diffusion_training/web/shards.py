@@ -3,9 +3,7 @@
 import base64
 import collections
 import functools
-import itertools
 import json
-import os
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator
@@ -67,7 +65,7 @@ def choose_urls(
     """
     urls = {}
     invalid = find_invalid(table, first)
-    for row, url, text in zip(itertools.count(first), table["url"], table["text"], strict=False):
+    for row, (url, text) in enumerate(zip(table["url"], table["text"], strict=True), first):
         failure = failures.get(row)
         retried = failure and args.retry_failed and failure["reason"].startswith(TEMPORARY)
         if row in images or (failure and not retried):
@@ -86,9 +84,9 @@ def choose_urls(
     return urls
 
 
-def describe_shard(path: str | Path) -> dict[str, Any]:
+def describe_shard(path: Path) -> dict[str, Any]:
     """The size and hash of a shard for its record: {"bytes", "sha256"}."""
-    return {"sha256": digest_file(Path(path)), "bytes": os.path.getsize(path)}
+    return {"sha256": digest_file(path), "bytes": path.stat().st_size}
 
 
 def write_images(
@@ -224,14 +222,19 @@ def choose_items(
     """
     records = list_sizes(fs, f"{folder}/__download__/records")
     shards = list_sizes(fs, folder)
-    complete = [item for item in items if item["name"] in shards]
-    complete = [item for item in complete if item["name"].replace(".parquet", ".json") in records]
-    names = {item["name"] for item in complete}
+    complete = [
+        item
+        for item in items
+        if item["name"] in shards and item["name"].replace(".parquet", ".json") in records
+    ]
     if retry_failed:
-        for item, record in read_records(fs, folder, complete):
-            reasons = [failure["reason"] for failure in record.get("failures", ())]
-            if not record or any(reason.startswith(TEMPORARY) for reason in reasons):
-                names.remove(item["name"])
+        complete = [
+            item
+            for item, record in read_records(fs, folder, complete)
+            if record
+            and not any(failure["reason"].startswith(TEMPORARY) for failure in record["failures"])
+        ]
+    names = {item["name"] for item in complete}
     return [item for item in items if item["name"] not in names]
 
 

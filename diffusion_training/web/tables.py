@@ -18,11 +18,14 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from diffusion_training.csv_files import check_csv
-from diffusion_training.errors import explained, fail, printable
+from diffusion_training.errors import explained, fail, print_once
 from diffusion_training.remote import open_folder, writing
-from diffusion_training.web.filters import find_columns, find_non_number, make_filter
+from diffusion_training.web.filters import TEXT, find_columns, find_non_number, make_filter
 
-SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+SUFFIXES = (
+    ".parquet", ".csv", ".tsv", ".jsonl", ".ndjson", ".json",
+    ".csv.gz", ".tsv.gz", ".jsonl.gz", ".ndjson.gz", ".json.gz",
+)  # fmt: skip
 
 
 def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
@@ -30,9 +33,8 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
 
     Returns (file system, sorted paths).
     """
-    suffixes = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES[1:]))
     if args.input is None:
-        return list_split(args, suffixes)
+        return list_split(args)
     try:
         fs, path = fsspec.url_to_fs(args.input)
         files = []
@@ -45,16 +47,16 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
         for file in sorted(files):
             is_hidden = PurePosixPath(file).name.startswith((".", "_"))
             is_output = fs.unstrip_protocol(file).removeprefix("file://").startswith(output_dir)
-            if file.lower().endswith(suffixes) and not is_hidden and not is_output:
+            if file.lower().endswith(SUFFIXES) and not is_hidden and not is_output:
                 tables.append(file)
         if not tables:
-            raise FileNotFoundError(f"there is no file that ends in {', '.join(suffixes)}")
+            raise FileNotFoundError(f"there is no file that ends in {', '.join(SUFFIXES)}")
     except Exception as error:  # file systems raise errors of any type, such as for credentials
         fail(f"--input {args.input} can't be read: {error}")
     return fs, tables
 
 
-def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFileSystem, list[str]]:
+def list_split(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
     """`list_tables` for --dataset_name: the files that `datasets` lists for --dataset_split.
 
     Nothing is loaded.
@@ -67,9 +69,9 @@ def list_split(args: Namespace, suffixes: tuple[str, ...]) -> tuple[AbstractFile
             raise ValueError(f"it has no split {args.dataset_split!r}; its splits: {splits}")
         urls = list(map(str, files[args.dataset_split]))
         for url in urls:
-            if not url.lower().endswith(suffixes):
+            if not url.lower().endswith(SUFFIXES):
                 raise ValueError(
-                    f"{url} is not a table of URLs, whose name ends in {', '.join(suffixes)}"
+                    f"{url} is not a table of URLs, whose name ends in {', '.join(SUFFIXES)}"
                 )
         fs, _ = fsspec.url_to_fs(urls[0])
         return fs, [fs._strip_protocol(url) for url in urls]
@@ -155,7 +157,7 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
     fs, _ = fsspec.url_to_fs(copy)
     with explained(f"{source} can't be used"):
         if not fs.exists(copy):
-            needed = [*columns, *(name for name in find_columns(where) if name not in columns)]
+            needed = list(dict.fromkeys([*columns, *find_columns(where)]))
             with open_table(source, needed) as (schema, batches), writing(copy) as file:
                 batches = filter_rows(batches, schema, where, columns, options.get("max_rows"))
                 schema = pa.schema([schema.field(name) for name in columns])
@@ -165,12 +167,8 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
         with fs.open(copy) as file:
             parquet = pq.ParquetFile(file)
             schema = parquet.schema_arrow.remove_metadata()
-            return {
-                "source": source,
-                "copy": copy,
-                "rows": parquet.metadata.num_rows,
-                "schema": schema,
-            }
+            rows = parquet.metadata.num_rows
+            return {"source": source, "copy": copy, "rows": rows, "schema": schema}
 
 
 def choose_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
@@ -204,8 +202,7 @@ def open_table(
             parse = pa_csv.ParseOptions(
                 delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True
             )
-            if sentence := check_csv(url):
-                print(printable(sentence))
+            print_once(check_csv(url))
             with fsspec.open(url, compression="infer") as begin:
                 names = pa_csv.open_csv(begin, parse_options=parse).schema.names
             convert = pa_csv.ConvertOptions(
@@ -231,9 +228,6 @@ def filter_rows(
     max_rows: int | None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield `columns` of the rows that match `where`, at most `max_rows`; None: no limit."""
-    if where is None and max_rows is None:
-        yield from batches
-        return
     expression = None if where is None else make_filter(where, schema)
     for batch in batches:
         table = pa.Table.from_batches([batch])
@@ -283,10 +277,10 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
                 "make them the same"
             )
     url, text, *kept = schema
-    if not (pa.types.is_string(url.type) or pa.types.is_large_string(url.type)):
+    if url.type not in TEXT:
         fail(f"--url_column {args.url_column} holds {url.type}, not text")
     inner = getattr(text.type, "value_type", text.type)  # of lists and dictionary-encoded columns
-    if not (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+    if inner not in TEXT:
         fail(
             f"--caption_column {args.caption_column} holds {text.type}, "
             "neither text nor lists of text"
@@ -297,9 +291,8 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
         "width": pa.int32(),
         "height": pa.int32(),
         "sha256": pa.string(),
+        **{field.name: field.type for field in kept},
     }
-    for field in kept:
-        columns[field.name] = field.type
     try:
         features = datasets.Features.from_arrow_schema(pa.schema(columns))
     except ValueError as error:
@@ -317,11 +310,16 @@ def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:
     items = []
     for table in tables:
         for group, first in enumerate(range(0, table["rows"], rows_per_shard)):
-            item = {"table": table["source"], "copy": table["copy"], "group": group}
-            item["digest"] = table.get("digest")
-            item["first"] = first
-            item["last"] = min(table["rows"], first + rows_per_shard)
-            items.append(item)
+            items.append(
+                {
+                    "table": table["source"],
+                    "digest": table.get("digest"),
+                    "copy": table["copy"],
+                    "group": group,
+                    "first": first,
+                    "last": min(table["rows"], first + rows_per_shard),
+                }
+            )
     # All names have the same number of digits, because `datasets` sorts by name.
     digits = max(5, len(str(len(items))))
     for number, item in enumerate(items):

@@ -60,6 +60,13 @@ def test_too_many_open_files_raise_instead_of_losing_captions(tmp_path, monkeypa
                 load(tmp_path / "images")
 
 
+def test_a_caption_extension_may_have_two_parts(tmp_path):
+    make_images(tmp_path / "images", 2)
+    (tmp_path / "images/0.caption.txt").write_text("a dog")
+    captions, _ = load(tmp_path / "images", caption_extension="caption.txt")
+    assert captions == [("0.png", "a dog"), ("1.png", None)]
+
+
 def test_instance_prompt_is_used_for_images_without_caption(tmp_path):
     folder = tmp_path / "images"
     make_images(folder, 3)

@@ -773,7 +773,7 @@ def open_images(*argv):
     _, tokenizers = load_text_encoders(open_base(args), torch.float32)
     transform = make_transform(args, images.column, images.mask_column, None, 3, args.resolution)
     choice = choose_captions(args, None)
-    return CaptionedImages(images, transform.source, transform, tokenizers, choice, None, 0)
+    return CaptionedImages(images, transform, tokenizers, choice, None, 0)
 
 
 def test_captioned_images_batch_equals_its_rows_and_names_skipped_ones(tmp_path, images):
