@@ -40,7 +40,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     """
     opened = load_cache(like)
     # drops other columns, such as one that was added to choose rows
-    schema = next(batch.schema for _, batch in opened.shards)
+    schema = next(batch.schema for batch in opened.shards)
     cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
     fingerprint = f"filtered {rows._fingerprint}"  # unlike any of precompute_latents.py
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}

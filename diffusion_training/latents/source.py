@@ -1,5 +1,6 @@
 """The data of text-to-image trainers: rows of latent caches, or images that each step encodes."""
 
+import itertools
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -251,14 +252,11 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
 
 def sample_cached_captions(shards: Shards) -> list[str]:
     """The first caption of each of the first 10,000 rows of a cache."""
-    captions: list[str] = []
     if is_address(shards.folder):  # its shards are not fetched yet
-        return captions
-    for _, batch in shards:
-        rows = batch["text"].slice(0, 10**4 - len(captions)).to_pylist()
-        captions += [text[0] if isinstance(text, list) else text for text in rows]
-        if len(captions) == 10**4:
-            break
+        return []
+    texts = (text for batch in shards for text in batch["text"].to_pylist())
+    first = itertools.islice(texts, 10**4)
+    captions = [text[0] if isinstance(text, list) else text for text in first]
     return [text for text in captions if isinstance(text, str)]
 
 

@@ -216,7 +216,7 @@ class StoredLatents(CachedLatents):
             if len(held_out) == count:
                 break
             of_rows = hash_names(self.names([shard]), seed)
-            first = int(self.ends[shard] - self.lengths[shard])
+            first = int(self.starts[shard])
             order = np.argsort(np.array(of_rows, np.uint64), kind="stable")
             for index in order[: count - len(held_out)].tolist():
                 held_out[first + index] = of_rows[index]
