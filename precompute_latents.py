@@ -46,6 +46,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypedDict, cast
 
@@ -61,7 +62,6 @@ from diffusion_training.arguments import (
     PATH,
     SWITCH,
     OneOrMore,
-    list_values,
     make_parser,
     number,
     parse_demo,
@@ -103,9 +103,13 @@ from diffusion_training.latents.cache import (
     open_cache,
     writing_shard,
 )
-from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, group_by_checksum
+from diffusion_training.latents.columns import (
+    FORMAT_VERSION,
+    checksum_row,
+    describe_size,
+    group_by_checksum,
+)
 from diffusion_training.latents.encoders import (
-    describe_latents,
     describe_models,
     describe_prompts,
     encode_empty_prompt,
@@ -256,6 +260,7 @@ class RowBatch(TypedDict, total=False):
     crop_top_left: torch.Tensor  # int32 [N, 2]
 
 
+@dataclass(frozen=True)
 class TransformedRows(torch.utils.data.Dataset):
     """Decodes rows once and makes a batch of them for each cache.
 
@@ -263,13 +268,9 @@ class TransformedRows(torch.utils.data.Dataset):
     The rows are transformed as in epoch 0 of a trainer.
     """
 
-    def __init__(self, rows: Any, tokenizers: Tokenizers, caches: list[PlannedCache]) -> None:
-        self.rows = rows
-        self.tokenizers = tokenizers
-        self.caches = caches
-
-    def with_caches(self, caches: list[PlannedCache]) -> "TransformedRows":
-        return TransformedRows(self.rows, self.tokenizers, caches)
+    rows: Any
+    tokenizers: Tokenizers
+    caches: list[PlannedCache]
 
     def __getitem__(self, key: tuple[Sequence[int], list[tuple]]) -> dict[str, Any]:
         indices, keys = key
@@ -307,39 +308,35 @@ class TransformedRows(torch.utils.data.Dataset):
 
 def describe_encoders(
     base: Base, encoders: Encoders, args: Namespace, mixed_precision: str
-) -> tuple[dict[str, np.ndarray], dict[str, Any], str]:
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Try the models on the CPU in float32, and describe the cache that they will make.
 
-    Returns (empty_prompt, settings, kind of the latents). `empty_prompt` is {name: float16 array},
+    Returns (empty_prompt, settings). `empty_prompt` is {name: float16 array},
     the embeddings that a trainer uses for a dropped caption. Two runs can work on one cache only if
     their `settings` are equal.
     """
-    family = base.family
-    vae = encoders.vae
     try_encoders(encoders)
-    if args.latents == "moments" and not family.has_moments(vae):
-        fail(f"an {type(vae).__name__} has no moments: use --latents sample")
-    kind = args.latents or ("moments" if family.has_moments(vae) else "sample")
-    resolution = list_values(args.resolution or family.resolution)[0]
-    latents = describe_latents(family, vae, resolution, kind)
+    has_moments = base.family.has_moments(encoders.vae)
+    if args.latents == "moments" and not has_moments:
+        fail(f"an {type(encoders.vae).__name__} has no moments: use --latents sample")
     empty_prompt = encode_empty_prompt(encoders, base)
     settings = {
         "format_version": FORMAT_VERSION,
         "keys": KEYS,
         **describe_models(encoders),
-        "latents": kind,
-        "latents_shape": list(latents.shape),
+        "latents": args.latents or ("moments" if has_moments else "sample"),
+        "latents_shape": None,  # `plan_caches` fills it in, for each --resolution
         **describe_prompts(encoders, empty_prompt),
         "text_cache": args.text_cache,
         "dtype": DTYPES[mixed_precision],
     }
-    if family.ragged:  # without padding, like the rows
+    if base.family.ragged:  # without padding, like the rows
         mask = empty_prompt.pop("prompt_mask")
         empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
     rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
     if not all(np.isfinite(embeds).all() for embeds in rounded.values()):
         fail("the embeddings of this text encoder do not fit into float16: use --text_cache ids")
-    return rounded, settings, kind
+    return rounded, settings
 
 
 @torch.inference_mode()
@@ -402,8 +399,10 @@ def encode(
     if texts is None:
         texts = encode_texts(batch, encoders, cache.text_cache)
     if family.needs_sizes:
-        sizes = {"original_size": batch["original_size"], "crop_top_left": batch["crop_top_left"]}
-        texts = texts | sizes
+        texts = texts | {
+            "original_size": batch["original_size"],
+            "crop_top_left": batch["crop_top_left"],
+        }
     counts = [len(group) for group in batch["groups"]]
     for name, numbers in texts.items():
         columns[name] = numbers.split(counts)
@@ -416,9 +415,7 @@ def encode(
         ]
     for name, parts in columns.items():
         columns[name] = [part.flatten(1).to("cpu", non_blocking=True) for part in parts]
-    event = torch.cuda.Event() if device.type == "cuda" else None
-    if event is not None:
-        event.record()
+    event = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
     return Encoded(columns, event)
 
 
@@ -434,11 +431,10 @@ def collect(
     if event is not None:
         event.synchronize()
     order = np.argsort(sum(groups, []))
-    finite = []
-    for group in zip(*columns.values(), strict=True):  # all columns of a group
-        finite.append(torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0))
+    finite = torch.ones(len(order), dtype=torch.bool)
     rows = {}
     for name, parts in columns.items():
+        finite &= torch.cat([part.isfinite().all(dim=1) for part in parts])
         rows[name] = [row for part in parts for row in part.numpy()]
     if "prompt_mask" in rows:
         masks = rows.pop("prompt_mask")
@@ -446,7 +442,7 @@ def collect(
             pairs = zip(rows[name], masks, strict=True)
             rows[name] = [row.reshape(len(mask), -1)[mask].ravel() for row, mask in pairs]
     sorted_rows = {name: [numbers[i] for i in order] for name, numbers in rows.items()}
-    return sorted_rows, torch.cat(finite)[order].tolist()
+    return sorted_rows, finite[order].tolist()
 
 
 def encode_all(
@@ -460,26 +456,29 @@ def encode_all(
     because Stable Diffusion's VAEs overflow in float16. A row is skipped if that does not help, or
     if its numbers are too large for the cache's float16.
     """
-    queued: tuple[RowBatch, Encoded] | None = None
+    queued: list[tuple[RowBatch, Encoded]] = []
     previous = texts = None
-    for batch in itertools.chain(batches, [None]):
-        ready = queued
-        queued = None
-        if batch is not None:
-            cache = caches[batch["cache"]]
-            if (batch["row"], batch["groups"]) != previous:
-                previous = batch["row"], batch["groups"]
-                texts = encode_texts(batch, encoders, cache.text_cache)
-            queued = batch, encode(batch, encoders, cache, texts)
-        if ready is not None:  # one batch stays queued: the device computes it in the meantime
-            done, encoded = ready
-            yield write_rows(done, encoded, encoders, exact, caches[done["cache"]])
+    for batch in batches:
+        cache = caches[batch["cache"]]
+        if (batch["row"], batch["groups"]) != previous:
+            previous = batch["row"], batch["groups"]
+            texts = encode_texts(batch, encoders, cache.text_cache)
+        queued.append((batch, encode(batch, encoders, cache, texts)))
+        if len(queued) > 1:  # one batch stays queued: the device computes it in the meantime
+            yield write_rows(*queued.pop(0), encoders, exact, caches)
+    for last in queued:
+        yield write_rows(*last, encoders, exact, caches)
 
 
 def write_rows(
-    batch: RowBatch, encoded: Encoded, encoders: Encoders, exact: Encoders, cache: PlannedCache
+    batch: RowBatch,
+    encoded: Encoded,
+    encoders: Encoders,
+    exact: Encoders,
+    caches: list[PlannedCache],
 ) -> EncodedRows:
     """Turn the results of `encode` into Arrow columns; encode again if some are not finite."""
+    cache = caches[batch["cache"]]
     by_name = {column.name: column for column in cache.columns}
     padded = [name for name, column in by_name.items() if column.is_padded]
     rows, finite = collect(batch["groups"], encoded, padded)
@@ -495,11 +494,10 @@ def write_rows(
     for i, (row, key, reason) in enumerate(
         zip(batch["row"], batch["key"], batch["skipped"], strict=True)
     ):
-        if reason is None and not finite[i]:
-            reason = "its latents or embeddings are not finite"
-        if reason is None:
+        if reason is None and finite[i]:
             good.append(i)
         else:
+            reason = reason or "its latents or embeddings are not finite"
             skipped.append({"row": row, "key": key, "reason": reason})
     arrays = {
         name: by_name[name].make_array([numbers[i] for i in good]) for name, numbers in rows.items()
@@ -558,11 +556,6 @@ def find_missing(
                 missing.setdefault(shard, {})[index] = path
                 (folder / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
     return missing
-
-
-def list_skipped(names: list[str], records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """List the rows that were skipped in the shards `names`."""
-    return [row for name in names if name in records for row in records[name]["skipped"]]
 
 
 def write_shards(
@@ -635,7 +628,7 @@ def main(args: Namespace) -> None:
     # Models before data: images are decoded to the channels of the VAE, grey or colour.
     base = open_base(args)
     exact = load_encoders(base, torch.float32)
-    empty_prompt, described, kind = describe_encoders(base, exact, args, launch.mixed_precision)
+    empty_prompt, described = describe_encoders(base, exact, args, launch.mixed_precision)
     encoders = place_encoders(exact, base, launch.dtype, device, launch.compile)
     images = load_rows(args, args.streaming, [args.caption_column])
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
@@ -643,13 +636,16 @@ def main(args: Namespace) -> None:
     report_emptied(exact.tokenizers, texts)
 
     # The plan decides the content of the caches. A run can resume only those with an equal plan.
-    launch_flags = {"mixed_precision": launch.mixed_precision, "compile": launch.compile}
-    # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
-    launch_flags["streaming"] = args.streaming or None
-    caches = plan_caches(args, images, exact, kind, described, launch_flags)
+    launch_flags = {
+        "mixed_precision": launch.mixed_precision,
+        "compile": launch.compile,
+        # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
+        "streaming": args.streaming or None,
+    }
+    caches = plan_caches(args, images, exact, described, launch_flags)
     tokens = count_tokens(exact.tokenizers, texts)
     for cache in caches:
-        sentence = cache.describe_size(tokens, compare=args.dry_run)
+        sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
         accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
@@ -659,15 +655,13 @@ def main(args: Namespace) -> None:
         size = size or find_batch_size(accelerator, device, dataset, encoders, encode)
         accelerator.print(f"Batch size: {size}")
         caches = [cache.with_batch_size(size) for cache in caches]
-        dataset = dataset.with_caches(caches)
+        dataset = replace(dataset, caches=caches)
     opened = [open_cache(accelerator, cache) for cache in caches]
     stream = None
-    num_rows = 0 if args.streaming else len(images.rows)
     if args.streaming:
-        stream = StreamedRows(
-            images.rows, Path(caches[0].output_dir), opened[0].cache, opened[0].records
-        )
-        num_rows = stream.count  # rows that earlier runs have read
+        _, cache_json, records = opened[0]
+        stream = StreamedRows(images.rows, Path(caches[0].output_dir), cache_json, records)
+    num_rows = stream.count if stream else len(images.rows)  # of a stream, what was read before
 
     # Each process takes every num_processes-th shard. It first checks its shards, then makes those
     # that are missing or damaged. Each shard starts a new batch, so its bytes do not depend on the
@@ -703,7 +697,10 @@ def main(args: Namespace) -> None:
     encoded = encode_all(list_batches(batches, waits), encoders, exact, caches)
     encoded = show_progress(work_ahead(encoded, 16, device), waits, progress_bar)
     names = [name_shard(number, caches[0].settings) for number in shards]
-    skipped = [list_skipped(names, open_one.records) for open_one in opened]
+    skipped = [  # in this process's complete shards
+        [row for name in names if name in each.records for row in each.records[name]["skipped"]]
+        for each in opened
+    ]
 
     def count_rows(shard: int) -> int:
         return stream.save_position(shard, rank) if stream else num_rows

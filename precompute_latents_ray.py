@@ -98,6 +98,7 @@ from diffusion_training.latents.cache import (
     finish_cache,
     open_cache,
 )
+from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, plan_caches
@@ -948,7 +949,7 @@ def main(args: argparse.Namespace) -> None:
     # these hashes.
     base = open_base(args)
     encoders = load_encoders(base, torch.float32)
-    empty_prompt, described, kind = describe_encoders(base, encoders, args, mixed_precision)
+    empty_prompt, described = describe_encoders(base, encoders, args, mixed_precision)
     weight_bytes = sum(
         4 * weight.numel() for module in encoders.modules() for weight in module.parameters()
     )
@@ -960,14 +961,14 @@ def main(args: argparse.Namespace) -> None:
         images = load_rows(args, others=[args.caption_column])
         texts = sample_captions(images.rows, args.caption_column)
     launch_flags = {"mixed_precision": mixed_precision}
-    caches = plan_caches(recorded, images, encoders, kind, described, launch_flags)
+    caches = plan_caches(recorded, images, encoders, described, launch_flags)
     tokenizers = encoders.tokenizers
     del encoders
     report_equal(texts, args)
     report_emptied(tokenizers, texts)
     tokens = count_tokens(tokenizers, texts)
     for cache in caches:
-        sentence = cache.describe_size(tokens, compare=args.dry_run)
+        sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
