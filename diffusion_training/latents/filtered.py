@@ -4,6 +4,7 @@ python -m diffusion_training.latents.filtered chosen --like latents --output_dir
 """
 
 import argparse
+import io
 import json
 from pathlib import Path
 
@@ -76,14 +77,12 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
                         for row in range(len(batch))
                     ]
                     columns[checksum] = pa.array(sums, schema.field(checksum).type)
-                counts = {"encoded_again": 0, "captions_cut": 0}
-                batch = pa.RecordBatch.from_pydict(columns, schema)
-                add(EncodedRows(0, first, batch, [], counts))
-    empty_prompt = {}
-    for name, file in EMPTY.items():
-        if f"{file}_sha256" in cache:
-            write_file(output_dir / f"{file}.npy", read_bytes(f"{like}/{file}.npy"))
-            empty_prompt[name] = np.load(output_dir / f"{file}.npy")
+                add(EncodedRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
+    empty_prompt = {
+        name: np.load(io.BytesIO(read_bytes(f"{like}/{file}.npy")))
+        for name, file in EMPTY.items()
+        if f"{file}_sha256" in cache
+    }
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     finish_cache(output_dir, empty_prompt, 1.0)
     lock.release(force=True)

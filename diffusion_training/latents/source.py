@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -55,13 +55,13 @@ class ValidationPrompts:
 
     def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
         """Return (the prompts with these numbers, the empty prompt), on the device."""
-        prompts: list[dict[str, Any]] = [dict(self.prompts[number]) for number in numbers]
-        chosen = {}
-        empty = {}
+        prompts: list[Any] = [self.prompts[number] for number in numbers]
+        chosen: Any = {}
+        empty: Any = {}
         for name, value in dict[str, Any](self.empty).items():
             chosen[name] = torch.cat([prompt[name] for prompt in prompts]).to(device)
             empty[name] = value.to(device)
-        return cast(Prompts, chosen), cast(Prompts, empty)
+        return chosen, empty
 
 
 @dataclass(frozen=True)
@@ -133,37 +133,33 @@ def open_caches(
     maker = f"precompute_latents.py --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
-    text_cache = first.settings["text_cache"]
-    transform = first.settings["transform"]
-    base = replace(
-        base, clip_skip=base.clip_skip or first.settings["text_encoder"].get("clip_skip")
-    )
+    settings = first.settings
+    transform = settings["transform"]
+    base = replace(base, clip_skip=base.clip_skip or settings["text_encoder"].get("clip_skip"))
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
-    wants_tags = args.rank and vars(args).get("output_kohya_format")
-    exact = None
-    if launch.is_main:
-        exact = check_caches(caches, base, caption_weights, args)
+    wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
+    exact = check_caches(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
     validation = encode_validation(launch, base, exact, args.validation_prompts)
     del exact
     encoders = reads = None
-    if text_cache == "ids":
+    if settings["text_cache"] == "ids":
         text_encoders, tokenizers = load_text_encoders(base, launch.dtype)
         text_encoders.requires_grad_(False).to(launch.device)
         encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
-        choice = choose_captions(args, caption_weights)
-        reads = (tokenizers, choice) if choice.shuffle else None
+        if args.shuffle_caption:
+            reads = tokenizers, choose_captions(args, caption_weights)
     empty_prompt = {
         name: (embeds if embeds.dtype == torch.bool else embeds.float()).to(launch.device)
         for name, embeds in first.empty_prompt.items()
     }
-    shape = tuple(first.settings["latents_shape"])
+    shape = tuple(settings["latents_shape"])
     latents = Latents(
-        kind=first.settings["latents"],
+        kind=settings["latents"],
         shape=shape,
-        shift=place_scale(first.settings["vae"]["shift_factor"], launch.device),
-        factor=place_scale(first.settings["vae"]["scaling_factor"], launch.device),
+        shift=place_scale(settings["vae"]["shift_factor"], launch.device),
+        factor=place_scale(settings["vae"]["scaling_factor"], launch.device),
         downscale=resolution // shape[-1],
     )
     dataset = StoredLatents(
@@ -193,7 +189,7 @@ def open_caches(
         caption_weights=caption_weights,
         mask_column=args.mask_column,
         num_workers=0,  # a thread is faster than processes, which would have to send their batches
-        captions=sample_cached_captions(first.shards) if launch.is_main and wants_tags else [],
+        captions=sample_cached_captions(first.shards) if wants_tags else [],
     )
 
 
@@ -281,10 +277,8 @@ def check_caches(
     encoders = load_encoders(base, torch.float32)
     check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
     try_encoders(encoders)
-    compared = encoders
     # --clip_skip does not change a cache of ids, which the trainer encodes
-    if first["text_cache"] == "ids":
-        compared = replace(encoders, clip_skip=0)
+    compared = replace(encoders, clip_skip=0) if first["text_cache"] == "ids" else encoders
     described = describe_models(compared)
     resolution = first["transform"]["resolution"]
     latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
@@ -304,8 +298,7 @@ def check_cache(
     args: Namespace,
 ) -> None:
     """Stop with an error if a cache is not as `described`, or lacks data that the flags need."""
-    known = {name: cache.get(name) for name in described}
-    if differences := find_differences(known, described):
+    if differences := find_differences({name: cache.get(name) for name in described}, described):
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
             "give the models that it was made with"
@@ -317,17 +310,17 @@ def check_cache(
         )
     length = cache["tokenizer"]["model_max_length"]
     report_cut(cache["captions_cut"], cache["rows"], length, f"{folder}: ")
+    transform = cache["transform"]
     num_weights = len(caption_weights or [])
-    num_captions = len(cache["transform"]["caption_weights"] or [])
+    num_captions = len(transform["caption_weights"] or [])
     if num_weights != num_captions:
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
-    if args.random_flip and not cache["transform"]["random_flip"]:
+    if args.random_flip and not transform["random_flip"]:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
-    if args.resolution not in (None, cache["transform"]["resolution"]):
-        held = cache["transform"]["resolution"]
-        fail(f"--resolution {args.resolution} differs from the {held} px of {folder}: leave it out")
+    if args.resolution not in (None, side := transform["resolution"]):
+        fail(f"--resolution {args.resolution} differs from the {side} px of {folder}: leave it out")
 
 
 def encode_validation(
@@ -345,9 +338,9 @@ def encode_validation(
         if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
             text_encoders, tokenizers = load_text_encoders(base, torch.float32)
             encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
-        empty = {name: embeds[None] for name, embeds in encode_empty_prompt(encoders, base).items()}
-        encoded = [encode_caption(encoders, prompt) for prompt in prompts]
-        sent = [ValidationPrompts(encoded, cast(Prompts, empty))]
+        empty: Any = encode_empty_prompt(encoders, base)
+        empty = {name: embeds[None] for name, embeds in empty.items()}
+        sent = [ValidationPrompts([encode_caption(encoders, each) for each in prompts], empty)]
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]
