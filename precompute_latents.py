@@ -48,7 +48,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -70,7 +70,6 @@ from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
     decode_ahead,
-    report_cut,
     report_emptied,
     report_equal,
     sample_captions,
@@ -290,7 +289,7 @@ class TransformedRows(torch.utils.data.Dataset):
             group = [i for i, image in enumerate(images) if image.shape == size]
             groups += [group[start : start + limit] for start in range(0, len(group), limit)]
         order = sum(groups, [])
-        batch: dict[str, Any] = {"cache": index, "groups": groups}
+        batch: Any = {"cache": index, "groups": groups}
         for name in ("row", "key", "skipped", "text"):
             batch[name] = [item[name] for item in items]
         batch["cut"] = are_cut(self.tokenizers, batch["text"])
@@ -299,7 +298,7 @@ class TransformedRows(torch.utils.data.Dataset):
         for name in ("original_size", "crop_top_left"):
             batch[name] = torch.tensor([items[i][name] for i in order], dtype=torch.int32)
         batch |= tokenize(self.tokenizers, [batch["text"][i] for i in order])
-        return cast(RowBatch, batch)
+        return batch
 
 
 # -------------------------------------------------------------------------------------------------
@@ -346,12 +345,12 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
     Returns {column: [N, numbers per row]}, embeddings in float16, token ids in int32.
     """
     names = Tokens.__annotations__
-    tokens = {name: value for name, value in dict[str, Any](batch).items() if name in names}
+    tokens: Any = {name: value for name, value in dict[str, Any](batch).items() if name in names}
     if text_cache == "ids":
         return {
             name: value if name == "prompt_mask" else value.int() for name, value in tokens.items()
         }
-    prompts: dict[str, Any] = dict(encode_prompts(encoders, cast(Tokens, tokens)))
+    prompts: Any = encode_prompts(encoders, tokens)
     return {
         name: value.half() if value.is_floating_point() else value
         for name, value in prompts.items()
@@ -605,10 +604,7 @@ def finish(
         open_one.lock.release(force=True)
         # missing_ok: some versions of filelock delete the file themselves.
         (folder / ".lock").unlink(missing_ok=True)
-        limit = cache["tokenizer"]["model_max_length"]
-        report_cut(cache["captions_cut"], cache["rows"], limit)
-        print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {folder}")
-        print(f"Next: {planned.suggest_training()}")
+        planned.report_done(cache)
 
 
 @in_one_sentence

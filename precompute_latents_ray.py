@@ -64,7 +64,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import Flags, make_parser, number, parse_demo
-from diffusion_training.cluster.connection import connect, find_modules, run_tasks
+from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
 from diffusion_training.cluster.remote_cache import (
     begin_cache,
     fetch_cache,
@@ -74,7 +74,6 @@ from diffusion_training.cluster.remote_cache import (
 from diffusion_training.cluster.remote_rows import RemoteRows
 from diffusion_training.data.captions import (
     count_tokens,
-    report_cut,
     report_emptied,
     report_equal,
     sample_captions,
@@ -170,12 +169,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset_name is None and args.train_data_dir is None:
         args = parse_demo(parser, DEMO, argv, launcher="python")
     output_dir = args.output_dir.removeprefix("file://")
-    # Ray unpacks the folder of `ray job submit --working-dir` there.
-    if "/working_dir_files/" in os.path.abspath(output_dir):
-        parser.error(
-            f"Ray deletes {os.path.abspath(output_dir)} after the job: "
-            "give an absolute --output_dir"
-        )
+    check_kept(parser, output_dir)
     local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
         for name in ("dataset_config_name", "dataset_split"):
@@ -837,13 +831,7 @@ class Destination:
             cache = finish_cache(self.local, empty_prompt, max_skipped)
             if self.is_remote:
                 upload_finished(self.local, self.folder)
-        limit = cache["tokenizer"]["model_max_length"]
-        report_cut(cache["captions_cut"], cache["rows"], limit)
-        print(
-            f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, "
-            f"are in {self.planned.output_dir}"
-        )
-        print(f"Next: {self.planned.suggest_training()}")
+        self.planned.report_done(cache)
 
     def close(self) -> None:
         if self.opened and self.opened.lock:

@@ -10,6 +10,7 @@ import datasets
 import fsspec
 
 from diffusion_training.arguments import list_values
+from diffusion_training.data.captions import report_cut
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.texts import weigh_captions
 from diffusion_training.data.transforms import Transform, make_transform
@@ -62,6 +63,13 @@ class PlannedCache:
         num_rows = self.settings["source"]["rows"] or 0
         count = math.ceil(num_rows / self.rows_per_shard)
         return [name_shard(number, self.settings) for number in range(count)]
+
+    def report_done(self, cache: dict[str, Any]) -> None:
+        """Print what a finished cache holds, and the next command. cache: see `finish_cache`."""
+        report_cut(cache["captions_cut"], cache["rows"], cache["tokenizer"]["model_max_length"])
+        counts = f"{cache['rows']:,} rows, {cache['skipped']:,} skipped"
+        print(f"Done: {counts}, are in {self.output_dir}")
+        print(f"Next: {self.suggest_training()}")
 
     def suggest_training(self) -> str:
         """The command that trains on the cache."""
