@@ -666,22 +666,21 @@ def main(args: Namespace) -> None:
     shards = range(rank, math.ceil(num_rows / per_shard), num_processes)
     has_records = any(open_one.records for open_one in opened)
     missing = find_missing(shards, caches, opened, show_bar=has_records and launch.is_main)
-    ends = {number: min(num_rows, (number + 1) * per_shard) for number in shards}
+    rows = {n: range(n * per_shard, min(num_rows, (n + 1) * per_shard)) for n in shards}
     keys: Iterator[Any] = (
-        (list(paths), [(0, row) for row in range(first, min(first + per_batch, ends[number]))])
+        (list(paths), [(0, row) for row in rows[number][start : start + per_batch]])
         for number, paths in missing.items()
-        for first in range(number * per_shard, ends[number], per_batch)
+        for start in range(0, len(rows[number]), per_batch)
     )
     if stream:
-        to_make = {number * per_shard: ends[number] for number in missing}
+        to_make = {rows[number].start: rows[number].stop for number in missing}
         streamed = stream.keys(to_make, per_batch, rank, num_processes)
         keys = ((range(1), batch) for batch in streamed)
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     batches = load_batches(dataset, keys, num_workers, device)
 
-    counts = {number: ends[number] - number * per_shard for number in shards}
-    total = len(caches) * sum(counts.values())
-    done = total - sum(len(paths) * counts[number] for number, paths in missing.items())
+    total = len(caches) * sum(map(len, rows.values()))
+    done = total - sum(len(paths) * len(rows[number]) for number, paths in missing.items())
     progress_bar = tqdm(
         total=total if stream is None or stream.ended else None,
         initial=done,

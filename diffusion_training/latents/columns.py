@@ -113,13 +113,10 @@ def list_columns(cache: dict) -> list[Column]:
 
     shape = tuple(cache["latents_shape"])
     ragged = "ragged latents" in features
-    has_mirrored = cache["transform"]["random_flip"]
-    mirrored = "latents_flipped" if has_mirrored else None
+    mirrored = "latents_flipped" if cache["transform"]["random_flip"] else None
     columns.append(Column("latents", "float16", shape, is_ragged=ragged, mirrored=mirrored))
-    if has_mirrored:
-        columns.append(
-            Column("latents_flipped", "float16", shape, is_ragged=ragged, is_in_batch=False)
-        )
+    if mirrored:
+        columns.append(Column(mirrored, "float16", shape, is_ragged=ragged, is_in_batch=False))
     if "masks" in features:
         columns.append(Column("mask", "uint8", shape[1:], is_ragged=ragged, is_map=True))
     if ragged:  # height and width of the latents

@@ -12,7 +12,7 @@ import diffusers
 import torch
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.errors import amount, explain, explained, fail
+from diffusion_training.errors import amount, explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
 from diffusion_training.latents.columns import EMPTY
 from diffusion_training.models import compile_model, hash_weights, load_weights, put_on_device
@@ -39,16 +39,14 @@ class Latents:
 def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple[Any, dict]]:
     """Yield `Base.locate`'s result; an error in the block ends the program and names the part."""
     source, options = base.locate(own_path, subfolder)
-    try:
+    what = f"the {options.get('subfolder', 'model')} of a {base.family.title} pipeline"
+    with explained(f"{source} does not hold {what}"):
         yield source, options
-    except Exception as error:
-        what = f"the {options.get('subfolder', 'model')} of a {base.family.title} pipeline"
-        fail(f"{source} does not hold {what} ({explain(error)})")
 
 
-def load_encoders(base: Base, dtype: torch.dtype) -> Encoders:
+def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Encoders:
     """Load the VAE, the text encoders and their tokenizers, on the CPU."""
-    vae = load_vae(base, dtype)
+    vae = load_vae(base, dtype) if with_vae else None
     text_encoders, tokenizers = load_text_encoders(base, dtype)
     return Encoders(base.family, vae, text_encoders, tokenizers, base.clip_skip or 0)
 

@@ -1,5 +1,6 @@
 """The data of text-to-image trainers: rows of latent caches, or images that each step encodes."""
 
+import functools
 import itertools
 from argparse import Namespace
 from collections.abc import Collection, Sequence
@@ -34,7 +35,6 @@ from diffusion_training.latents.encoders import (
     encode_caption,
     encode_empty_prompt,
     load_encoders,
-    load_text_encoders,
     place_scale,
     try_encoders,
 )
@@ -72,7 +72,6 @@ class Data:
     family: Family
     latents: Latents
     empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
-    empty_length: int  # in tokens
     # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
     encoders: Encoders | None
     validation: ValidationPrompts | None
@@ -84,6 +83,12 @@ class Data:
     num_workers: int  # processes that load the data
     # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
     captions: Sequence[str] = ()
+
+    @functools.cached_property
+    def empty_length(self) -> int:
+        """How many tokens the empty prompt has."""
+        embeds = self.empty_prompt["prompt_embeds"]
+        return int(self.empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""
@@ -145,11 +150,10 @@ def open_caches(
     del exact
     encoders = reads = None
     if settings["text_cache"] == "ids":
-        text_encoders, tokenizers = load_text_encoders(base, launch.dtype)
-        text_encoders.requires_grad_(False).to(launch.device)
-        encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
+        encoders = load_encoders(base, launch.dtype, with_vae=False)
+        encoders.text_encoders.requires_grad_(False).to(launch.device)
         if args.shuffle_caption:
-            reads = tokenizers, choose_captions(args, caption_weights)
+            reads = encoders.tokenizers, choose_captions(args, caption_weights)
     empty_prompt = {
         name: (embeds if embeds.dtype == torch.bool else embeds.float()).to(launch.device)
         for name, embeds in first.empty_prompt.items()
@@ -180,7 +184,6 @@ def open_caches(
         family=base.family,
         latents=latents,
         empty_prompt=empty_prompt,
-        empty_length=count_length(empty_prompt),
         encoders=encoders,
         validation=validation,
         resolution=resolution,
@@ -227,13 +230,11 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
         sizes,
         args.shuffle_buffer,
     )
-    empty_prompt = encode_empty_prompt(encoders, base)
     return Data(
         dataset=dataset,
         family=base.family,
         latents=describe_latents(base.family, encoders.vae, resolution, kind),
-        empty_prompt=empty_prompt,
-        empty_length=count_length(empty_prompt),
+        empty_prompt=encode_empty_prompt(encoders, base),
         encoders=encoders,
         validation=validation,
         resolution=resolution,
@@ -254,12 +255,6 @@ def sample_cached_captions(shards: Shards) -> list[str]:
     first = itertools.islice(texts, 10**4)
     captions = [text[0] if isinstance(text, list) else text for text in first]
     return [text for text in captions if isinstance(text, str)]
-
-
-def count_length(empty_prompt: dict[str, torch.Tensor]) -> int:
-    """How many tokens the empty prompt has."""
-    embeds = empty_prompt["prompt_embeds"]
-    return int(empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
 
 
 def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
@@ -336,8 +331,7 @@ def encode_validation(
     sent: list[ValidationPrompts | None] = [None]
     if launch.is_main:
         if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
-            text_encoders, tokenizers = load_text_encoders(base, torch.float32)
-            encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
+            encoders = load_encoders(base, torch.float32, with_vae=False)
         empty: Any = encode_empty_prompt(encoders, base)
         empty = {name: embeds[None] for name, embeds in empty.items()}
         sent = [ValidationPrompts([encode_caption(encoders, each) for each in prompts], empty)]
