@@ -539,11 +539,11 @@ def show_progress(
 
 
 def find_missing(
-    shards: Iterable[int], caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
+    shards: range, caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
 ) -> dict[int, dict[int, Path]]:
     """Find missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
     missing: dict[int, dict[int, Path]] = {}
-    for shard in tqdm(list(shards), "Checking", disable=not show_bar, leave=False):
+    for shard in tqdm(shards, "Checking", disable=not show_bar, leave=False):
         for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
             folder = Path(cache.output_dir)
             path = folder / name_shard(shard, cache.settings)

@@ -231,7 +231,6 @@ class NoBackend(Backend):
     share_cuda_visible_devices = True
 
 
-@dataclass
 class OnlyRanks(TorchConfig):
     """Ray Train only numbers the workers. Its torch setup would take memory of each GPU."""
 

@@ -118,23 +118,12 @@ def open_data(
 ) -> Data:
     """The data of --latents_dir, or else images, with the encoders that each step needs.
 
-    before: the settings of the checkpoint, whose order of the rows is kept. optional_columns: names
-    of columns to read from a cache besides the default ones.
+    Text encoders are loaded if a cache holds only tokens. before: the settings of the checkpoint,
+    whose order of the rows is kept. optional_columns: names of columns to read from a cache besides
+    the default ones.
     """
-    if args.latents_dir:
-        return open_caches(launch, base, checkpoint, before, args, optional_columns)
-    return open_images(launch, base, args)
-
-
-def open_caches(
-    launch: Launch,
-    base: Base,
-    checkpoint: Path | None,
-    before: dict[str, Any],
-    args: Namespace,
-    optional_columns: Collection[str] = (),
-) -> Data:
-    """The data of latent caches. Text encoders are loaded if a cache holds only tokens."""
+    if not args.latents_dir:
+        return open_images(launch, base, args)
     maker = f"precompute_latents.py --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
