@@ -572,10 +572,9 @@ def write_shards(
     """
     per_shard = caches[0].rows_per_shard
     for shard, rows in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
-        paths = missing.get(shard)
-        if paths is None:  # a stream may have more shards than were known at the start
-            paths = {0: Path(caches[0].output_dir) / name_shard(shard, caches[0].settings)}
-        records = write_each(writing_shard, paths, rows)
+        # a stream may have more shards than were known at the start
+        new = {0: Path(caches[0].output_dir) / name_shard(shard, caches[0].settings)}
+        records = write_each(writing_shard, missing.get(shard, new), rows)
         num_rows = count_rows(shard)
         for index, record in records.items():
             skipped[index] += record["skipped"]

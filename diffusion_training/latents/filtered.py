@@ -52,8 +52,8 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
 
     def is_begun(names: set[str]) -> bool:
         """Whether this command was ended here before it was done."""
-        begun = {"cache.json", "unfinished"} <= names
-        return begun and (output_dir / "cache.json").read_bytes() == BEGUN
+        begun = {"cache.json", "unfinished"}
+        return begun <= names and (output_dir / "cache.json").read_bytes() == BEGUN
 
     lock = lock_folder(output_dir, output_dir, is_begun, "cache that this command has begun")
     clean(output_dir)
