@@ -346,15 +346,9 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
     """
     names = Tokens.__annotations__
     tokens: Any = {name: value for name, value in dict[str, Any](batch).items() if name in names}
-    if text_cache == "ids":
-        return {
-            name: value if name == "prompt_mask" else value.int() for name, value in tokens.items()
-        }
-    prompts: Any = encode_prompts(encoders, tokens)
-    return {
-        name: value.half() if value.is_floating_point() else value
-        for name, value in prompts.items()
-    }
+    values: Any = tokens if text_cache == "ids" else encode_prompts(encoders, tokens)
+    short = {torch.float32: torch.float16, torch.int64: torch.int32}  # a mask stays bool
+    return {name: value.to(short.get(value.dtype, value.dtype)) for name, value in values.items()}
 
 
 class Encoded(NamedTuple):
