@@ -68,7 +68,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
-from diffusion_training.cluster.connection import connect, find_modules, run_tasks
+from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
 from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import is_address, open_folder, reading, remove, writing
@@ -256,12 +256,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
         needed = "--output_dir and one of --input and --dataset_name are needed"
         parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
-    # Ray unpacks the folder of `ray job submit --working-dir` there.
-    if "/working_dir_files/" in os.path.abspath(args.output_dir):
-        parser.error(
-            f"Ray deletes {os.path.abspath(args.output_dir)} after the job: "
-            "give an absolute --output_dir"
-        )
+    check_kept(parser, args.output_dir)
     address = args.address or os.environ.get("RAY_ADDRESS", "local")
     if args.num_cpus is not None and address != "local":
         parser.error(

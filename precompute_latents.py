@@ -46,8 +46,9 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -61,7 +62,6 @@ from diffusion_training.arguments import (
     PATH,
     SWITCH,
     OneOrMore,
-    list_values,
     make_parser,
     number,
     parse_demo,
@@ -70,7 +70,6 @@ from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
     decode_ahead,
-    report_cut,
     report_emptied,
     report_equal,
     sample_captions,
@@ -103,9 +102,13 @@ from diffusion_training.latents.cache import (
     open_cache,
     writing_shard,
 )
-from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, group_by_checksum
+from diffusion_training.latents.columns import (
+    FORMAT_VERSION,
+    checksum_row,
+    describe_size,
+    group_by_checksum,
+)
 from diffusion_training.latents.encoders import (
-    describe_latents,
     describe_models,
     describe_prompts,
     encode_empty_prompt,
@@ -256,6 +259,7 @@ class RowBatch(TypedDict, total=False):
     crop_top_left: torch.Tensor  # int32 [N, 2]
 
 
+@dataclass(frozen=True)
 class TransformedRows(torch.utils.data.Dataset):
     """Decodes rows once and makes a batch of them for each cache.
 
@@ -263,13 +267,9 @@ class TransformedRows(torch.utils.data.Dataset):
     The rows are transformed as in epoch 0 of a trainer.
     """
 
-    def __init__(self, rows: Any, tokenizers: Tokenizers, caches: list[PlannedCache]) -> None:
-        self.rows = rows
-        self.tokenizers = tokenizers
-        self.caches = caches
-
-    def with_caches(self, caches: list[PlannedCache]) -> "TransformedRows":
-        return TransformedRows(self.rows, self.tokenizers, caches)
+    rows: Any
+    tokenizers: Tokenizers
+    caches: list[PlannedCache]
 
     def __getitem__(self, key: tuple[Sequence[int], list[tuple]]) -> dict[str, Any]:
         indices, keys = key
@@ -289,7 +289,7 @@ class TransformedRows(torch.utils.data.Dataset):
             group = [i for i, image in enumerate(images) if image.shape == size]
             groups += [group[start : start + limit] for start in range(0, len(group), limit)]
         order = sum(groups, [])
-        batch: dict[str, Any] = {"cache": index, "groups": groups}
+        batch: Any = {"cache": index, "groups": groups}
         for name in ("row", "key", "skipped", "text"):
             batch[name] = [item[name] for item in items]
         batch["cut"] = are_cut(self.tokenizers, batch["text"])
@@ -298,7 +298,7 @@ class TransformedRows(torch.utils.data.Dataset):
         for name in ("original_size", "crop_top_left"):
             batch[name] = torch.tensor([items[i][name] for i in order], dtype=torch.int32)
         batch |= tokenize(self.tokenizers, [batch["text"][i] for i in order])
-        return cast(RowBatch, batch)
+        return batch
 
 
 # -------------------------------------------------------------------------------------------------
@@ -307,39 +307,35 @@ class TransformedRows(torch.utils.data.Dataset):
 
 def describe_encoders(
     base: Base, encoders: Encoders, args: Namespace, mixed_precision: str
-) -> tuple[dict[str, np.ndarray], dict[str, Any], str]:
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Try the models on the CPU in float32, and describe the cache that they will make.
 
-    Returns (empty_prompt, settings, kind of the latents). `empty_prompt` is {name: float16 array},
+    Returns (empty_prompt, settings). `empty_prompt` is {name: float16 array},
     the embeddings that a trainer uses for a dropped caption. Two runs can work on one cache only if
     their `settings` are equal.
     """
-    family = base.family
-    vae = encoders.vae
     try_encoders(encoders)
-    if args.latents == "moments" and not family.has_moments(vae):
-        fail(f"an {type(vae).__name__} has no moments: use --latents sample")
-    kind = args.latents or ("moments" if family.has_moments(vae) else "sample")
-    resolution = list_values(args.resolution or family.resolution)[0]
-    latents = describe_latents(family, vae, resolution, kind)
+    has_moments = base.family.has_moments(encoders.vae)
+    if args.latents == "moments" and not has_moments:
+        fail(f"an {type(encoders.vae).__name__} has no moments: use --latents sample")
     empty_prompt = encode_empty_prompt(encoders, base)
     settings = {
         "format_version": FORMAT_VERSION,
         "keys": KEYS,
         **describe_models(encoders),
-        "latents": kind,
-        "latents_shape": list(latents.shape),
+        "latents": args.latents or ("moments" if has_moments else "sample"),
+        "latents_shape": None,  # `plan_caches` fills it in, for each --resolution
         **describe_prompts(encoders, empty_prompt),
         "text_cache": args.text_cache,
         "dtype": DTYPES[mixed_precision],
     }
-    if family.ragged:  # without padding, like the rows
+    if base.family.ragged:  # without padding, like the rows
         mask = empty_prompt.pop("prompt_mask")
         empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
     rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
     if not all(np.isfinite(embeds).all() for embeds in rounded.values()):
         fail("the embeddings of this text encoder do not fit into float16: use --text_cache ids")
-    return rounded, settings, kind
+    return rounded, settings
 
 
 @torch.inference_mode()
@@ -349,16 +345,10 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
     Returns {column: [N, numbers per row]}, embeddings in float16, token ids in int32.
     """
     names = Tokens.__annotations__
-    tokens = {name: value for name, value in dict[str, Any](batch).items() if name in names}
-    if text_cache == "ids":
-        return {
-            name: value if name == "prompt_mask" else value.int() for name, value in tokens.items()
-        }
-    prompts: dict[str, Any] = dict(encode_prompts(encoders, cast(Tokens, tokens)))
-    return {
-        name: value.half() if value.is_floating_point() else value
-        for name, value in prompts.items()
-    }
+    tokens: Any = {name: value for name, value in dict[str, Any](batch).items() if name in names}
+    values: Any = tokens if text_cache == "ids" else encode_prompts(encoders, tokens)
+    short = {torch.float32: torch.float16, torch.int64: torch.int32}  # a mask stays bool
+    return {name: value.to(short.get(value.dtype, value.dtype)) for name, value in values.items()}
 
 
 class Encoded(NamedTuple):
@@ -402,8 +392,10 @@ def encode(
     if texts is None:
         texts = encode_texts(batch, encoders, cache.text_cache)
     if family.needs_sizes:
-        sizes = {"original_size": batch["original_size"], "crop_top_left": batch["crop_top_left"]}
-        texts = texts | sizes
+        texts = texts | {
+            "original_size": batch["original_size"],
+            "crop_top_left": batch["crop_top_left"],
+        }
     counts = [len(group) for group in batch["groups"]]
     for name, numbers in texts.items():
         columns[name] = numbers.split(counts)
@@ -416,9 +408,7 @@ def encode(
         ]
     for name, parts in columns.items():
         columns[name] = [part.flatten(1).to("cpu", non_blocking=True) for part in parts]
-    event = torch.cuda.Event() if device.type == "cuda" else None
-    if event is not None:
-        event.record()
+    event = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
     return Encoded(columns, event)
 
 
@@ -434,11 +424,10 @@ def collect(
     if event is not None:
         event.synchronize()
     order = np.argsort(sum(groups, []))
-    finite = []
-    for group in zip(*columns.values(), strict=True):  # all columns of a group
-        finite.append(torch.stack([part.isfinite().all(dim=1) for part in group]).all(dim=0))
+    finite = torch.ones(len(order), dtype=torch.bool)
     rows = {}
     for name, parts in columns.items():
+        finite &= torch.cat([part.isfinite().all(dim=1) for part in parts])
         rows[name] = [row for part in parts for row in part.numpy()]
     if "prompt_mask" in rows:
         masks = rows.pop("prompt_mask")
@@ -446,7 +435,7 @@ def collect(
             pairs = zip(rows[name], masks, strict=True)
             rows[name] = [row.reshape(len(mask), -1)[mask].ravel() for row, mask in pairs]
     sorted_rows = {name: [numbers[i] for i in order] for name, numbers in rows.items()}
-    return sorted_rows, torch.cat(finite)[order].tolist()
+    return sorted_rows, finite[order].tolist()
 
 
 def encode_all(
@@ -460,26 +449,29 @@ def encode_all(
     because Stable Diffusion's VAEs overflow in float16. A row is skipped if that does not help, or
     if its numbers are too large for the cache's float16.
     """
-    queued: tuple[RowBatch, Encoded] | None = None
+    queued: list[tuple[RowBatch, Encoded]] = []
     previous = texts = None
-    for batch in itertools.chain(batches, [None]):
-        ready = queued
-        queued = None
-        if batch is not None:
-            cache = caches[batch["cache"]]
-            if (batch["row"], batch["groups"]) != previous:
-                previous = batch["row"], batch["groups"]
-                texts = encode_texts(batch, encoders, cache.text_cache)
-            queued = batch, encode(batch, encoders, cache, texts)
-        if ready is not None:  # one batch stays queued: the device computes it in the meantime
-            done, encoded = ready
-            yield write_rows(done, encoded, encoders, exact, caches[done["cache"]])
+    for batch in batches:
+        cache = caches[batch["cache"]]
+        if (batch["row"], batch["groups"]) != previous:
+            previous = batch["row"], batch["groups"]
+            texts = encode_texts(batch, encoders, cache.text_cache)
+        queued.append((batch, encode(batch, encoders, cache, texts)))
+        if len(queued) > 1:  # one batch stays queued: the device computes it in the meantime
+            yield write_rows(*queued.pop(0), encoders, exact, caches)
+    for last in queued:
+        yield write_rows(*last, encoders, exact, caches)
 
 
 def write_rows(
-    batch: RowBatch, encoded: Encoded, encoders: Encoders, exact: Encoders, cache: PlannedCache
+    batch: RowBatch,
+    encoded: Encoded,
+    encoders: Encoders,
+    exact: Encoders,
+    caches: list[PlannedCache],
 ) -> EncodedRows:
     """Turn the results of `encode` into Arrow columns; encode again if some are not finite."""
+    cache = caches[batch["cache"]]
     by_name = {column.name: column for column in cache.columns}
     padded = [name for name, column in by_name.items() if column.is_padded]
     rows, finite = collect(batch["groups"], encoded, padded)
@@ -495,11 +487,10 @@ def write_rows(
     for i, (row, key, reason) in enumerate(
         zip(batch["row"], batch["key"], batch["skipped"], strict=True)
     ):
-        if reason is None and not finite[i]:
-            reason = "its latents or embeddings are not finite"
-        if reason is None:
+        if reason is None and finite[i]:
             good.append(i)
         else:
+            reason = reason or "its latents or embeddings are not finite"
             skipped.append({"row": row, "key": key, "reason": reason})
     arrays = {
         name: by_name[name].make_array([numbers[i] for i in good]) for name, numbers in rows.items()
@@ -542,11 +533,11 @@ def show_progress(
 
 
 def find_missing(
-    shards: Iterable[int], caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
+    shards: range, caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
 ) -> dict[int, dict[int, Path]]:
     """Find missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
     missing: dict[int, dict[int, Path]] = {}
-    for shard in tqdm(list(shards), "Checking", disable=not show_bar, leave=False):
+    for shard in tqdm(shards, "Checking", disable=not show_bar, leave=False):
         for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
             folder = Path(cache.output_dir)
             path = folder / name_shard(shard, cache.settings)
@@ -558,11 +549,6 @@ def find_missing(
                 missing.setdefault(shard, {})[index] = path
                 (folder / "state.json").unlink(missing_ok=True)  # an unfinished cache does not open
     return missing
-
-
-def list_skipped(names: list[str], records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """List the rows that were skipped in the shards `names`."""
-    return [row for name in names if name in records for row in records[name]["skipped"]]
 
 
 def write_shards(
@@ -580,10 +566,9 @@ def write_shards(
     """
     per_shard = caches[0].rows_per_shard
     for shard, rows in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
-        paths = missing.get(shard)
-        if paths is None:  # a stream may have more shards than were known at the start
-            paths = {0: Path(caches[0].output_dir) / name_shard(shard, caches[0].settings)}
-        records = write_each(writing_shard, paths, rows)
+        # a stream may have more shards than were known at the start
+        new = {0: Path(caches[0].output_dir) / name_shard(shard, caches[0].settings)}
+        records = write_each(writing_shard, missing.get(shard, new), rows)
         num_rows = count_rows(shard)
         for index, record in records.items():
             skipped[index] += record["skipped"]
@@ -612,10 +597,7 @@ def finish(
         open_one.lock.release(force=True)
         # missing_ok: some versions of filelock delete the file themselves.
         (folder / ".lock").unlink(missing_ok=True)
-        limit = cache["tokenizer"]["model_max_length"]
-        report_cut(cache["captions_cut"], cache["rows"], limit)
-        print(f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, are in {folder}")
-        print(f"Next: {planned.suggest_training()}")
+        planned.report_done(cache)
 
 
 @in_one_sentence
@@ -635,7 +617,7 @@ def main(args: Namespace) -> None:
     # Models before data: images are decoded to the channels of the VAE, grey or colour.
     base = open_base(args)
     exact = load_encoders(base, torch.float32)
-    empty_prompt, described, kind = describe_encoders(base, exact, args, launch.mixed_precision)
+    empty_prompt, described = describe_encoders(base, exact, args, launch.mixed_precision)
     encoders = place_encoders(exact, base, launch.dtype, device, launch.compile)
     images = load_rows(args, args.streaming, [args.caption_column])
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
@@ -643,13 +625,16 @@ def main(args: Namespace) -> None:
     report_emptied(exact.tokenizers, texts)
 
     # The plan decides the content of the caches. A run can resume only those with an equal plan.
-    launch_flags = {"mixed_precision": launch.mixed_precision, "compile": launch.compile}
-    # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
-    launch_flags["streaming"] = args.streaming or None
-    caches = plan_caches(args, images, exact, kind, described, launch_flags)
+    launch_flags = {
+        "mixed_precision": launch.mixed_precision,
+        "compile": launch.compile,
+        # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
+        "streaming": args.streaming or None,
+    }
+    caches = plan_caches(args, images, exact, described, launch_flags)
     tokens = count_tokens(exact.tokenizers, texts)
     for cache in caches:
-        sentence = cache.describe_size(tokens, compare=args.dry_run)
+        sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
         accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
@@ -659,15 +644,13 @@ def main(args: Namespace) -> None:
         size = size or find_batch_size(accelerator, device, dataset, encoders, encode)
         accelerator.print(f"Batch size: {size}")
         caches = [cache.with_batch_size(size) for cache in caches]
-        dataset = dataset.with_caches(caches)
+        dataset = replace(dataset, caches=caches)
     opened = [open_cache(accelerator, cache) for cache in caches]
     stream = None
-    num_rows = 0 if args.streaming else len(images.rows)
     if args.streaming:
-        stream = StreamedRows(
-            images.rows, Path(caches[0].output_dir), opened[0].cache, opened[0].records
-        )
-        num_rows = stream.count  # rows that earlier runs have read
+        _, cache_json, records = opened[0]
+        stream = StreamedRows(images.rows, Path(caches[0].output_dir), cache_json, records)
+    num_rows = stream.count if stream else len(images.rows)  # of a stream, what was read before
 
     # Each process takes every num_processes-th shard. It first checks its shards, then makes those
     # that are missing or damaged. Each shard starts a new batch, so its bytes do not depend on the
@@ -676,22 +659,21 @@ def main(args: Namespace) -> None:
     shards = range(rank, math.ceil(num_rows / per_shard), num_processes)
     has_records = any(open_one.records for open_one in opened)
     missing = find_missing(shards, caches, opened, show_bar=has_records and launch.is_main)
-    ends = {number: min(num_rows, (number + 1) * per_shard) for number in shards}
+    rows = {n: range(n * per_shard, min(num_rows, (n + 1) * per_shard)) for n in shards}
     keys: Iterator[Any] = (
-        (list(paths), [(0, row) for row in range(first, min(first + per_batch, ends[number]))])
+        (list(paths), [(0, row) for row in rows[number][start : start + per_batch]])
         for number, paths in missing.items()
-        for first in range(number * per_shard, ends[number], per_batch)
+        for start in range(0, len(rows[number]), per_batch)
     )
     if stream:
-        to_make = {number * per_shard: ends[number] for number in missing}
+        to_make = {rows[number].start: rows[number].stop for number in missing}
         streamed = stream.keys(to_make, per_batch, rank, num_processes)
         keys = ((range(1), batch) for batch in streamed)
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     batches = load_batches(dataset, keys, num_workers, device)
 
-    counts = {number: ends[number] - number * per_shard for number in shards}
-    total = len(caches) * sum(counts.values())
-    done = total - sum(len(paths) * counts[number] for number, paths in missing.items())
+    total = len(caches) * sum(map(len, rows.values()))
+    done = total - sum(len(paths) * len(rows[number]) for number, paths in missing.items())
     progress_bar = tqdm(
         total=total if stream is None or stream.ended else None,
         initial=done,
@@ -703,7 +685,10 @@ def main(args: Namespace) -> None:
     encoded = encode_all(list_batches(batches, waits), encoders, exact, caches)
     encoded = show_progress(work_ahead(encoded, 16, device), waits, progress_bar)
     names = [name_shard(number, caches[0].settings) for number in shards]
-    skipped = [list_skipped(names, open_one.records) for open_one in opened]
+    skipped = [  # in this process's complete shards
+        [row for name in names if name in each.records for row in each.records[name]["skipped"]]
+        for each in opened
+    ]
 
     def count_rows(shard: int) -> int:
         return stream.save_position(shard, rank) if stream else num_rows

@@ -64,7 +64,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import Flags, make_parser, number, parse_demo
-from diffusion_training.cluster.connection import connect, find_modules, run_tasks
+from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
 from diffusion_training.cluster.remote_cache import (
     begin_cache,
     fetch_cache,
@@ -74,7 +74,6 @@ from diffusion_training.cluster.remote_cache import (
 from diffusion_training.cluster.remote_rows import RemoteRows
 from diffusion_training.data.captions import (
     count_tokens,
-    report_cut,
     report_emptied,
     report_equal,
     sample_captions,
@@ -98,6 +97,7 @@ from diffusion_training.latents.cache import (
     finish_cache,
     open_cache,
 )
+from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, plan_caches
@@ -169,12 +169,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset_name is None and args.train_data_dir is None:
         args = parse_demo(parser, DEMO, argv, launcher="python")
     output_dir = args.output_dir.removeprefix("file://")
-    # Ray unpacks the folder of `ray job submit --working-dir` there.
-    if "/working_dir_files/" in os.path.abspath(output_dir):
-        parser.error(
-            f"Ray deletes {os.path.abspath(output_dir)} after the job: "
-            "give an absolute --output_dir"
-        )
+    check_kept(parser, output_dir)
     local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
         for name in ("dataset_config_name", "dataset_split"):
@@ -836,13 +831,7 @@ class Destination:
             cache = finish_cache(self.local, empty_prompt, max_skipped)
             if self.is_remote:
                 upload_finished(self.local, self.folder)
-        limit = cache["tokenizer"]["model_max_length"]
-        report_cut(cache["captions_cut"], cache["rows"], limit)
-        print(
-            f"Done: {cache['rows']:,} rows, {cache['skipped']:,} skipped, "
-            f"are in {self.planned.output_dir}"
-        )
-        print(f"Next: {self.planned.suggest_training()}")
+        self.planned.report_done(cache)
 
     def close(self) -> None:
         if self.opened and self.opened.lock:
@@ -948,7 +937,7 @@ def main(args: argparse.Namespace) -> None:
     # these hashes.
     base = open_base(args)
     encoders = load_encoders(base, torch.float32)
-    empty_prompt, described, kind = describe_encoders(base, encoders, args, mixed_precision)
+    empty_prompt, described = describe_encoders(base, encoders, args, mixed_precision)
     weight_bytes = sum(
         4 * weight.numel() for module in encoders.modules() for weight in module.parameters()
     )
@@ -960,14 +949,14 @@ def main(args: argparse.Namespace) -> None:
         images = load_rows(args, others=[args.caption_column])
         texts = sample_captions(images.rows, args.caption_column)
     launch_flags = {"mixed_precision": mixed_precision}
-    caches = plan_caches(recorded, images, encoders, kind, described, launch_flags)
+    caches = plan_caches(recorded, images, encoders, described, launch_flags)
     tokenizers = encoders.tokenizers
     del encoders
     report_equal(texts, args)
     report_emptied(tokenizers, texts)
     tokens = count_tokens(tokenizers, texts)
     for cache in caches:
-        sentence = cache.describe_size(tokens, compare=args.dry_run)
+        sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return

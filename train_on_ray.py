@@ -50,7 +50,7 @@ from typing import Any, NamedTuple
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number
-from diffusion_training.cluster.connection import connect, find_modules
+from diffusion_training.cluster.connection import check_kept, connect, find_modules
 from diffusion_training.cluster.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
 from diffusion_training.errors import (
     PEER_ENDED,
@@ -155,12 +155,10 @@ def parse_args(argv: list[str] | None = None) -> Flags:
             f"leave --resume_from_checkpoint {given} out: each restart would resume from it again, "
             "and this script always resumes from the latest checkpoint"
         )
+    check_kept(parser, flags.output_dir)
     output_dir = os.path.abspath(flags.output_dir)
-    # Ray unpacks the folder of `ray job submit --working-dir` there.
-    if "/working_dir_files/" in output_dir:
-        parser.error(f"Ray deletes {output_dir} after the job: give an absolute --output_dir")
-    found = {"script": trainer.__file__, "output_dir": output_dir}
-    return Flags(**vars(args) | found | {"trainer": flags})
+    found = {"script": trainer.__file__, "output_dir": output_dir, "trainer": flags}
+    return Flags(**vars(args) | found)
 
 
 def import_trainer(parser: Parser, script: str) -> ModuleType:
@@ -233,7 +231,6 @@ class NoBackend(Backend):
     share_cuda_visible_devices = True
 
 
-@dataclass
 class OnlyRanks(TorchConfig):
     """Ray Train only numbers the workers. Its torch setup would take memory of each GPU."""
 
@@ -256,14 +253,13 @@ def run_worker(config: dict[str, Any]) -> None:
     events = config["events"]
     environment = join_group(job, events)
     event = run_trainer(job, environment) if environment else None
-    if event:
-        events.put(event)
+    if event is None:
+        return
+    events.put(event)
     deadline = time.monotonic() + 60
-    while event and event.kind == "failed" and not job.over.exists():
-        if time.monotonic() > deadline:
-            break
+    while event.kind == "failed" and not job.over.exists() and time.monotonic() < deadline:
         time.sleep(0.5)
-    if event and not job.over.exists():
+    if not job.over.exists():
         raise RuntimeError(event.text)
 
 
@@ -309,8 +305,8 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
     """Run the trainer to its end. Returns None if all went well."""
     host = socket.gethostname()
     if missing := find_unshared(job):
-        advice = "it must be on a disk that all machines share"
-        return Event("failed", f"{missing} of {job.host} is missing on {host}: {advice}")
+        where = f"{missing} of {job.host} is missing on {host}"
+        return Event("failed", f"{where}: it must be on a disk that all machines share")
     script = job.script
     if not os.path.exists(script):  # Ray has copied it to this machine
         spec = importlib.util.find_spec(Path(script).stem)
@@ -352,8 +348,8 @@ def interpret_end(ended: Ended | None, script: str, what: str) -> Event | None:
         return Event("lost", f"{what} was killed, with its supervisor")
     if ended.status == 0:
         return None
-    if ended.status < 0 or ended.status > 128:
-        number = -ended.status if ended.status < 0 else ended.status - 128
+    number = -ended.status if ended.status < 0 else ended.status - 128
+    if number > 0:
         return Event("lost", f"{what} was ended by {signal.Signals(number).name}")
     if ended.status == PEER_ENDED:
         return Event("lost", f"{what} ended because another worker ended")
@@ -421,10 +417,10 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
                 name = Path(job.script).name
                 sentence = next((x for x in failures if x.startswith(f"{name}: ")), failures[0])
                 raise SystemExit(1) if sentence in printed else Refused(sentence)
-            if event is None and not fitting.is_alive():
-                return
             if event is None:
-                continue
+                if fitting.is_alive():
+                    continue
+                return
             if event.kind == "failed":
                 failures.append(event.text)
                 continue
@@ -490,7 +486,6 @@ def main(args: argparse.Namespace) -> None:
 
     Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
-    trainer = sys.modules[Path(args.script).stem]
     check_output_dir(vars(args.trainer))
 
     # Make the folder that the workers share.
@@ -511,6 +506,7 @@ def main(args: argparse.Namespace) -> None:
     # Start Ray or connect to it, and train. `fit` is in a thread, because Ray's handler of Ctrl-C
     # would not wait for the trainers.
     try:
+        trainer = sys.modules[Path(args.script).stem]
         disconnect = connect(args.address, find_modules(run_worker, Supervisor, trainer.parse_args))
         check_resources(args)
         here = ray.get_runtime_context().get_node_id()

@@ -215,9 +215,9 @@ def make_cache(
     )
     base = open_base(args)
     encoders = load_encoders(base, torch.float32)
-    empty_prompt, described, kind = precompute_latents.describe_encoders(base, encoders, args, "no")
+    empty_prompt, described = precompute_latents.describe_encoders(base, encoders, args, "no")
     images = ImageRows(datasets.Dataset.from_dict({"row": range(rows)}), "image")
-    (planned,) = plan_caches(args, images, encoders, kind, described, {})
+    (planned,) = plan_caches(args, images, encoders, described, {})
     settings, shards = planned.settings, planned.list_shards()
     write_file(folder / "cache.json", json.dumps(settings))
     tokens, _ = settings["prompt_embeds_shape"]

@@ -43,7 +43,7 @@ def copy_to_numpy(folder):
         np.save(
             folder / f"{name}.npy",
             np.concatenate(
-                [batch[name].flatten().to_numpy().reshape(len(batch), -1) for _, batch in shards]
+                [batch[name].flatten().to_numpy().reshape(len(batch), -1) for batch in shards]
             ),
         )
 

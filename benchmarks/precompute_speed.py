@@ -231,9 +231,9 @@ def plan(args, mixed_precision):
     """
     base = open_base(args)
     exact = load_encoders(base, torch.float32)
-    _, described, kind = precompute_latents.describe_encoders(base, exact, args, mixed_precision)
+    _, described = precompute_latents.describe_encoders(base, exact, args, mixed_precision)
     images = load_rows(args, others=[args.caption_column])
-    caches = plan_caches(args, images, exact, kind, described, {})
+    caches = plan_caches(args, images, exact, described, {})
     dataset = precompute_latents.TransformedRows(images.rows, exact.tokenizers, caches)
     return base, exact, dataset, caches
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ def step_seed(purpose: str, *key: int) -> int:
     """
     text = " ".join([purpose, *map(str, map(int, key))])
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def hash_names(names: Iterable[str], seed: int) -> np.ndarray:
+    """A 64-bit hash of the seed and each name, by which names are held out."""
+    hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in names)
+    return np.fromiter(hashes, np.uint64)
 
 
 def draw_choices(seed: int, epoch: int | None, row: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Connect to Ray or start it, and run tasks on it."""
 
+import argparse
 import collections
 import itertools
 import os
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from diffusion_training.errors import end_if_stopped, explained
 
 Task = TypeVar("Task")
+TRIES = 4  # attempts at a task whose worker dies
 
 
 def find_modules(*objects: Any) -> list[str]:
@@ -24,6 +26,13 @@ def find_modules(*objects: Any) -> list[str]:
     names = {value.__module__.split(".")[0] for value in objects}
     files = [Path(sys.modules[name].__file__ or "").resolve() for name in names]
     return sorted(str(file.parent if file.name == "__init__.py" else file) for file in files)
+
+
+def check_kept(parser: argparse.ArgumentParser, output_dir: str) -> None:
+    """Stop with an error if Ray unpacks `ray job submit --working-dir` around --output_dir."""
+    path = os.path.abspath(output_dir)
+    if "/working_dir_files/" in path:
+        parser.error(f"Ray deletes {path} after the job: give an absolute --output_dir")
 
 
 def connect(address: str | None, modules: list[str], **options: Any) -> Callable[[], None]:
@@ -60,12 +69,12 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
 
 
 def run_tasks(
-    items: Iterable[Task], submit: Callable[[Task], Any], limit: Callable[[], float], tries: int = 4
+    items: Iterable[Task], submit: Callable[[Task], Any], limit: Callable[[], float]
 ) -> Generator[tuple[Task, Any, str | None]]:
     """Run a task for each item, at most `limit()` at a time, and yield each when it ends.
 
     Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died
-    `tries` times. submit(item) starts a task, with max_retries=0, because the deaths of workers are
+    TRIES times. submit(item) starts a task, with max_retries=0, because the deaths of workers are
     counted here.
     """
     import ray
@@ -92,9 +101,8 @@ def run_tasks(
                     yield item, ray.get(ref), None
                 except fatal:
                     deaths[id(item)] += 1
-                    if deaths[id(item)] == tries:
-                        reason = f"its worker process died {tries} times; out of memory?"
-                        yield item, None, reason
+                    if deaths[id(item)] == TRIES:
+                        yield item, None, f"its worker process died {TRIES} times; out of memory?"
                     else:
                         pending[submit(item)] = item
     finally:

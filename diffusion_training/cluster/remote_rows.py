@@ -36,15 +36,14 @@ class RemoteRows:
             objects = [(name, describe_object(info)) for name, info in found.items()]
             if not objects:
                 raise FileNotFoundError("it holds no parquet files")
-            names = [name for name, _ in objects]
             self.files = [(f"{folder}/{name}", described) for name, described in objects]
             limit = args.max_train_samples or 2**63
             with ThreadPoolExecutor(32) as pool:
                 opened = pool.map(lambda file: open_parquet(*file), self.files)
-                for name, (parquet, starts) in zip(names, opened, strict=False):
+                for (name, _), (parquet, starts) in zip(objects, opened, strict=False):
                     schema = schema or parquet.schema_arrow
                     if parquet.schema_arrow.remove_metadata() != schema.remove_metadata():
-                        raise ValueError(f"{name} has other columns than {names[0]}")
+                        raise ValueError(f"{name} has other columns than {objects[0][0]}")
                     self.starts.append(min(limit, self.starts[-1] + starts[-1]))
                     if self.starts[-1] == limit:
                         pool.shutdown(cancel_futures=True)

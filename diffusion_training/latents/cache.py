@@ -232,9 +232,8 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
         np.save(output_dir / f".tmp-{path.name}", embeds)
         (output_dir / f".tmp-{path.name}").replace(path)
         cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
-    for name, kind in RECORD.items():
-        if kind is int:
-            cache[name] = sum(record[name] for record in records.values())
+    for name in ("rows", "encoded_again", "captions_cut"):
+        cache[name] = sum(record[name] for record in records.values())
     cache["skipped"] = len(skipped)
     # by length first, so that 100000 comes after 99999
     names = sorted(records, key=lambda name: (len(name), name))
@@ -244,15 +243,15 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
         for column in RECORD
         if column != "skipped"
     }
-    # keys that `datasets` requires
-    state: dict[str, Any] = dict.fromkeys(["_format_columns", "_format_type", "_split"])
-    files = [{"filename": name} for name in names]
-    state |= {
+    state = {  # `datasets` requires these keys
+        "_format_columns": None,
+        "_format_type": None,
+        "_split": None,
         "_format_kwargs": {},
         "_output_all_columns": False,
         "_fingerprint": fingerprint_cache(cache),
+        "_data_files": [{"filename": name} for name in names],
     }
-    state["_data_files"] = files
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     write_file(output_dir / "dataset_info.json", "{}")
     write_file(output_dir / "state.json", json.dumps(state, indent=1))

@@ -91,20 +91,18 @@ EXTRA_COLUMNS: tuple[Column, ...] = ()
 def list_columns(cache: dict) -> list[Column]:
     """The columns of numbers in a cache; cache: the content of cache.json."""
     features = cache["features"]
-    num_captions = count_captions(cache)
+    num_captions = len(cache["transform"]["caption_weights"]) if "captions" in features else 1
     captions: dict[str, Any] = {"is_of_caption": True, "num_values": num_captions}
     # padding is not stored
     ragged_text = "ragged embeddings" in features or "ragged ids" in features
     padding: dict[str, Any] = {"is_ragged": ragged_text, "is_padded": ragged_text}
-    columns = []
     if cache["text_cache"] == "ids":
         tokens = (cache["tokenizer"]["model_max_length"],)  # the number of embeddings may differ
-        for name in ("input_ids", "input_ids_2"):
-            if name == "input_ids" or "text_encoder_2" in cache:
-                columns.append(Column(name, "int32", tokens, **padding, **captions))
+        names = ["input_ids", "input_ids_2"] if "text_encoder_2" in cache else ["input_ids"]
+        columns = [Column(name, "int32", tokens, **padding, **captions) for name in names]
     else:
         shape = tuple(cache["prompt_embeds_shape"])
-        columns.append(Column("prompt_embeds", "float16", shape, **padding, **captions))
+        columns = [Column("prompt_embeds", "float16", shape, **padding, **captions)]
         if "pooled_prompt_embeds_shape" in cache:
             shape = tuple(cache["pooled_prompt_embeds_shape"])
             columns.append(Column("pooled_prompt_embeds", "float16", shape, **captions))
@@ -115,13 +113,10 @@ def list_columns(cache: dict) -> list[Column]:
 
     shape = tuple(cache["latents_shape"])
     ragged = "ragged latents" in features
-    has_mirrored = cache["transform"]["random_flip"]
-    mirrored = "latents_flipped" if has_mirrored else None
+    mirrored = "latents_flipped" if cache["transform"]["random_flip"] else None
     columns.append(Column("latents", "float16", shape, is_ragged=ragged, mirrored=mirrored))
-    if has_mirrored:
-        columns.append(
-            Column("latents_flipped", "float16", shape, is_ragged=ragged, is_in_batch=False)
-        )
+    if mirrored:
+        columns.append(Column(mirrored, "float16", shape, is_ragged=ragged, is_in_batch=False))
     if "masks" in features:
         columns.append(Column("mask", "uint8", shape[1:], is_ragged=ragged, is_map=True))
     if ragged:  # height and width of the latents
@@ -141,13 +136,6 @@ def list_features() -> set[str]:
     return features.union(*(family.features for family in FAMILIES.values()))
 
 
-def count_captions(cache: dict) -> int:
-    """How many captions each row of a cache can hold."""
-    if "captions" not in cache["features"]:
-        return 1
-    return len(cache["transform"]["caption_weights"])
-
-
 def group_by_checksum(columns: Collection[Column]) -> dict[str, list[str]]:
     """{column of checksums: the columns that it covers}."""
     groups: dict[str, list[str]] = {"checksum": []}
@@ -161,35 +149,33 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
 
     tokens: in an average caption, used if padding is not stored. Images count as the largest size.
     """
-    sizes = {column: column.count_bytes(tokens) for column in list_columns(cache)}
-    of_captions = [
-        size
-        for column, size in sizes.items()
-        if column.is_of_caption or column.name == "prompt_lengths"
-    ]
-    return sum(sizes.values()), sum(of_captions)
+    total = of_captions = 0
+    for column in list_columns(cache):
+        size = column.count_bytes(tokens)
+        total += size
+        if column.is_of_caption or column.name == "prompt_lengths":
+            of_captions += size
+    return total, of_captions
 
 
 def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
     """{each choice of --text_cache: bytes that a caption takes with it}."""
-    ids = {**cache, "text_cache": "ids"}
-    embeddings = {**cache, "text_cache": "embeddings"}
-    sizes = {"ids": count_bytes(ids, tokens)[1], "embeddings": count_bytes(embeddings, tokens)[1]}
+    kinds = ("ids", "embeddings")
+    sizes = {kind: count_bytes({**cache, "text_cache": kind}, tokens)[1] for kind in kinds}
     if tokens is not None:
         plain = [name for name in cache["features"] if name != "ragged embeddings"]
-        padded = count_bytes({**embeddings, "features": plain})[1]
-        sizes["embeddings with padding"] = padded
+        padded = {**cache, "text_cache": "embeddings", "features": plain}
+        sizes["embeddings with padding"] = count_bytes(padded)[1]
     return sizes
 
 
-def describe_size(
-    num_rows: int | None, num_shards: int, cache: dict, tokens: float | None, compare: bool
-) -> str:
-    """A sentence on how big a cache will be. num_rows: None for a stream.
+def describe_size(cache: dict, tokens: float | None, compare: bool) -> str:
+    """A sentence on how big a cache will be.
 
     compare: add the size of captions with each --text_cache.
     """
     features = cache["features"]
+    num_rows = cache["source"]["rows"]  # None for a stream
     # no size has more pixels than the square
     about = "up to " if "ragged latents" in features else ""
     if "ragged embeddings" in features:
@@ -201,6 +187,7 @@ def describe_size(
     if num_rows is None:
         sentence = f"A stream; each row is {each}"
     else:
+        num_shards = math.ceil(num_rows / cache["rows_per_shard"])
         total = f"{about}{show(num_rows * row_bytes)} in {num_shards:,} shards"
         sentence = f"{num_rows:,} rows of {each}: {total}"
     if compare:
@@ -218,7 +205,6 @@ class Ragged:
         self.numbers = column.values.to_numpy()
 
     def __getitem__(self, row: int) -> np.ndarray:
-        row %= len(self.offsets) - 1  # may be negative, counted from the end
         return self.numbers[self.offsets[row] : self.offsets[row + 1]]
 
 

@@ -12,7 +12,7 @@ import diffusers
 import torch
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.errors import amount, explain, explained, fail
+from diffusion_training.errors import amount, explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
 from diffusion_training.latents.columns import EMPTY
 from diffusion_training.models import compile_model, hash_weights, load_weights, put_on_device
@@ -39,16 +39,14 @@ class Latents:
 def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple[Any, dict]]:
     """Yield `Base.locate`'s result; an error in the block ends the program and names the part."""
     source, options = base.locate(own_path, subfolder)
-    try:
+    what = f"the {options.get('subfolder', 'model')} of a {base.family.title} pipeline"
+    with explained(f"{source} does not hold {what}"):
         yield source, options
-    except Exception as error:
-        what = f"the {options.get('subfolder', 'model')} of a {base.family.title} pipeline"
-        fail(f"{source} does not hold {what} ({explain(error)})")
 
 
-def load_encoders(base: Base, dtype: torch.dtype) -> Encoders:
+def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Encoders:
     """Load the VAE, the text encoders and their tokenizers, on the CPU."""
-    vae = load_vae(base, dtype)
+    vae = load_vae(base, dtype) if with_vae else None
     text_encoders, tokenizers = load_text_encoders(base, dtype)
     return Encoders(base.family, vae, text_encoders, tokenizers, base.clip_skip or 0)
 
@@ -114,14 +112,15 @@ def count_max_tokens(base: Base, text_encoders: torch.nn.ModuleList, tokenizers:
     limits = [tokenizer.model_max_length for tokenizer in tokenizers]
     for encoder in text_encoders:
         limits.append(getattr(encoder.config, "max_position_embeddings", math.inf))
-    if base.max_tokens and base.max_tokens > min(limits):
+    limit = min(limits)
+    if base.max_tokens and base.max_tokens > limit:
         fail(
             f"--max_sequence_length {base.max_tokens} is too large: the text encoder takes "
-            f"{min(limits)} tokens"
+            f"{limit} tokens"
         )
     family = base.family
     most = base.max_tokens or family.max_tokens or math.inf
-    count = min(*limits, most + family.dropped_tokens)
+    count = min(limit, most + family.dropped_tokens)
     if count < family.dropped_tokens + 2:  # for the first and the last token
         fail(
             f"captions get {amount(int(count) - family.dropped_tokens, 'token')}, but need 2: "
@@ -210,10 +209,10 @@ def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
     """
     if tokens["input_ids"].dim() == 2:
         return encoders.family.encode(encoders, tokens)
-    parts: list[dict[str, Any]] = []
+    parts: list[Any] = []
     for k in range(tokens["input_ids"].shape[1]):
         part: Any = {name: value[:, k] for name, value in dict[str, Any](tokens).items()}
-        parts.append(dict(encoders.family.encode(encoders, part)))
+        parts.append(encoders.family.encode(encoders, part))
     stacked = {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
     lengths = tokens["prompt_lengths"]  # -1 for a missing caption
     lengths = torch.where(lengths < 0, lengths, lengths - encoders.family.dropped_tokens)
@@ -257,15 +256,13 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
         "vae": {"class": type(vae).__name__, "sha256": hash_weights(vae)}
         | family.describe_scale(vae),
     }
+    clip_skip = {"clip_skip": encoders.clip_skip} if encoders.clip_skip else {}
     parts = zip(family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True)
     for suffix, text_encoder, tokenizer in parts:
-        text: dict[str, Any] = {
+        described[f"text_encoder{suffix}"] = {
             "class": type(text_encoder).__name__,
             "sha256": hash_weights(text_encoder),
-        }
-        if encoders.clip_skip:
-            text["clip_skip"] = encoders.clip_skip
-        described[f"text_encoder{suffix}"] = text
+        } | clip_skip
         described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer)
     return described
 

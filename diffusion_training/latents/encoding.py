@@ -35,7 +35,7 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
         latents = mean + std * torch.randn(mean.shape, device=mean.device)
     # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
     latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
-    drop_captions(batch, prompts, data, caption_dropout, latents.device)
+    drop_captions(batch, prompts, data, caption_dropout)
     size = latents.shape[-2:]
     if data.family.needs_sizes:
         target = [data.latents.downscale * side for side in size]
@@ -53,17 +53,13 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
 
 
 def drop_captions(
-    batch: TextToImageBatch,
-    prompts: dict[str, torch.Tensor],
-    data: Data,
-    share: float,
-    device: torch.device,
+    batch: TextToImageBatch, prompts: dict[str, torch.Tensor], data: Data, share: float
 ) -> None:
     """Replace a share of the captions with the empty prompt.
 
     This trains the unconditional prediction that guidance needs (arXiv:2207.12598).
     """
-    count = len(prompts["prompt_embeds"])
+    count, device = len(prompts["prompt_embeds"]), prompts["prompt_embeds"].device
     if data.family.needs_lengths:  # drawn on the CPU, where lengths are read, so nothing waits
         dropped = torch.rand(count) < share
         lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search

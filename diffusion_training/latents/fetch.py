@@ -32,8 +32,8 @@ class Fetcher:
 
     The others are for later windows or, while there is room, left from windows that have passed.
 
-    `describe(shard)` returns (address, SHA-256, approximate bytes); the address is "" for a shard
-    on a disk. A shard that is requested but in no window is fetched too. If a shard can't be
+    `describe(shard)` returns (address, SHA-256, approximate bytes), with 0 bytes for a shard on a
+    disk. A shard that is requested but in no window is fetched too. If a shard can't be
     fetched, or its bytes are wrong, it is tried again for about a minute. After that, the program
     ends with an error when the shard is requested.
     """
@@ -149,7 +149,11 @@ class Fetcher:
         while window := self.next or next(self.plan, None):
             self.next = window
             begin, end, shards = window
-            sizes = {shard: size for shard in shards if (size := self.measure(shard))}
+            sizes = {  # of the shards to fetch; those on a disk have 0
+                shard: size
+                for shard in shards
+                if shard not in self.files and (size := self.describe(shard)[2])
+            }
             needed = sum(sizes.values())
             kept = sum(self.bytes[shard] for shard in self.passed if shard not in shards)
             total = sum(self.bytes.values()) - kept + needed
@@ -176,30 +180,23 @@ class Fetcher:
             if not is_here or sum(self.bytes.values()) + needed > self.max_bytes:
                 self.forget(shard)
 
-    def measure(self, shard: int) -> int:
-        """About how many bytes are to be fetched for a shard: 0 if it is requested or on a disk."""
-        address, _, size = self.describe(shard)
-        return size if address and shard not in self.files else 0
-
     def forget(self, shard: int) -> None:
         """Delete the copy of a shard, or cancel its request if it is not here yet."""
         with self.changed:
-            future = self.files.pop(shard, None)
-            self.passed.pop(shard, None)
-            self.bytes.pop(shard, None)
+            future = self.files.pop(shard)
+            del self.passed[shard], self.bytes[shard]
             self.held.pop(shard, None)
-            if future and (shard, future) in self.jobs:
+            if (shard, future) in self.jobs:
                 self.jobs.remove((shard, future))
-            elif future and future.done() and not future.exception():
+            elif future.done() and not future.exception():
                 future.result().unlink(missing_ok=True)
 
 
-def make_fetch_folder(folder: str | Path) -> Path:
+def make_fetch_folder(folder: Path) -> Path:
     """Make a folder in `folder` for this process's copies; delete those of killed processes.
 
     Other folders, such as run-3 of the user, stay.
     """
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     names = {path.name.partition(".")[0] for path in folder.glob("run-*")}
     for old in filter(re.compile("run-[0-9a-f]{12}").fullmatch, names):

@@ -4,6 +4,7 @@ python -m diffusion_training.latents.filtered chosen --like latents --output_dir
 """
 
 import argparse
+import io
 import json
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     """
     opened = load_cache(like)
     # drops other columns, such as one that was added to choose rows
-    schema = next(batch.schema for _, batch in opened.shards)
+    schema = next(batch.schema for batch in opened.shards)
     cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
     fingerprint = f"filtered {rows._fingerprint}"  # unlike any of precompute_latents.py
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
@@ -51,8 +52,8 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
 
     def is_begun(names: set[str]) -> bool:
         """Whether this command was ended here before it was done."""
-        begun = {"cache.json", "unfinished"} <= names
-        return begun and (output_dir / "cache.json").read_bytes() == BEGUN
+        begun = {"cache.json", "unfinished"}
+        return begun <= names and (output_dir / "cache.json").read_bytes() == BEGUN
 
     lock = lock_folder(output_dir, output_dir, is_begun, "cache that this command has begun")
     clean(output_dir)
@@ -76,14 +77,12 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
                         for row in range(len(batch))
                     ]
                     columns[checksum] = pa.array(sums, schema.field(checksum).type)
-                counts = {"encoded_again": 0, "captions_cut": 0}
-                batch = pa.RecordBatch.from_pydict(columns, schema)
-                add(EncodedRows(0, first, batch, [], counts))
-    empty_prompt = {}
-    for name, file in EMPTY.items():
-        if f"{file}_sha256" in cache:
-            write_file(output_dir / f"{file}.npy", read_bytes(f"{like}/{file}.npy"))
-            empty_prompt[name] = np.load(output_dir / f"{file}.npy")
+                add(EncodedRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
+    empty_prompt = {
+        name: np.load(io.BytesIO(read_bytes(f"{like}/{file}.npy")))
+        for name, file in EMPTY.items()
+        if f"{file}_sha256" in cache
+    }
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     finish_cache(output_dir, empty_prompt, 1.0)
     lock.release(force=True)

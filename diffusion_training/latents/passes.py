@@ -4,8 +4,9 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -15,8 +16,6 @@ from diffusion_training.errors import fail
 from diffusion_training.families.base import Encoders
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import find_largest
-
-Record = TypeVar("Record")
 
 
 class EncodedRows(NamedTuple):
@@ -30,10 +29,10 @@ class EncodedRows(NamedTuple):
 
 
 def write_each(
-    writing: Callable[[Any], AbstractContextManager[tuple[Record, Callable[..., None]]]],
+    writing: Callable[[Any], AbstractContextManager[tuple[dict[str, Any], Callable[..., None]]]],
     paths: dict[int, Any],
     encoded: Iterable[EncodedRows],
-) -> dict[int, Record]:
+) -> dict[int, dict[str, Any]]:
     """Write the encoded rows of each cache into its own file. Return the records.
 
     writing: `writing_shard` or `writing_shard_to`.
@@ -75,11 +74,10 @@ def find_batch_size(
     def prepare_trial(size: int) -> Callable[[int], Any]:
         trial = cache.with_batch_size(size)
         keys = [([0], [(0, 0)] * trial.rows_per_batch)]
-        (loaded,) = load_batches(dataset.with_caches([trial]), keys, 0, device)
+        (loaded,) = load_batches(replace(dataset, caches=[trial]), keys, 0, device)
         return lambda step: encode(loaded["batches"][0], encoders, trial)
 
     most = min(cache.rows_per_shard, len(dataset.rows))
-    size = find_largest(accelerator, device, prepare_trial, most)
-    return size or fail(
+    return find_largest(accelerator, device, prepare_trial, most) or fail(
         "not even one image fits: try --mixed_precision bf16 or a smaller --resolution"
     )

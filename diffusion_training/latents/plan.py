@@ -1,7 +1,6 @@
 """The plan of latent caches: their settings, shards and size."""
 
 import math
-import os
 import shlex
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -11,20 +10,14 @@ import datasets
 import fsspec
 
 from diffusion_training.arguments import list_values
+from diffusion_training.data.captions import report_cut
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.texts import weigh_captions
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Encoders, Family
-from diffusion_training.latents.columns import (
-    EXTRA_COLUMNS,
-    Column,
-    describe_size,
-    list_columns,
-    name_feature,
-)
+from diffusion_training.latents.columns import EXTRA_COLUMNS, Column, list_columns, name_feature
 from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
-from diffusion_training.remote import is_address
 
 # The caches of the demos, which the trainers' demos use without flags
 DEMO_CACHES = ("latents-digits", "latents-digits-flow")
@@ -71,11 +64,12 @@ class PlannedCache:
         count = math.ceil(num_rows / self.rows_per_shard)
         return [name_shard(number, self.settings) for number in range(count)]
 
-    def describe_size(self, tokens: float | None, compare: bool) -> str:
-        """See `describe_size` of columns.py."""
-        num_rows = self.settings["source"]["rows"]
-        num_shards = len(self.list_shards())
-        return describe_size(num_rows, num_shards, self.settings, tokens, compare)
+    def report_done(self, cache: dict[str, Any]) -> None:
+        """Print what a finished cache holds, and the next command. cache: see `finish_cache`."""
+        report_cut(cache["captions_cut"], cache["rows"], cache["tokenizer"]["model_max_length"])
+        counts = f"{cache['rows']:,} rows, {cache['skipped']:,} skipped"
+        print(f"Done: {counts}, are in {self.output_dir}")
+        print(f"Next: {self.suggest_training()}")
 
     def suggest_training(self) -> str:
         """The command that trains on the cache."""
@@ -102,14 +96,13 @@ def plan_caches(
     args: Namespace,
     images: ImageRows,
     encoders: Encoders,
-    kind: str,
     described: dict[str, Any],
     launch_flags: dict[str, Any],
 ) -> list[PlannedCache]:
     """A cache for each --resolution, in subfolders named after the side if there are several.
 
-    Each is as if it were made alone. kind: see `Latents`. described: the settings that the models
-    decide. launch_flags: {flag: value} of the flags that the launch decides.
+    Each is as if it were made alone. described: the settings that the models decide. launch_flags:
+    {flag: value} of the flags that the launch decides.
     """
     family = encoders.family
     sides = list_values(args.resolution or family.resolution)
@@ -118,15 +111,19 @@ def plan_caches(
         check_not_cache(args.output_dir)
         folders = [f"{args.output_dir.rstrip('/')}/{side}" for side in sides]
     channels, _ = family.count_channels(encoders.vae)
+    kind = described["latents"]
+    weights = weigh_captions(args)
     caches = []
     for side, folder in zip(sides, folders, strict=True):
         check_sides(family.downscale(encoders.vae), side, args.bucket_step)
         latents = describe_latents(family, encoders.vae, side, kind)
-        shape = {"latents": latents.kind, "latents_shape": list(latents.shape)}
-        weights = weigh_captions(args)
         transform = make_transform(args, images.column, images.mask_column, weights, channels, side)
         settings = describe_settings(
-            described | shape, transform, family.features, images.rows, args.rows_per_shard
+            described | {"latents_shape": list(latents.shape)},
+            transform,
+            family.features,
+            images.rows,
+            args.rows_per_shard,
         )
         flags = vars(args) | launch_flags
         flags |= {"resolution": side, "output_dir": folder, "latents": kind}
@@ -149,14 +146,12 @@ def plan_caches(
 
 def check_not_cache(output_dir: str) -> None:
     """Stop with an error if the folder for several caches is a cache itself."""
-    folder = output_dir.rstrip("/")
-    flag = f"--output_dir {output_dir}"
-    with explained(f"{flag} can't be read"):
-        fs, root = fsspec.url_to_fs(folder) if is_address(folder) else (os.path, folder)
+    with explained(f"--output_dir {output_dir} can't be read"):
+        fs, root = fsspec.url_to_fs(output_dir)
         if fs.exists(f"{root}/cache.json"):
             fail(
-                f"{flag} is a cache itself: several --resolution need another folder, where each "
-                "gets a subfolder"
+                f"--output_dir {output_dir} is a cache itself: several --resolution need another "
+                "folder, where each gets a subfolder"
             )
 
 

@@ -3,6 +3,7 @@
 Rows are read from the cache's own shards or from fetched copies, and checked when first read.
 """
 
+import functools
 import hashlib
 import io
 import json
@@ -128,25 +129,24 @@ class CachedLatents(torch.utils.data.Dataset):
             shards.choose_columns(optional_columns)
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # number of each cache's first shard
         self.lengths = np.concatenate([shards.rows for shards in self.parts])
-        self.ends = self.lengths.cumsum()
+        self.starts = self.lengths.cumsum() - self.lengths  # number of each shard's first row
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
         self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
         columns = self.parts[0].columns
         self.columns = [column for column in columns if column.is_in_batch]
         self.shape = next(iter(caches.values())).settings["latents_shape"]
         self.has_sizes = any(column.name == "size" for column in columns)
-        self.size_of_row: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.cache_ends[-1])
 
-    @property
+    @functools.cached_property
     def sizes(self) -> np.ndarray | None:
         """(height, width) of each row's latents, None if all have the same size."""
-        if self.has_sizes and self.size_of_row is None:
-            views = (view for shard in range(len(self.lengths)) for view in self.open(shard).views)
-            self.size_of_row = np.concatenate([view["size"] for view in views])
-        return self.size_of_row
+        if not self.has_sizes:
+            return None
+        views = (view for shard in range(len(self.lengths)) for view in self.open(shard).views)
+        return np.concatenate([view["size"] for view in views])
 
     def find_shard(self, shard: int) -> tuple[Shards, int]:
         """Return (`Shards` of its cache, number in that cache) for a shard's number among all."""
@@ -155,19 +155,18 @@ class CachedLatents(torch.utils.data.Dataset):
 
     def open(self, shard: int) -> OpenShard:
         """Return a shard, after opening it if needed."""
-        opened = self.opened.get(shard)
-        if opened is None:
+        if shard not in self.opened:
             shards, number = self.find_shard(shard)
             if len(self.opened) >= MOST_OPEN:
                 self.opened.pop(next(iter(self.opened)))
             path = self.fetcher.path(shard) if is_address(shards.folder) else None
-            opened = self.opened[shard] = shards.open(number, path, alone=True)
-        return opened
+            self.opened[shard] = shards.open(number, path, alone=True)
+        return self.opened[shard]
 
     def digest(self, row: int) -> str:
         """A hash of a row's latents."""
-        shard = int(np.searchsorted(self.ends, row, side="right"))
-        views, index = self.open(shard).view(row - int(self.ends[shard] - self.lengths[shard]))
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        views, index = self.open(shard).view(row - int(self.starts[shard]))
         return xxhash.xxh3_128_hexdigest(views["latents"][index].tobytes())
 
     def names(self, shards: Iterable[int] | None = None) -> Iterator[str]:
@@ -177,10 +176,10 @@ class CachedLatents(torch.utils.data.Dataset):
 
     def __getitem__(self, keys: list[Key]) -> LatentBatch:
         rows = np.array([row for _, row, _ in keys]) % len(self)
-        shards = np.searchsorted(self.ends, rows, side="right")
-        indices = rows - self.ends[shards] + self.lengths[shards]  # in their shards
+        shards = np.searchsorted(self.starts, rows, side="right") - 1
+        indices = rows - self.starts[shards]
         size = self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist()
-        values: list[list[np.ndarray]] = [[] for _ in self.columns]
+        values: dict[Column, list[np.ndarray]] = {column: [] for column in self.columns}
         flipped = []
         texts = []
         for (epoch, number, _), shard, index in zip(
@@ -195,7 +194,7 @@ class CachedLatents(torch.utils.data.Dataset):
             if self.caption_weights:
                 lengths = views["prompt_lengths"][index]
                 caption = draw_caption(self.seed, epoch, number, self.caption_weights, lengths >= 0)
-            for column, numbers_of_rows in zip(self.columns, values, strict=True):
+            for column, numbers_of_rows in values.items():
                 name = column.mirrored if flip and column.mirrored else column.name
                 numbers = views[name][index]
                 if flip and column.is_map:
@@ -205,7 +204,7 @@ class CachedLatents(torch.utils.data.Dataset):
                     numbers = column.choose_caption_part(numbers, lengths, caption)
                 numbers_of_rows.append(numbers)
         batch: dict[str, Any] = {}
-        for column, numbers_of_rows in zip(self.columns, values, strict=True):
+        for column, numbers_of_rows in values.items():
             if column.is_padded:
                 padded, mask = column.pad(numbers_of_rows)
                 batch["prompt_mask"] = torch.from_numpy(mask)
@@ -235,7 +234,6 @@ def choose_rows(
     """
     if not weights:
         return rows
-    chosen = []
     parts = np.split(rows, np.searchsorted(rows, dataset.cache_ends[:-1]))
     shares = [weight * len(part) for weight, part in zip(weights, parts, strict=True)]
     for folder, share, part in zip(dataset.folders, shares, parts, strict=True):
@@ -246,6 +244,7 @@ def choose_rows(
             )
     firsts = apportion(shares, epoch)
     ends = apportion(shares, epoch + 1)
+    chosen = []
     for part, first, end in zip(parts, firsts, ends, strict=True):
         rounds, indices = np.divmod(np.arange(first, end), len(part))
         order = np.random.default_rng(step_seed("weights", dataset.seed)).permutation(part)

@@ -1,6 +1,7 @@
 """The shards of a latent cache, opened and checked when they are first needed."""
 
 import bisect
+import itertools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from diffusion_training.latents.columns import (
 class Shards:
     """The shards of one cache, unopened: name, rows and checksums, about 200 bytes per shard.
 
-    Iterating opens all of them and yields (path, record batch).
+    Iterating opens all of them and yields their record batches.
     """
 
     def __init__(self, folder: str | Path, cache: dict) -> None:
@@ -38,7 +39,6 @@ class Shards:
         if b"/" in self.names.tobytes():
             raise ValueError("it names shards outside the folder")
         self.all_columns = list_columns(cache)
-        self.columns: list[Column] = []
         self.choose_columns(())
 
     def choose_columns(self, optional: Collection[str]) -> None:
@@ -52,11 +52,9 @@ class Shards:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[tuple[Path, pa.RecordBatch]]:
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number in range(len(self)):
-            opened = self.open(number)
-            for batch in opened.batches:
-                yield opened.path, batch
+            yield from self.open(number).batches
 
     def locate(self, number: int) -> str:
         """Return where a shard is: a path or an address."""
@@ -67,11 +65,9 @@ class Shards:
 
         Rows are checked when they are first read. alone: see `fail`.
         """
-        remedy = (
-            "delete it to fetch it again"
-            if path
-            else "to repair it, run the command that made the cache"
-        )
+        remedy = "to repair it, run the command that made the cache"
+        if path:
+            remedy = "delete it to fetch it again"
         path = Path(path or self.locate(number))
         digest = xxhash.xxh3_128()
         try:
@@ -96,11 +92,11 @@ class Shards:
             fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
         except Exception as error:
             if "Memory mapping file failed" in str(error):
-                advice = (
-                    "raise `ulimit -v` or vm.max_map_count, or make caches with more "
-                    "--rows_per_shard"
+                fail(
+                    f"{path} can't be mapped into memory: raise `ulimit -v` or vm.max_map_count, "
+                    "or make caches with more --rows_per_shard",
+                    alone,
                 )
-                fail(f"{path} can't be mapped into memory: {advice}", alone)
             fail(f"{path} is damaged ({error}): {remedy}", alone)
 
 
@@ -114,19 +110,19 @@ class OpenShard:
         self.batches = batches
         self.remedy = remedy
         self.groups = group_by_checksum(columns)
-        self.ends = np.cumsum([len(batch) for batch in batches]).tolist()
+        self.starts = [*itertools.accumulate(map(len, batches), initial=0)]
         self.views = [
             {column.name: view_rows(batch[column.name]) for column in columns} for batch in batches
         ]
         self.checksums = {
             name: [batch[name].to_numpy() for batch in batches] for name in self.groups
         }
-        self.unchecked = np.ones(sum(map(len, batches)), bool)
+        self.unchecked = np.ones(self.starts[-1], bool)
 
     def find(self, row: int) -> tuple[int, int]:
-        """Return (record batch, index in it counted from its end) for a row of the shard."""
-        chunk = bisect.bisect_right(self.ends, row)
-        return chunk, row - self.ends[chunk]
+        """Return (record batch, index in it) for a row of the shard."""
+        chunk = bisect.bisect_right(self.starts, row) - 1
+        return chunk, row - self.starts[chunk]
 
     def view(self, row: int) -> tuple[dict[str, Any], int]:
         """Return ({column: its view in the row's record batch}, the row's index in them).
@@ -144,7 +140,7 @@ class OpenShard:
         Raises OSError if the row is read for the first time and its tokens are not the caption's.
         """
         chunk, index = self.find(row)
-        text = self.batches[chunk]["text"][index + len(self.batches[chunk])].as_py()
+        text = self.batches[chunk]["text"][index].as_py()
         if self.unchecked[row]:
             tokens = tokenize(tokenizers, [text])
             ids = tokens["input_ids"][tokens.get("prompt_mask", ...)].flatten()

@@ -1,10 +1,12 @@
 """The data of text-to-image trainers: rows of latent caches, or images that each step encodes."""
 
+import functools
+import itertools
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -33,7 +35,6 @@ from diffusion_training.latents.encoders import (
     encode_caption,
     encode_empty_prompt,
     load_encoders,
-    load_text_encoders,
     place_scale,
     try_encoders,
 )
@@ -54,13 +55,13 @@ class ValidationPrompts:
 
     def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
         """Return (the prompts with these numbers, the empty prompt), on the device."""
-        prompts: list[dict[str, Any]] = [dict(self.prompts[number]) for number in numbers]
-        chosen = {}
-        empty = {}
+        prompts: list[Any] = [self.prompts[number] for number in numbers]
+        chosen: Any = {}
+        empty: Any = {}
         for name, value in dict[str, Any](self.empty).items():
             chosen[name] = torch.cat([prompt[name] for prompt in prompts]).to(device)
             empty[name] = value.to(device)
-        return cast(Prompts, chosen), cast(Prompts, empty)
+        return chosen, empty
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,6 @@ class Data:
     family: Family
     latents: Latents
     empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
-    empty_length: int  # in tokens
     # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
     encoders: Encoders | None
     validation: ValidationPrompts | None
@@ -83,6 +83,12 @@ class Data:
     num_workers: int  # processes that load the data
     # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
     captions: Sequence[str] = ()
+
+    @functools.cached_property
+    def empty_length(self) -> int:
+        """How many tokens the empty prompt has."""
+        embeds = self.empty_prompt["prompt_embeds"]
+        return int(self.empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""
@@ -112,57 +118,41 @@ def open_data(
 ) -> Data:
     """The data of --latents_dir, or else images, with the encoders that each step needs.
 
-    before: the settings of the checkpoint, whose order of the rows is kept. optional_columns: names
-    of columns to read from a cache besides the default ones.
+    Text encoders are loaded if a cache holds only tokens. before: the settings of the checkpoint,
+    whose order of the rows is kept. optional_columns: names of columns to read from a cache besides
+    the default ones.
     """
-    if args.latents_dir:
-        return open_caches(launch, base, checkpoint, before, args, optional_columns)
-    return open_images(launch, base, args)
-
-
-def open_caches(
-    launch: Launch,
-    base: Base,
-    checkpoint: Path | None,
-    before: dict[str, Any],
-    args: Namespace,
-    optional_columns: Collection[str] = (),
-) -> Data:
-    """The data of latent caches. Text encoders are loaded if a cache holds only tokens."""
+    if not args.latents_dir:
+        return open_images(launch, base, args)
     maker = f"precompute_latents.py --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
-    text_cache = first.settings["text_cache"]
-    transform = first.settings["transform"]
-    base = replace(
-        base, clip_skip=base.clip_skip or first.settings["text_encoder"].get("clip_skip")
-    )
+    settings = first.settings
+    transform = settings["transform"]
+    base = replace(base, clip_skip=base.clip_skip or settings["text_encoder"].get("clip_skip"))
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
-    wants_tags = args.rank and vars(args).get("output_kohya_format")
-    exact = None
-    if launch.is_main:
-        exact = check_caches(caches, base, caption_weights, args)
+    wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
+    exact = check_caches(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
     validation = encode_validation(launch, base, exact, args.validation_prompts)
     del exact
     encoders = reads = None
-    if text_cache == "ids":
-        text_encoders, tokenizers = load_text_encoders(base, launch.dtype)
-        text_encoders.requires_grad_(False).to(launch.device)
-        encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
-        choice = choose_captions(args, caption_weights)
-        reads = (tokenizers, choice) if choice.shuffle else None
+    if settings["text_cache"] == "ids":
+        encoders = load_encoders(base, launch.dtype, with_vae=False)
+        encoders.text_encoders.requires_grad_(False).to(launch.device)
+        if args.shuffle_caption:
+            reads = encoders.tokenizers, choose_captions(args, caption_weights)
     empty_prompt = {
         name: (embeds if embeds.dtype == torch.bool else embeds.float()).to(launch.device)
         for name, embeds in first.empty_prompt.items()
     }
-    shape = tuple(first.settings["latents_shape"])
+    shape = tuple(settings["latents_shape"])
     latents = Latents(
-        kind=first.settings["latents"],
+        kind=settings["latents"],
         shape=shape,
-        shift=place_scale(first.settings["vae"]["shift_factor"], launch.device),
-        factor=place_scale(first.settings["vae"]["scaling_factor"], launch.device),
+        shift=place_scale(settings["vae"]["shift_factor"], launch.device),
+        factor=place_scale(settings["vae"]["scaling_factor"], launch.device),
         downscale=resolution // shape[-1],
     )
     dataset = StoredLatents(
@@ -183,7 +173,6 @@ def open_caches(
         family=base.family,
         latents=latents,
         empty_prompt=empty_prompt,
-        empty_length=count_length(empty_prompt),
         encoders=encoders,
         validation=validation,
         resolution=resolution,
@@ -192,7 +181,7 @@ def open_caches(
         caption_weights=caption_weights,
         mask_column=args.mask_column,
         num_workers=0,  # a thread is faster than processes, which would have to send their batches
-        captions=sample_cached_captions(first.shards) if launch.is_main and wants_tags else [],
+        captions=sample_cached_captions(first.shards) if wants_tags else [],
     )
 
 
@@ -229,13 +218,11 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
         sizes,
         args.shuffle_buffer,
     )
-    empty_prompt = encode_empty_prompt(encoders, base)
     return Data(
         dataset=dataset,
         family=base.family,
         latents=describe_latents(base.family, encoders.vae, resolution, kind),
-        empty_prompt=empty_prompt,
-        empty_length=count_length(empty_prompt),
+        empty_prompt=encode_empty_prompt(encoders, base),
         encoders=encoders,
         validation=validation,
         resolution=resolution,
@@ -250,21 +237,12 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
 
 def sample_cached_captions(shards: Shards) -> list[str]:
     """The first caption of each of the first 10,000 rows of a cache."""
-    captions: list[str] = []
     if is_address(shards.folder):  # its shards are not fetched yet
-        return captions
-    for _, batch in shards:
-        rows = batch["text"].slice(0, 10**4 - len(captions)).to_pylist()
-        captions += [text[0] if isinstance(text, list) else text for text in rows]
-        if len(captions) == 10**4:
-            break
+        return []
+    texts = (text for batch in shards for text in batch["text"].to_pylist())
+    first = itertools.islice(texts, 10**4)
+    captions = [text[0] if isinstance(text, list) else text for text in first]
     return [text for text in captions if isinstance(text, str)]
-
-
-def count_length(empty_prompt: dict[str, torch.Tensor]) -> int:
-    """How many tokens the empty prompt has."""
-    embeds = empty_prompt["prompt_embeds"]
-    return int(empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
 
 
 def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
@@ -282,10 +260,8 @@ def check_caches(
     encoders = load_encoders(base, torch.float32)
     check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
     try_encoders(encoders)
-    compared = encoders
     # --clip_skip does not change a cache of ids, which the trainer encodes
-    if first["text_cache"] == "ids":
-        compared = replace(encoders, clip_skip=0)
+    compared = replace(encoders, clip_skip=0) if first["text_cache"] == "ids" else encoders
     described = describe_models(compared)
     resolution = first["transform"]["resolution"]
     latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
@@ -305,8 +281,7 @@ def check_cache(
     args: Namespace,
 ) -> None:
     """Stop with an error if a cache is not as `described`, or lacks data that the flags need."""
-    known = {name: cache.get(name) for name in described}
-    if differences := find_differences(known, described):
+    if differences := find_differences({name: cache.get(name) for name in described}, described):
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
             "give the models that it was made with"
@@ -318,17 +293,17 @@ def check_cache(
         )
     length = cache["tokenizer"]["model_max_length"]
     report_cut(cache["captions_cut"], cache["rows"], length, f"{folder}: ")
+    transform = cache["transform"]
     num_weights = len(caption_weights or [])
-    num_captions = len(cache["transform"]["caption_weights"] or [])
+    num_captions = len(transform["caption_weights"] or [])
     if num_weights != num_captions:
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
-    if args.random_flip and not cache["transform"]["random_flip"]:
+    if args.random_flip and not transform["random_flip"]:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
-    if args.resolution not in (None, cache["transform"]["resolution"]):
-        held = cache["transform"]["resolution"]
-        fail(f"--resolution {args.resolution} differs from the {held} px of {folder}: leave it out")
+    if args.resolution not in (None, side := transform["resolution"]):
+        fail(f"--resolution {args.resolution} differs from the {side} px of {folder}: leave it out")
 
 
 def encode_validation(
@@ -344,11 +319,10 @@ def encode_validation(
     sent: list[ValidationPrompts | None] = [None]
     if launch.is_main:
         if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
-            text_encoders, tokenizers = load_text_encoders(base, torch.float32)
-            encoders = Encoders(base.family, None, text_encoders, tokenizers, base.clip_skip or 0)
-        empty = {name: embeds[None] for name, embeds in encode_empty_prompt(encoders, base).items()}
-        encoded = [encode_caption(encoders, prompt) for prompt in prompts]
-        sent = [ValidationPrompts(encoded, cast(Prompts, empty))]
+            encoders = load_encoders(base, torch.float32, with_vae=False)
+        empty: Any = encode_empty_prompt(encoders, base)
+        empty = {name: embeds[None] for name, embeds in empty.items()}
+        sent = [ValidationPrompts([encode_caption(encoders, each) for each in prompts], empty)]
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]

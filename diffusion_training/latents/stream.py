@@ -4,13 +4,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
@@ -20,6 +19,7 @@ from diffusion_training.latents.ranges import Ranges
 from diffusion_training.latents.reader import Cache, CachedLatents
 from diffusion_training.latents.shards import Shards
 from diffusion_training.launch import Launch
+from diffusion_training.order import hash_names
 from diffusion_training.remote import is_address, persist
 
 MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them: 128 MB
@@ -30,7 +30,7 @@ LEAST_RANGES = 64  # so that neighbours come from shards far apart, even with on
 class Storage:
     """The flags that decide where fetched shards are kept, and how they are shuffled."""
 
-    folder: str | None  # --shards_dir
+    folder: Any  # --shards_dir; None if no cache is at an address
     size: int  # --shards_size, bytes
     shuffle_shards: int
 
@@ -117,14 +117,6 @@ def estimate_row_bytes(shards: Shards) -> float:
     return 1.05 * size / int(shards.rows[number])  # captions differ in length
 
 
-def make_shards_dir(shards_dir: str | None, name: str = "") -> Path:
-    """Make --shards_dir and a folder in it."""
-    folder = Path(shards_dir or "", name)
-    with explained(f"--shards_dir {shards_dir} can't be written to"):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 class StoredLatents(CachedLatents):
     """`CachedLatents` whose shards may be at an address.
 
@@ -148,15 +140,16 @@ class StoredLatents(CachedLatents):
     def describe(self, shard: int) -> tuple[str, str, int]:
         """Return a shard's address, SHA-256 and approximate bytes, for `Fetcher`."""
         shards, number = self.find_shard(shard)
-        address = shards.locate(number) if is_address(shards.folder) else ""
-        return address, shards.sha256[number].decode(), int(self.bytes_of[shard])
+        return shards.locate(number), shards.sha256[number].decode(), int(self.bytes_of[shard])
 
     def fetch_all(self, storage: Storage, local_rank: int) -> None:
         """Fetch all shards into --shards_dir; each process of a machine begins with another one."""
         remote = np.flatnonzero(self.bytes_of)
         addresses = json.dumps(self.folders)
-        name = f"whole-{hashlib.sha256(addresses.encode()).hexdigest()[:16]}"
-        folder = make_shards_dir(storage.folder, name)
+        digest = hashlib.sha256(addresses.encode()).hexdigest()[:16]
+        folder = Path(storage.folder, f"whole-{digest}")
+        with explained(f"--shards_dir {storage.folder} can't be written to"):
+            folder.mkdir(parents=True, exist_ok=True)
         self.fetcher = Fetcher(self.describe, folder, math.inf)
         names = {self.fetcher.name(shard) for shard in remote.tolist()}
         for path in folder.glob("*.arrow"):
@@ -171,8 +164,9 @@ class StoredLatents(CachedLatents):
         self.most_bytes = storage.size
         self.check_size()
         folder = None
-        if storage.folder and self.bytes_of.any():
-            folder = make_fetch_folder(make_shards_dir(storage.folder))
+        if self.bytes_of.any():
+            with explained(f"--shards_dir {storage.folder} can't be written to"):
+                folder = make_fetch_folder(Path(storage.folder))
         self.fetcher = Fetcher(self.describe, folder, storage.size / count_local())
 
     def check_size(self, kept_shards: Collection[int] = ()) -> None:
@@ -208,20 +202,16 @@ class StoredLatents(CachedLatents):
                 f"--holdout {holdout:g} sets {count} of {len(self)} images aside: choose "
                 "another share or number"
             )
-        hashes = []
         if count:
             names = (name.decode() for shards in self.parts for name in shards.names.tolist())
-            hashes = hash_names(names, seed)
-        for shard in np.argsort(hashes, kind="stable").tolist():
-            if len(held_out) == count:
-                break
-            of_rows = hash_names(self.names([shard]), seed)
-            first = int(self.ends[shard] - self.lengths[shard])
-            order = np.argsort(np.array(of_rows, np.uint64), kind="stable")
-            for index in order[: count - len(held_out)].tolist():
-                held_out[first + index] = of_rows[index]
-            self.fetcher.held[shard] += 1
-        if count:
+            for shard in hash_names(names, seed).argsort(kind="stable").tolist():
+                if len(held_out) == count:
+                    break
+                of_rows = hash_names(self.names([shard]), seed)
+                order = of_rows.argsort(kind="stable")[: count - len(held_out)]
+                rows = (self.starts[shard] + order).tolist()
+                held_out |= zip(rows, of_rows[order].tolist(), strict=True)
+                self.fetcher.held[shard] += 1
             self.check_size(self.fetcher.held)
             accelerator.print(f"Held out: {count} of {len(self)} images")
         size = self.order["num_ranges"], self.order["shuffle_shards"]
@@ -237,7 +227,3 @@ class StoredLatents(CachedLatents):
             self.following = ranges
         for shard in self.fetcher.reach(epoch * len(ranges) + index):
             self.opened.pop(shard, None)
-
-
-def hash_names(names: Iterable[str], seed: int) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in names]

@@ -13,7 +13,7 @@ from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors import fail
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
-from diffusion_training.order import Stream, step_seed
+from diffusion_training.order import Stream, hash_names, step_seed
 
 
 def hold_out(
@@ -32,8 +32,7 @@ def hold_out(
         return Stream(dataset.rows, dataset.shuffle_buffer), {}
     if not holdout:
         return np.arange(len(dataset)), {}
-    hashes = (xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()) for name in dataset.names())
-    hashes = np.fromiter(hashes, np.uint64, len(dataset))
+    hashes = hash_names(dataset.names(), seed)
     count = int(holdout if holdout >= 1 else (hashes < holdout * 2.0**64).sum())
     # rows with the same name, as --folder_repeats makes them, stay together
     if 0 < count < len(hashes):

@@ -26,7 +26,7 @@ from diffusion_training.data.rows import ImageRows
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents import cache as module
-from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row
+from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, describe_size
 from diffusion_training.latents.passes import EncodedRows
 from diffusion_training.latents.plan import name_shard, plan_caches
 
@@ -137,7 +137,7 @@ def plan(args, family="sd", **described):
     images = ImageRows(ROWS, "image", args.mask_column)
     found = {"mixed_precision": "no", "compile": None}
     described = make_settings(args.text_cache) | described
-    (planned,) = plan_caches(args, images, encoders, "moments", described, found)
+    (planned,) = plan_caches(args, images, encoders, described, found)
     return planned
 
 
@@ -314,22 +314,23 @@ def test_a_planned_cache_lists_its_shards_and_its_size(tmp_path):
     assert [name_shard(i, planned.settings) for i in range(3)] == shards
     # latents of 128 numbers twice, embeddings of 30, two bytes each
     size = "7 rows of 572B (60.0B for the caption) and the text: 4.00kB in 3 shards"
-    assert planned.describe_size(None, compare=False) == size
+    assert describe_size(planned.settings, None, compare=False) == size
     choices = "; captions take 140B as ids, 420B as embeddings"
-    assert planned.describe_size(None, compare=True) == size + choices
+    assert describe_size(planned.settings, None, compare=True) == size + choices
     planned = plan(make_args(tmp_path, "--text_cache=ids", "--no-random_flip"))
-    assert "7 rows of 276B (20.0B for" in planned.describe_size(None, compare=False)
+    assert "7 rows of 276B (20.0B for" in describe_size(planned.settings, None, compare=False)
 
 
 def test_several_resolutions_plan_the_same_caches_as_separate_runs(tmp_path):
     args = make_args(tmp_path / "out", "--resolution", 512, 256)
     encoders, images = Encoders(FAMILIES["sd"], VAE, None, None), ImageRows(ROWS, "image", "where")
     found = {"mixed_precision": "bf16", "compile": None}
-    caches = plan_caches(args, images, encoders, "sample", make_settings(), found)
+    settings = make_settings() | {"latents": "sample"}
+    caches = plan_caches(args, images, encoders, settings, found)
     for side, planned in zip((512, 256), caches, strict=True):
         folder = str(tmp_path / f"out/{side}")
         alone = make_args(folder, f"--resolution={side}")
-        (expected,) = plan_caches(alone, images, encoders, "sample", make_settings(), found)
+        (expected,) = plan_caches(alone, images, encoders, settings, found)
         assert planned == expected and planned.output_dir == folder
         assert planned.settings["latents_shape"] == [1, side // 64, side // 64]
         said = {"resolution": side, "output_dir": folder, "latents": "sample", **found}
@@ -338,7 +339,7 @@ def test_several_resolutions_plan_the_same_caches_as_separate_runs(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/cache.json").write_text("{}")
     with pytest.raises(SystemExit, match="is a cache itself: several --resolution need another"):
-        plan_caches(args, images, encoders, "sample", make_settings(), found)
+        plan_caches(args, images, encoders, settings, found)
     with pytest.raises(SystemExit, match="--resolution 100 is not a multiple of 64"):
         plan(make_args(tmp_path, "--resolution=100"))
 

@@ -316,7 +316,7 @@ def test_every_changed_bit_of_a_cache_is_detected_in_training(tmp_path, text_cac
     # Each bit of the numbers themselves, of one row
     path = cache / "data-00001-of-00003.arrow"
     for column in ("latents", "latents_flipped", text):
-        numbers = list(module.load_cache(cache).shards)[1][1][column][0].values.to_numpy().tobytes()
+        numbers = list(module.load_cache(cache).shards)[1][column][0].values.to_numpy().tobytes()
         place = whole[path].index(numbers)
         for bit in range(0, 8 * len(numbers), 11):
             changed = bytearray(whole[path])

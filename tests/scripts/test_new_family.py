@@ -294,7 +294,7 @@ def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, m
         assert settings[kind]["text_encoder_2"]["class"] == "CLIPTextModelWithProjection"
     rows = [
         {name: batch[name][i].as_py() for name in ("prompt_embeds", "pooled_prompt_embeds")}
-        for _, batch in load_cache(root / "embeddings").shards
+        for batch in load_cache(root / "embeddings").shards
         for i in range(len(batch))
     ]
     for row, embedding, vector in zip(rows, embeds, pooled, strict=True):

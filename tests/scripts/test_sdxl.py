@@ -168,7 +168,7 @@ def test_sdxl_crop_conditioning_matches_the_pixels(
         found = load_rows(args, others=["text"])
         transform = make_transform(args, found.column, None, None, 3, args.resolution)
         shards = load_cache(tmp_path / "cache").shards
-        cached = pa.Table.from_batches([batch for _, batch in shards])
+        cached = pa.Table.from_batches(shards)
         for i, (width, height) in enumerate(SIZES):
             item = transform_row(i, 0, found.rows[i], transform)
             assert cached["original_size"][i].as_py() == [*item["original_size"]] == [height, width]

@@ -149,7 +149,7 @@ def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached):
 
     cache = load_cache(tmp_path / "cache")
     empty_prompt = cache.empty_prompt
-    rows = [row for _, batch in cache.shards for row in batch["prompt_embeds"].to_pylist()]
+    rows = [row for batch in cache.shards for row in batch["prompt_embeds"].to_pylist()]
     assert [len(row) for row in rows] == (32 * mask[3:].sum(dim=1)).tolist()
     assert (
         torch.equal(empty_prompt["prompt_mask"], mask[2])

@@ -704,7 +704,6 @@ def make_data(latents, embeds_shape=(8, 32)):
         family=FAMILIES["sd"],
         latents=latents,
         empty_prompt={"prompt_embeds": torch.zeros(embeds_shape)},
-        empty_length=embeds_shape[0],
         encoders=None,
         validation=None,
         resolution=latents.shape[1] * latents.downscale,
