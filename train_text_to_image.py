@@ -75,7 +75,6 @@ from diffusion_training.batches import (
 )
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
-from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving
 from diffusion_training.flags import (
@@ -179,11 +178,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
 
     add = parser.add_argument_group("objective").add_argument
-    add(
-        "--prediction_type",
-        choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
-    )
     add_noise_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
@@ -206,8 +200,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
-        family = FAMILIES[DEFAULT_FAMILY]
-        parser.error(f"--pretrained_model_name_or_path is needed: a {family.title} pipeline")
+        parser.error("--pretrained_model_name_or_path is needed: a Stable Diffusion pipeline")
     for name in ("unet_config_name_or_path", "init_from"):
         if args.rank and getattr(args, name):
             parser.error(f"--rank needs a pretrained U-Net: leave --{name} out")

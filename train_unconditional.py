@@ -195,11 +195,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_device_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
-    add(
-        "--prediction_type",
-        choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
-    )
+    add_noise_flags(add)
     add(
         "--ddpm_num_steps",
         type=number(2, 10**5, int),
@@ -211,7 +207,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
         help="noise schedule (default: as in the pretrained pipeline, else linear)",
     )
-    add_noise_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="cosine", adam_beta1=0.95, adam_weight_decay=1e-6)
 
