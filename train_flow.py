@@ -500,8 +500,7 @@ def log_validation(
 def describe_model(family: Family, about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
-    max_tokens = args.max_sequence_length
-    return describe_text_to_image(family, "transformer", is_new, about, args, (), max_tokens)
+    return describe_text_to_image(family, "transformer", is_new, about, args)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -126,8 +126,9 @@ class Training:
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
-        averaged, optimizer = self.averaged, args.optimizer
-        self.costs = Costs(launch, models, averaged, objective, optimizer, args.allow_tf32)
+        self.costs = Costs(
+            launch, models, self.averaged, objective, args.optimizer, args.allow_tf32
+        )
 
     @property
     def step(self) -> int:
@@ -298,8 +299,7 @@ class Training:
         if self.args.save_best:
             best = partial(save, self.gather_result())
             if self.launch.is_main:
-                output_dir = Path(self.args.output_dir)
-                keep_best(output_dir, self.records.held_out, self.step, best)
+                keep_best(Path(self.args.output_dir), self.records.held_out, self.step, best)
 
     def report(self, describe: DescribeModel) -> None:
         """Write report.html, with samples and curves so far; agree whether a signal has come."""

@@ -169,9 +169,10 @@ def largest_batch(
     accelerator, device = launch.accelerator, launch.device
 
     def prepare_trial(size: int) -> Callable[[int], Any]:
-        trial = {}
-        for name, model in models.items():
-            trial[name] = put_on_device(copy_trained(model), device).train()
+        trial = {
+            name: put_on_device(copy_trained(model), device).train()
+            for name, model in models.items()
+        }
         if args.gradient_checkpointing:
             checkpoint_gradients(trial)
         num_copies = args.use_ema + (launch.num_processes > 1)
@@ -216,11 +217,12 @@ def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Na
         return args.learning_rate
 
     def weigh(images: int) -> float:
-        if args.scale_lr == "linear":
-            return images
-        if args.scale_lr == "sqrt":
-            return math.sqrt(images)
-        return min(images, math.sqrt(512 * images))
+        weights = {
+            "linear": images,
+            "sqrt": math.sqrt(images),
+            "auto": min(images, math.sqrt(512 * images)),
+        }
+        return weights[args.scale_lr]
 
     factor = weigh(images_per_step) / weigh(args.base_batch_size)
     rate = args.learning_rate * factor
