@@ -75,6 +75,7 @@ from diffusion_training.batches import (
 )
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving
 from diffusion_training.flags import (
@@ -200,7 +201,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
-        parser.error("--pretrained_model_name_or_path is needed: a Stable Diffusion pipeline")
+        title = FAMILIES[DEFAULT_FAMILY].title
+        parser.error(f"--pretrained_model_name_or_path is needed: a {title} pipeline")
     for name in ("unet_config_name_or_path", "init_from"):
         if args.rank and getattr(args, name):
             parser.error(f"--rank needs a pretrained U-Net: leave --{name} out")

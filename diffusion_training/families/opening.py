@@ -73,9 +73,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
 
 def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
     """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
-    if source is None:
-        return {}
-    if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
+    if source is None or (os.path.isdir(source) and "model_index.json" not in os.listdir(source)):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
         index = diffusers.DiffusionPipeline.load_config(
