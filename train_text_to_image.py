@@ -40,7 +40,6 @@ except ModuleNotFoundError:
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
-import argparse
 import contextlib
 import math
 import os
@@ -63,7 +62,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from diffusion_training.arguments import PATH, SWITCH, make_parser, parse_demo
+from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
 from diffusion_training.batches import (
     Batch,
     Models,
@@ -173,8 +172,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_lora_flags(add)
     add(
         "--output_kohya_format",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        **SWITCHED_ON,
         help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
     )
 

@@ -10,7 +10,15 @@ from pathlib import Path
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size, steps_or_share
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    SWITCHED_ON,
+    number,
+    size,
+    steps_or_share,
+)
 from diffusion_training.data.arrays import is_array
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
@@ -522,8 +530,7 @@ def add_optimization_flags(
     )
     add(
         "--use_ema",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        **SWITCHED_ON,
         help="keep an exponential moving average (EMA) of the weights, for the samples and the "
         "result",
     )
@@ -611,8 +618,7 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
     add("--logging_dir", default="logs", help="folder in --output_dir for the logs of tensorboard")
     add(
         "--validate_first",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        **SWITCHED_ON,
         help="if the model is pretrained, draw samples and measure the held-out loss before step "
         "1 too",
     )

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import sys
@@ -59,7 +58,6 @@ class Records:
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []
         self.kept = kept
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
-        self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
         init_trackers(accelerator, args, global_step if checkpoint else -1)
         self.bar = tqdm(
@@ -81,8 +79,8 @@ class Records:
         self.skipped: dict[str, str] = {}
         for record in kept:
             self.skipped |= record.get("skipped", {})
-        self.num_recorded = len(self.skipped)
-        self.new_skipped: dict[str, str] = {}
+        self.unrecorded: dict[str, str] = {}  # those that no record has yet
+        self.new_skipped: dict[str, str] = {}  # those that only this process knows
         self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
         self.first_inputs: Prepared | None = None  # some of the first images
@@ -165,8 +163,10 @@ class Records:
         """Wait for the device, check the steps since the last record, and write one if `log`."""
         sums = self.gather()
         for name, reason in gather_object(sorted(self.new_skipped.items())):
-            if name not in self.skipped and self.accelerator.is_main_process:
-                self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+            if name not in self.skipped:
+                self.unrecorded[name] = reason
+                if self.accelerator.is_main_process:
+                    self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
             self.skipped[name] = reason
         self.new_skipped = {}
         self.any_decoded = self.any_decoded or sums["weight"] > 0
@@ -177,23 +177,22 @@ class Records:
         if not log or sums["weight"] == 0:
             return
         record = self.make_record(step, sums, last)
-        self.num_records += 1
-        signs = {}
-        if last or self.num_records.bit_count() == 1:  # seldom, because all records are read
-            signs = self.find_new_signs([*read_metrics(self.output_dir), record], sums)
-        new = dict(itertools.islice(self.skipped.items(), self.num_recorded, None))
-        self.num_recorded = len(self.skipped)
-        more = {"signs": signs, "skipped": new}
+        more = {"skipped": self.unrecorded}
+        if last or len(self.losses).bit_count() == 1:  # seldom, because all records are read
+            records = [*read_metrics(self.output_dir), record]
+            more = {"signs": self.find_new_signs(records, sums)} | more
         self.write(record | {name: value for name, value in more.items() if value})
         for total in self.sums.values():  # each record covers the steps since the last one
             total.zero_()
+        self.unrecorded = {}
         self.waits = []
         self.num_images = 0
 
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
         """Stop with an error, before saving, if images are unusable or the loss is not finite."""
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
-            example = give_example(self.skipped)
+            first = list(self.skipped.items())[:1]
+            example = "".join(f", for example {name} ({why})" for name, why in first)
             fail(f"none of the last {self.num_images} images could be used{example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)
@@ -301,11 +300,6 @@ def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> No
             "tensorboard": {"purge_step": reached + 1},  # later steps are recorded again
         }
         accelerator.init_trackers(args.tracker_project_name, values, options)
-
-
-def give_example(skipped: dict[str, str]) -> str:
-    """An example for a sentence about images that can't be used."""
-    return next((f", for example {name} ({why})" for name, why in skipped.items()), "")
 
 
 def take_first(prepared: Prepared, count: int) -> Prepared:

@@ -81,8 +81,7 @@ def plan_run(
         launch, models, objective, train_step, dataset, train_rows, state["settings"], args
     )
     per_micro_batch = batch_size * launch.num_processes
-    sized = order if order.num_sizes > 1 else None
-    progress = Progress(state, num_images, per_micro_batch, accumulation_steps, sized)
+    progress = Progress(state, num_images, per_micro_batch, accumulation_steps, order)
     accelerator = launch.accelerator
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
     plan = Plan(
