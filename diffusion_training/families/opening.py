@@ -154,8 +154,11 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
 
 
 def list_modules(pipeline: diffusers.DiffusionPipeline) -> dict[str, torch.nn.Module]:
-    parts = pipeline.components.items()
-    return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
+    return {
+        name: part
+        for name, part in pipeline.components.items()
+        if isinstance(part, torch.nn.Module)
+    }
 
 
 def check_whole(pipeline: diffusers.DiffusionPipeline) -> None:

@@ -5,7 +5,7 @@ import html
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from diffusion_training.files import saving
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.report import (
     About,
+    DescribeModel,
     Description,
     call_pipeline,
     list_settings,
@@ -28,9 +29,7 @@ from diffusion_training.training.report import (
 from diffusion_training.training.signs import read_metrics
 
 
-def save_model_card(
-    step: int, describe: Callable[[About, Namespace], Description], args: Namespace
-) -> None:
+def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None:
     """Write README.md: data, samples, loss curve and settings. Paths are cut to their last part."""
     output_dir = Path(args.output_dir)
     about = name_run(step, args, local=False)

@@ -36,13 +36,12 @@ from diffusion_training.training.optimizers import make_lr_scheduler, make_optim
 from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.replicas import check_replicas
-from diffusion_training.training.report import About, Description, save_report
+from diffusion_training.training.report import DescribeModel, save_report
 from diffusion_training.training.run_folder import Run, begin_run, end_run
 from diffusion_training.training.samples import samples_path
 from diffusion_training.training.sharding import gather_model, shard
 from diffusion_training.training.tuning import Plan
 
-DescribeModel: TypeAlias = Callable[[About, Namespace], Description]
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
 # writes the models as a result, into a folder
 SaveResult: TypeAlias = Callable[[Models, Path], None]
