@@ -94,7 +94,7 @@ def list_further_layers(
     name: see `load_network_weights`.
     """
     with explained(f"--network_weights {path} can't be used"):
-        file = read_lora_file(Path(path), model, name, read_lora)
+        file = read_lora_file(path, model, name, read_lora)
     ends = tuple(f".{end}" for end in layers)
     return [layer for layer in file.layers if not f".{layer}".endswith(ends)]
 
@@ -110,9 +110,6 @@ def load_network_weights(
 
     path: the file, or the output folder of a run. name: what the file calls the model.
     """
-    path = Path(path)
-    if path.is_dir():
-        path /= LORA_FILE
     with explained(f"--network_weights {path} can't be used"):
         file = read_lora_file(path, model, name, read_lora)
         broken = [
