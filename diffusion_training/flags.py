@@ -134,26 +134,37 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
             parser.error(f"--train_data_dir {source} is not a folder{more}")
 
 
-def add_transform_flags(add: Add) -> None:
-    """Add the flags that `transform_row` reads, besides resolution and crop."""
+def add_image_flags(add: Add, trains: bool = True) -> None:
+    """Add the flags for how images are loaded and cropped, with or without captions."""
+    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add(
         "--min_size",
         type=number(0, 16384, int),
         default=0,
         help="skip images with a side shorter than this many pixels",
     )
+    add(
+        "--dataloader_num_workers",
+        type=number(0, 1024, int),
+        help="processes that decode images (default: one less than the CPU cores per launched "
+        "process, at most 8)",
+    )
+    if trains:
+        add(
+            "--prefetch_factor",
+            type=COUNT,
+            help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
+        )
+
+
+def add_transform_flags(add: Add) -> None:
+    """Add the flags that `transform_row` reads, besides those of `add_image_flags`."""
     add("--skip_empty_captions", **SWITCH, help="skip images with an empty caption")
     add(
         "--image_interpolation_mode",
         choices=["bicubic", "bilinear", "nearest-exact"],
         default="bicubic",
         help="interpolation for resizing images, always antialiased",
-    )
-    add(
-        "--dataloader_num_workers",
-        type=number(0, 1024, int),
-        help="processes that decode images (default: one less than the CPU cores per launched "
-        "process, at most 8)",
     )
 
 
@@ -828,13 +839,8 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
         "than this square (default: that of the cache, else the model's, such as 512 or 1024)",
     )
-    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
+    add_image_flags(add)
     add_transform_flags(add)
-    add(
-        "--prefetch_factor",
-        type=COUNT,
-        help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
-    )
     add_bucket_flags(add)
     add_stream_flags(add)
 
