@@ -89,6 +89,7 @@ from diffusion_training.flags import (
     add_device_flags,
     add_encoder_flags,
     add_family_flags,
+    add_image_flags,
     add_pipeline_flags,
     add_source_flags,
     add_transform_flags,
@@ -150,7 +151,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
         "than this square; several values make several caches (default: the model's, 512 or 1024)",
     )
-    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
+    add_image_flags(add, trains=False)
     add(
         "--random_flip",
         **SWITCH,

@@ -162,10 +162,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_lora_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
-    schemes = ["logit_normal", "uniform"]
     add(
         "--weighting_scheme",
-        choices=schemes,
+        choices=["logit_normal", "uniform"],
         default="logit_normal",
         help="distribution from which the noise levels in training are drawn (arXiv:2403.03206)",
     )
@@ -206,12 +205,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if family.script != "train_flow.py":
         parser.error(f"--model_family {args.model_family} needs {family.script}")
     if args.pretrained_model_name_or_path is None:
-        for name in ("vae_name_or_path", "text_encoder_name_or_path"):
-            if getattr(args, name) is None:
-                parser.error(
-                    "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
-                    "--text_encoder_name_or_path"
-                )
+        if None in (args.vae_name_or_path, args.text_encoder_name_or_path):
+            parser.error(
+                "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
+                "--text_encoder_name_or_path"
+            )
         if not (args.transformer_config_name_or_path or args.init_from):
             parser.error(
                 "--transformer_config_name_or_path is needed without a pretrained pipeline"
@@ -506,8 +504,7 @@ def log_validation(
 def describe_model(family: Family, about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
-    max_tokens = args.max_sequence_length
-    return describe_text_to_image(family, "transformer", is_new, about, args, (), max_tokens)
+    return describe_text_to_image(family, "transformer", is_new, about, args)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ except ModuleNotFoundError:
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
-import argparse
 import contextlib
 import math
 import os
@@ -63,7 +62,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 
-from diffusion_training.arguments import PATH, SWITCH, make_parser, parse_demo
+from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
 from diffusion_training.batches import (
     Batch,
     Models,
@@ -173,17 +172,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_lora_flags(add)
     add(
         "--output_kohya_format",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        **SWITCHED_ON,
         help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
     )
 
     add = parser.add_argument_group("objective").add_argument
-    add(
-        "--prediction_type",
-        choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
-    )
     add_noise_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
@@ -206,8 +199,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
-        family = FAMILIES[DEFAULT_FAMILY]
-        parser.error(f"--pretrained_model_name_or_path is needed: a {family.title} pipeline")
+        title = FAMILIES[DEFAULT_FAMILY].title
+        parser.error(f"--pretrained_model_name_or_path is needed: a {title} pipeline")
     for name in ("unet_config_name_or_path", "init_from"):
         if args.rank and getattr(args, name):
             parser.error(f"--rank needs a pretrained U-Net: leave --{name} out")

@@ -69,6 +69,7 @@ from diffusion_training.data.streams import add_stream_flags
 from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
 from diffusion_training.flags import (
     add_device_flags,
+    add_image_flags,
     add_logging_flags,
     add_noise_flags,
     add_optimization_flags,
@@ -143,17 +144,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=64,
         help="side of the square images in pixels",
     )
-    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
+    add_image_flags(add)
     add(
         "--random_flip",
         **SWITCH,
         help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
-    )
-    add(
-        "--min_size",
-        type=number(0, 16384, int),
-        default=0,
-        help="skip images with a side shorter than this many pixels",
     )
     add(
         "--holdout",
@@ -167,17 +162,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         **SWITCH,
         help="read floats, and grey images of 16 and 32 bits, in float32, without rounding to 8 "
         "bits",
-    )
-    add(
-        "--dataloader_num_workers",
-        type=number(0, 1024, int),
-        help="processes that decode images (default: one less than the CPU cores per launched "
-        "process, at most 8)",
-    )
-    add(
-        "--prefetch_factor",
-        type=COUNT,
-        help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
     )
 
     add = parser.add_argument_group("model").add_argument
@@ -195,11 +179,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_device_flags(add)
 
     add = parser.add_argument_group("objective").add_argument
-    add(
-        "--prediction_type",
-        choices=["epsilon", "sample", "v_prediction"],
-        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
-    )
+    add_noise_flags(add)
     add(
         "--ddpm_num_steps",
         type=number(2, 10**5, int),
@@ -211,7 +191,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
         help="noise schedule (default: as in the pretrained pipeline, else linear)",
     )
-    add_noise_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="cosine", adam_beta1=0.95, adam_weight_decay=1e-6)
 

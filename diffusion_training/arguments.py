@@ -13,6 +13,7 @@ from typing import Any
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
+SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
 
 
 def clean_path(text: str) -> str:

@@ -10,7 +10,15 @@ from pathlib import Path
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, number, size, steps_or_share
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    SWITCHED_ON,
+    number,
+    size,
+    steps_or_share,
+)
 from diffusion_training.data.arrays import is_array
 from diffusion_training.data.streams import add_stream_flags, check_stream_args
 from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
@@ -110,40 +118,53 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     One of two sources would be ignored.
     """
     source = args.train_data_dir
-    if args.dataset_name and source:
-        parser.error("--dataset_name and --train_data_dir can't be combined")
-    if args.dataset_name is None and is_address(source) and not vars(args).get("streaming"):
-        parser.error(
-            f"--train_data_dir {source} is an address: give --streaming, or copy the data to a disk"
-        )
-    if args.dataset_name is not None or is_address(source) or Path(source).is_dir():
-        return
-    takes_array = "array_range" in args
-    if not (takes_array and is_array(source)):
-        more = ", nor an .npy file" if takes_array else ""
-        parser.error(f"--train_data_dir {source} is not a folder{more}")
+    if args.dataset_name is not None:
+        if source:
+            parser.error("--dataset_name and --train_data_dir can't be combined")
+    elif is_address(source):
+        if not vars(args).get("streaming"):
+            parser.error(
+                f"--train_data_dir {source} is an address: give --streaming, or copy the data to a "
+                "disk"
+            )
+    elif not Path(source).is_dir():
+        takes_array = "array_range" in args
+        if not (takes_array and is_array(source)):
+            more = ", nor an .npy file" if takes_array else ""
+            parser.error(f"--train_data_dir {source} is not a folder{more}")
 
 
-def add_transform_flags(add: Add) -> None:
-    """Add the flags that `transform_row` reads, besides resolution and crop."""
+def add_image_flags(add: Add, trains: bool = True) -> None:
+    """Add the flags for how images are loaded and cropped, with or without captions."""
+    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
     add(
         "--min_size",
         type=number(0, 16384, int),
         default=0,
         help="skip images with a side shorter than this many pixels",
     )
+    add(
+        "--dataloader_num_workers",
+        type=number(0, 1024, int),
+        help="processes that decode images (default: one less than the CPU cores per launched "
+        "process, at most 8)",
+    )
+    if trains:
+        add(
+            "--prefetch_factor",
+            type=COUNT,
+            help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
+        )
+
+
+def add_transform_flags(add: Add) -> None:
+    """Add the flags that `transform_row` reads, besides those of `add_image_flags`."""
     add("--skip_empty_captions", **SWITCH, help="skip images with an empty caption")
     add(
         "--image_interpolation_mode",
         choices=["bicubic", "bilinear", "nearest-exact"],
         default="bicubic",
         help="interpolation for resizing images, always antialiased",
-    )
-    add(
-        "--dataloader_num_workers",
-        type=number(0, 1024, int),
-        help="processes that decode images (default: one less than the CPU cores per launched "
-        "process, at most 8)",
     )
 
 
@@ -321,6 +342,11 @@ def add_encoder_flags(add: Add) -> None:
 
 def add_noise_flags(add: Add) -> None:
     """Add the flags for the noise that U-Nets learn to predict."""
+    add(
+        "--prediction_type",
+        choices=["epsilon", "sample", "v_prediction"],
+        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
+    )
     add(
         "--rescale_betas_zero_snr",
         **SWITCH,
@@ -515,8 +541,7 @@ def add_optimization_flags(
     )
     add(
         "--use_ema",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        **SWITCHED_ON,
         help="keep an exponential moving average (EMA) of the weights, for the samples and the "
         "result",
     )
@@ -604,8 +629,7 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
     add("--logging_dir", default="logs", help="folder in --output_dir for the logs of tensorboard")
     add(
         "--validate_first",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        **SWITCHED_ON,
         help="if the model is pretrained, draw samples and measure the held-out loss before step "
         "1 too",
     )
@@ -712,7 +736,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             parser.error(
                 "--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01"
             )
-    if "shard" in args and args.shard:
+    if vars(args).get("shard"):
         excluded = {
             "--rank": args.rank,
             "--compile": args.compile,
@@ -728,25 +752,17 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
         )
-    if args.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        parser.error(
-            "--optimizer adamw8bit needs bitsandbytes: `pip install bitsandbytes`, or choose "
-            "another"
-        )
-    if "base_precision" in args and args.base_precision:
-        if importlib.util.find_spec("bitsandbytes") is None:
-            parser.error(
-                "--base_precision nf4 needs bitsandbytes: `pip install bitsandbytes`, or leave "
-                "it out"
-            )
+    if args.optimizer == "adamw8bit":
+        check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
+    if vars(args).get("base_precision"):
+        check_package(parser, "--base_precision nf4", "bitsandbytes", "leave it out")
         if args.use_dora:
             parser.error(
                 "--use_dora needs the exact weights of the base: leave --base_precision out"
             )
-    if "rank" in args:
-        for name in LORA_ONLY if args.rank is None else ():
-            if vars(args)[name] != parser.get_default(name):
-                parser.error(f"--{name} does nothing without --rank")
+    for name in LORA_ONLY if "rank" in args and args.rank is None else ():
+        if vars(args)[name] != parser.get_default(name):
+            parser.error(f"--{name} does nothing without --rank")
     if args.save_best and not vars(args).get("holdout"):
         parser.error(
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
@@ -763,12 +779,15 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 f"--checkpoints_to {args.checkpoints_to} and --output_dir {args.output_dir} must "
                 "be separate folders: neither may be in the other"
             )
-    tracker = args.report_to
-    if tracker in LOGGER_TYPE_TO_CLASS and importlib.util.find_spec(tracker) is None:
-        parser.error(
-            f"--report_to {tracker} needs {tracker}: `pip install {tracker}`, or use --report_to "
-            "none"
-        )
+    if args.report_to in LOGGER_TYPE_TO_CLASS:
+        flag = f"--report_to {args.report_to}"
+        check_package(parser, flag, args.report_to, "use --report_to none")
+
+
+def check_package(parser: argparse.ArgumentParser, flag: str, package: str, advice: str) -> None:
+    """Stop with an error if a package that a flag needs is not installed."""
+    if importlib.util.find_spec(package) is None:
+        parser.error(f"{flag} needs {package}: `pip install {package}`, or {advice}")
 
 
 def add_pipeline_flags(add: Add) -> None:
@@ -820,13 +839,8 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
         "than this square (default: that of the cache, else the model's, such as 512 or 1024)",
     )
-    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
+    add_image_flags(add)
     add_transform_flags(add)
-    add(
-        "--prefetch_factor",
-        type=COUNT,
-        help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
-    )
     add_bucket_flags(add)
     add_stream_flags(add)
 

@@ -277,26 +277,19 @@ def is_launched() -> bool:
 def threads_are_default() -> bool:
     """Return whether one thread is the launcher's default and not the user's choice.
 
-    A choice is in the launcher's environment or command line.
+    A choice is in the launcher's environment or among its flags, before the script's name.
     """
     if not is_launched() or os.environ.get("OMP_NUM_THREADS") != "1":
         return False
-    environment, flags = read_launcher()
-    return b"OMP_NUM_THREADS=" not in environment and b"num_cpu_threads" not in flags
-
-
-def read_launcher() -> tuple[bytes, bytes]:
-    """Return (environment, flags before the script's name) of the launcher; empty without one."""
-    if not is_launched():
-        return b"", b""
+    launcher = Path(f"/proc/{os.getppid()}")
     try:
-        launcher = Path(f"/proc/{os.getppid()}")
-        flags, _, _ = (
-            (launcher / "cmdline").read_bytes().partition(b"\0" + os.fsencode(sys.argv[0]) + b"\0")
-        )
-        return (launcher / "environ").read_bytes(), flags.replace(b"-", b"_")
+        environment = (launcher / "environ").read_bytes()
+        command = (launcher / "cmdline").read_bytes()
     except OSError:  # not Linux, or no permission
-        return b"", b""
+        return True
+    flags, _, _ = command.partition(b"\0" + os.fsencode(sys.argv[0]) + b"\0")
+    is_chosen = b"num_cpu_threads" in flags.replace(b"-", b"_")
+    return not is_chosen and b"OMP_NUM_THREADS=" not in environment
 
 
 def keep_memory() -> None:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -44,14 +43,6 @@ def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Modu
 def is_finite(weight: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite, in one pass and without a copy."""
     return weight.numel() == 0 or all(bound.isfinite() for bound in weight.aminmax())
-
-
-def make_new(kind: Any, config: Any, has_weights: bool) -> torch.nn.Module:
-    """Make a model from a config. has_weights: see `Launch.has_weights`."""
-    if has_weights:
-        return kind.from_config(config)
-    with init_empty_weights(include_buffers=False):
-        return kind.from_config(config)
 
 
 def raise_for_keys(what: str, keys: Collection[Any]) -> None:
@@ -249,13 +240,9 @@ def list_quantized(model: torch.nn.Module) -> list[Any]:
 
 def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy that shares the frozen weights, which are gigabytes when a LoRA is trained."""
-    frozen: dict[int, Any] = {}
-    for weight in model.parameters():
-        if not weight.requires_grad:
-            frozen[id(weight)] = weight
-    for layer in list_quantized(model):
-        frozen[id(layer.quant_state)] = layer.quant_state  # it holds the scales of the weights
-    return copy.deepcopy(model, frozen)
+    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    scales = [layer.quant_state for layer in list_quantized(model)]
+    return copy.deepcopy(model, {id(shared): shared for shared in [*frozen, *scales]})
 
 
 def start_average(models: Models) -> Models:

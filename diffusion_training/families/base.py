@@ -351,6 +351,12 @@ def name_as_kohya(name: str) -> str:
     return f"lora_unet_{layer.replace('.', '_')}{''.join(end)}"
 
 
+def set_shift(vae: Any) -> None:
+    """Replace a shift_factor of None, with which some pipelines would compute."""
+    if vae.config.get("shift_factor", 0.0) is None:
+        vae.register_to_config(shift_factor=0.0)
+
+
 # For families whose text encoder takes chat turns or a mask of the padding
 
 

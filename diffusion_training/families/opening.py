@@ -73,9 +73,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
 
 def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
     """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
-    if source is None:
-        return {}
-    if os.path.isdir(source) and not os.path.isfile(os.path.join(source, "model_index.json")):
+    if source is None or (os.path.isdir(source) and "model_index.json" not in os.listdir(source)):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
         index = diffusers.DiffusionPipeline.load_config(
@@ -156,8 +154,11 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
 
 
 def list_modules(pipeline: diffusers.DiffusionPipeline) -> dict[str, torch.nn.Module]:
-    parts = pipeline.components.items()
-    return {name: part for name, part in parts if isinstance(part, torch.nn.Module)}
+    return {
+        name: part
+        for name, part in pipeline.components.items()
+        if isinstance(part, torch.nn.Module)
+    }
 
 
 def check_whole(pipeline: diffusers.DiffusionPipeline) -> None:

@@ -5,7 +5,7 @@ are renamed from diffusers' and transformers' names. OpenCLIP's query, key and v
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -54,12 +54,11 @@ OPEN_CLIP = {
 }
 
 
-def rename_unet(names: Iterable[str], layers_per_block: int) -> dict[str, str]:
+def rename_unet(names: Collection[str], layers_per_block: int) -> dict[str, str]:
     """{diffusers' name: published name} of modules or weights of a complete U-Net.
 
     The published names number the layers of all down blocks in a row, and those of all up blocks.
     """
-    names = list(names)
     attentive = {name.split(".attentions.")[0] for name in names if ".attentions." in name}
     per_block = layers_per_block + 1
     renamed = {}
@@ -89,13 +88,14 @@ def rename_unet(names: Iterable[str], layers_per_block: int) -> dict[str, str]:
     return renamed
 
 
-def rename_vae(names: Iterable[str], levels: int) -> dict[str, str]:
-    """{diffusers' name: published name} of the weights of a VAE with `levels` levels of blocks.
+def merge_vae(weights: Weights, levels: int) -> Weights:
+    """The weights of a VAE with `levels` levels of blocks under their published names.
 
-    On the way up, the published names count the levels from the last one.
+    On the way up, the published names count the levels from the last one. Attention uses 1x1
+    convolutions there.
     """
-    renamed = {}
-    for name in names:
+    merged = {}
+    for name, value in weights.items():
         published = re.sub(r"down_blocks\.(\d+)\.resnets", r"down.\1.block", name)
         published = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", published)
         if match := re.search(r"up_blocks\.(\d+)\.(resnets|upsamplers\.0)", published):
@@ -107,9 +107,11 @@ def rename_vae(names: Iterable[str], levels: int) -> dict[str, str]:
         if "mid_block.attentions.0" in published:
             published = published.replace("mid_block.attentions.0", "mid.attn_1")
             published = replace_part(published, VAE_ATTENTION)
+            if value.dim() == 2:
+                value = value[..., None, None]
         published = published.replace("conv_shortcut", "nin_shortcut")
-        renamed[name] = published.replace("conv_norm_out", "norm_out")
-    return renamed
+        merged[published.replace("conv_norm_out", "norm_out")] = value
+    return merged
 
 
 def replace_part(name: str, parts: dict[str, str]) -> str:
@@ -117,17 +119,6 @@ def replace_part(name: str, parts: dict[str, str]) -> str:
     for part, other in parts.items():
         name = re.sub(rf"\.{re.escape(part)}(?=\.|$)", f".{other}", name)
     return name
-
-
-def merge_vae(weights: Weights, levels: int) -> Weights:
-    """A VAE's weights under their published names, which use 1x1 convolutions for attention."""
-    merged = {}
-    for name, published in rename_vae(weights, levels).items():
-        value = weights[name]
-        if ".attn_1." in published and value.dim() == 2:
-            value = value[..., None, None]
-        merged[published] = value
-    return merged
 
 
 def merge_clip(weights: Weights) -> Weights:

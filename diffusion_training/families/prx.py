@@ -15,6 +15,7 @@ from diffusion_training.families.base import (
     Tokens,
     attend_to,
     move_to_front,
+    set_shift,
 )
 
 
@@ -92,9 +93,7 @@ class PRX(Family):
         return asked
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
-        vae = parts["vae"]
-        if vae.config.get("shift_factor", 0.0) is None:  # PRXPipeline would subtract it
-            vae.register_to_config(shift_factor=0.0)
+        set_shift(parts["vae"])
         return super().build(parts | {"default_sample_size": resolution}, base, resolution)
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.original_layout import (
@@ -122,8 +123,6 @@ class StableDiffusion(Family):
 
         They use diffusers' or the published names of layers, with _ for each dot.
         """
-        from safetensors.torch import load_file
-
         file = load_file(path)
         if not any(key.startswith(("lora_unet_", "lora_te")) for key in file):
             return super().read_lora(path, model)
@@ -182,10 +181,11 @@ class StableDiffusion(Family):
             "first_stage_model.": merge_vae(vae.state_dict(), levels),
             **self.merge_text_encoders(pipeline),
         }
-        merged = {}
-        for prefix, weights in parts.items():
-            for name, value in weights.items():
-                merged[prefix + name] = value.detach().cpu().contiguous()
+        merged = {
+            prefix + name: value.detach().cpu().contiguous()
+            for prefix, weights in parts.items()
+            for name, value in weights.items()
+        }
         config = pipeline.scheduler.config
         if config.prediction_type == "v_prediction":
             merged["v_pred"] = torch.tensor([])
@@ -245,10 +245,8 @@ class StableDiffusionXL(StableDiffusion):
         """Zeros, as SDXL was trained, except if model_index.json turns them off."""
         empty = super().encode_empty(encoders, base, tokens)
         if base.index.get("force_zeros_for_empty_prompt", True):
-            return {
-                "prompt_embeds": torch.zeros_like(empty["prompt_embeds"]),
-                "pooled_prompt_embeds": torch.zeros_like(empty["pooled_prompt_embeds"]),
-            }
+            empty["prompt_embeds"].zero_()
+            empty["pooled_prompt_embeds"].zero_()
         return empty
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -279,11 +277,10 @@ class StableDiffusionXL(StableDiffusion):
             sizes_width = 6 * config.addition_time_embed_dim
             projection_dim = config.projection_class_embeddings_input_dim - sizes_width
             device = parts["unet"].device
-            stand_ins = {
+            parts = parts | {
                 "text_encoder": Float32(device),
                 "text_encoder_2": Float32(device, projection_dim),
             }
-            parts = parts | stand_ins
         zeros = base.index.get("force_zeros_for_empty_prompt", True)
         options = {"force_zeros_for_empty_prompt": zeros, "add_watermarker": False}
         return Family.build(self, parts | options, base, resolution)
@@ -298,9 +295,9 @@ class StableDiffusionXL(StableDiffusion):
         return "stable-diffusion-xl-v1-base"
 
     def merge_text_encoders(self, pipeline: Any) -> dict[str, dict[str, torch.Tensor]]:
-        first = merge_clip(pipeline.text_encoder.state_dict())
-        second = merge_open_clip(pipeline.text_encoder_2.state_dict())
+        first = pipeline.text_encoder.state_dict()
+        second = pipeline.text_encoder_2.state_dict()
         return {
-            "conditioner.embedders.0.transformer.": first,
-            "conditioner.embedders.1.model.": second,
+            "conditioner.embedders.0.transformer.": merge_clip(first),
+            "conditioner.embedders.1.model.": merge_open_clip(second),
         }

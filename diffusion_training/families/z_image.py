@@ -13,6 +13,7 @@ from diffusion_training.families.base import (
     attend_to,
     format_chat,
     move_to_front,
+    set_shift,
 )
 
 
@@ -67,7 +68,5 @@ class ZImage(Family):
         return {"guidance_scale": guidance_scale - 1}
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
-        vae = parts["vae"]
-        if vae.config.get("shift_factor", 0.0) is None:  # ZImagePipeline would add it
-            vae.register_to_config(shift_factor=0.0)
+        set_shift(parts["vae"])
         return super().build(parts, base, resolution)

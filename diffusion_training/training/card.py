@@ -5,7 +5,7 @@ import html
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from diffusion_training.files import saving
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.report import (
     About,
+    DescribeModel,
     Description,
     call_pipeline,
     list_settings,
@@ -28,9 +29,7 @@ from diffusion_training.training.report import (
 from diffusion_training.training.signs import read_metrics
 
 
-def save_model_card(
-    step: int, describe: Callable[[About, Namespace], Description], args: Namespace
-) -> None:
+def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None:
     """Write README.md: data, samples, loss curve and settings. Paths are cut to their last part."""
     output_dir = Path(args.output_dir)
     about = name_run(step, args, local=False)
@@ -72,8 +71,7 @@ def save_model_card(
 
 def tabulate(title: str, values: dict[str, Any], form: str = "") -> str:
     """A table in Markdown; empty without values."""
-    cells = {name: escape_cell(f"{value:{form}}") for name, value in values.items()}
-    rows = "".join(f"| {name} | {cell} |\n" for name, cell in cells.items())
+    rows = "".join(f"| {name} | {escape_cell(f'{x:{form}}')} |\n" for name, x in values.items())
     return f"| {title} | |\n|---|---|\n{rows}" if rows else ""
 
 
@@ -89,13 +87,12 @@ def describe_text_to_image(
     about: About,
     args: Namespace,
     setup: Sequence[str] = (),
-    max_tokens: int | None = None,
     call: str = "",
 ) -> Description:
     """Return the texts about a text-to-image pipeline, or a LoRA for one, with example code.
 
     part: a word for the trained model, such as U-Net. setup: lines of code before the pipeline's
-    call. max_tokens: --max_sequence_length. call: further arguments of the pipeline, as code.
+    call. call: further arguments of the pipeline, as code.
     """
     trained_on = f"`{about.data}`\nfor {about.step} steps"
     how = "trained from scratch" if is_new else "fine-tuned"
@@ -116,6 +113,7 @@ def describe_text_to_image(
     opener = "DiffusionPipeline.from_pretrained"
     if source.endswith(".safetensors"):
         opener = f"{family.pipeline}.from_single_file"
+    max_tokens = vars(args).get("max_sequence_length")
     drawn = call_pipeline(about, args, family.guidance_args(args.guidance_scale))
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
     usage = write_usage(source, call, setup, opener, family.precision, more)

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ class Costs:
 
     total_gb: float | None = None  # memory of the device; None for a CPU
     peak: float | None = None  # TFLOP/s of the device; None if unknown
-    flops: int | None = None  # per image
+    flops = 0  # per image; 0 if unknown
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Costs:
             checkpointed = any(map(is_checkpointed, models.values()))
             keeps_copies = launch.mixed_precision == "bf16" and not checkpointed
             sizes = share_memory(sizes, models, launch.num_processes, keeps_copies)
-        held = sum(sizes.values()) / 1e9
         self.most = 0.0
-        unit, factor = ("GB", 1e9) if held > 0.1 else ("MB", 1e6)
+        held = sum(sizes.values())
+        unit, factor = ("GB", 1e9) if held > 1e8 else ("MB", 1e6)
         parts = " + ".join(f"{count / factor:.3g} {what}" for what, count in sizes.items() if count)
         launch.accelerator.print(
-            f"Memory needed: {held * 1e9 / factor:.3g} {unit} = {parts}, plus activations"
+            f"Memory needed: {held / factor:.3g} {unit} = {parts}, plus activations"
         )
         # not the data, which `prepare` holds
         used = {name: getattr(objective, name) for name in ("compute_loss", "predict", "frozen")}
@@ -99,7 +99,6 @@ class Costs:
         except Exception as error:  # nothing else needs the figure
             reason = f"the model's operations can't be counted ({explain(error)})"
             print(f"\ntflops are not recorded: {reason}", file=sys.stderr)
-            self.flops = 0
         self.copies = None
 
     def measure(self, images_per_second: float) -> dict[str, float]:
@@ -158,6 +157,17 @@ def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = Fals
     return (1 if optimizer == "muon" and in_block else 2) * 4 * numbers
 
 
+def count_trained(models: Models, optimizer: str) -> tuple[int, int]:
+    """Return the bytes of (the trained weights, their moments)."""
+    weights = moments = 0
+    for model in models.values():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weights += weight.nbytes
+                moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
+    return weights, moments
+
+
 def count_memory(
     models: Models,
     averaged: Models,
@@ -167,30 +177,22 @@ def count_memory(
 ) -> dict[str, int]:
     """Return {kind: bytes} that a training step holds, without activations; see `Costs`."""
 
-    def count(modules: Iterable[torch.nn.Module], shared: Container[int] = ()) -> int:
-        tensors = {}
+    def measure(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
+        sizes = {}  # by id, because modules share tensors
         for module in modules:
             scales = [layer.quant_state.absmax for layer in list_quantized(module)]
             for tensor in (*module.parameters(), *module.buffers(), *scales):
-                if id(tensor) not in shared:
-                    tensors[id(tensor)] = tensor.numel() * tensor.element_size()
-        return sum(tensors.values())
+                sizes[id(tensor)] = tensor.nbytes
+        return sizes
 
-    own = set()
-    gradients = moments = 0
-    for model in models.values():
-        own |= {id(layer.quant_state.absmax) for layer in list_quantized(model)}
-        for name, weight in model.named_parameters():
-            own.add(id(weight))
-            if weight.requires_grad:
-                gradients += weight.numel() * weight.element_size()
-                moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
+    own = measure(models.values())
+    gradients, moments = count_trained(models, optimizer)
     return {
-        "weights": count(models.values()),
-        "averaged": count(averaged.values(), shared=own),
+        "weights": sum(own.values()),
+        "averaged": sum((own | measure(averaged.values())).values()) - sum(own.values()),
         "gradients": gradients,
         "moments": moments,
-        "encoders": count(others),
+        "encoders": sum(measure(others).values()),
         "exchanged gradients": gradients * (num_processes > 1),
     }
 
@@ -204,12 +206,7 @@ def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]
 
     Untrained parts of the result, such as a pipeline's VAE, do not count.
     """
-    weights = moments = 0
-    for model in models.values():
-        for name, weight in model.named_parameters():
-            if weight.requires_grad:
-                weights += weight.numel() * weight.element_size()
-                moments += count_moments(weight, optimizer, is_block_matrix(name, weight))
+    weights, moments = count_trained(models, optimizer)
     checkpoint = weights * (1 + use_ema) + moments
     if any(map(is_adapted, models.values())):
         checkpoint += weights  # two float16 files for other programs are as large

@@ -1,17 +1,19 @@
 """The denoiser of a text-to-image pipeline: loaded or new, checked, with a LoRA added."""
 
+import contextlib
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 
 from diffusion_training.batches import Models, Predict
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
-from diffusion_training.models import check_shapes, load_weights, make_new
+from diffusion_training.models import check_shapes, load_weights
 from diffusion_training.quantization import load_base
 from diffusion_training.training.lora import add_lora, list_further_layers, load_network_weights
 
@@ -45,11 +47,12 @@ def load_denoiser(
             config = kind.load_config(source, **options)
             if config.get("_class_name", kind.__name__) != kind.__name__:
                 raise ValueError(f"it is a {config['_class_name']}")
-            return make_new(kind, config, launch.has_weights), source, ""
+            without_weights = init_empty_weights(include_buffers=False)
+            with contextlib.nullcontext() if launch.has_weights else without_weights:
+                return kind.from_config(config), source, ""
         if args.rank:
-            precision = args.base_precision
             model, base_hash = load_base(
-                kind, source, precision, launch.device, launch.dtype, **options
+                kind, source, args.base_precision, launch.device, launch.dtype, **options
             )
             return model, source, base_hash
         return load_weights(kind, source, **options), source, ""

@@ -50,8 +50,9 @@ def add_lora(
     model.requires_grad_(False)
     # In float32, whatever the file has: peft gives an adapter its layer's precision, and computes
     # DoRA's magnitudes (arXiv:2402.09353) from its weights.
+    ends = tuple(f".{layer}" for layer in layers)
     for name, module in model.named_modules():
-        if any(f".{name}".endswith(f".{layer}") for layer in layers):
+        if f".{name}".endswith(ends):
             module.float()
     with explained(f"--lora_layers {args.lora_layers}: can't add adapters of rank {args.rank}"):
         model.add_adapter(LoraConfig(**config, init_lora_weights="gaussian"))
@@ -93,7 +94,7 @@ def list_further_layers(
     name: see `load_network_weights`.
     """
     with explained(f"--network_weights {path} can't be used"):
-        file = read_lora_file(Path(path), model, name, read_lora)
+        file = read_lora_file(path, model, name, read_lora)
     ends = tuple(f".{end}" for end in layers)
     return [layer for layer in file.layers if not f".{layer}".endswith(ends)]
 
@@ -109,19 +110,18 @@ def load_network_weights(
 
     path: the file, or the output folder of a run. name: what the file calls the model.
     """
-    path = Path(path)
-    if path.is_dir():
-        path /= LORA_FILE
     with explained(f"--network_weights {path} can't be used"):
         file = read_lora_file(path, model, name, read_lora)
-        broken = []
-        for layer, parts in file.layers.items():
-            broken += [f"{layer}.{part}" for part in parts if not is_finite(parts[part].float())]
+        broken = [
+            f"{layer}.{part}"
+            for layer, parts in file.layers.items()
+            for part, weight in parts.items()
+            if not is_finite(weight.float())
+        ]
         raise_for_keys(NOT_FINITE, broken)
     own = {key: layer for key, layer in model.named_modules() if getattr(layer, "lora_A", None)}
-    sentence = f"--network_weights {path} does not fit"
     advice = "pass the --rank and --lora_layers that it was trained with"
-    with explained(f"{sentence}; {advice}"), torch.no_grad():
+    with explained(f"--network_weights {path} does not fit; {advice}"), torch.no_grad():
         for layer in sorted(file.layers.keys() ^ own.keys()):
             article = "an" if layer in file.layers else "no"
             raise ValueError(f"it has {article} adapter at {layer}")
@@ -155,12 +155,11 @@ def load_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
     scale = file.scales[layer] / module.scaling["default"]
     own_b.zero_()
     own_b[:, :rank] = weights[LORA_B].reshape(shape_b).float() * scale
-    is_dora = bool(weights.keys() & {MAGNITUDE, DORA_SCALE})
-    if is_dora and "default" not in module.lora_magnitude_vector:
-        raise ValueError("it is a DoRA: add --use_dora")
     if "default" in module.lora_magnitude_vector:
         magnitude = module.lora_magnitude_vector["default"].weight
         magnitude.copy_(read_magnitude(module, layer, file).reshape(magnitude.shape))
+    elif weights.keys() & {MAGNITUDE, DORA_SCALE}:
+        raise ValueError("it is a DoRA: add --use_dora")
 
 
 def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch.Tensor:
@@ -269,7 +268,7 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
     """
     weights = {}
     kohya = {}
-    header = {**(metadata or {})}
+    header = dict(metadata or {})
     for name, model in models.items():
         if not is_adapted(model) or name.endswith("_ema"):
             continue

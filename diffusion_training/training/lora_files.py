@@ -56,12 +56,17 @@ def split_name(name: str) -> tuple[str, str]:
     raise ValueError(f"it holds {name}, which is not used here")
 
 
-def read_lora_file(path: Path, model: torch.nn.Module, name: str, read_lora: ReadLora) -> LoraFile:
+def read_lora_file(
+    path: str | Path, model: torch.nn.Module, name: str, read_lora: ReadLora
+) -> LoraFile:
     """Read a LoRA file of diffusers, PEFT, kohya's scripts or this package.
 
-    name: what the file calls the model. Raises ValueError for weights and settings that are not
-    used, except weights for text encoders.
+    path: the file, or the output folder of a run. name: what the file calls the model. Raises
+    ValueError for weights and settings that are not used, except weights for text encoders.
     """
+    path = Path(path)
+    if path.is_dir():
+        path /= LORA_FILE
     with safe_open(path, "pt") as opened:
         is_peft = any(key.startswith(PEFT_PREFIX) for key in opened.keys())
         header = opened.metadata() or {}

@@ -62,11 +62,9 @@ def describe_file(
 
 def count_tags(captions: Sequence[str]) -> dict[str, int]:
     """Count each tag (text between commas) in the captions, as sd-scripts does."""
-    counts: Counter[str] = Counter()
-    for caption in captions:
-        counts.update(tag.strip().lower() for tag in caption.split(",") if tag.strip())
-    in_order = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
-    return dict(in_order[:MOST_TAGS])
+    tags = (tag.strip().lower() for caption in captions for tag in caption.split(","))
+    counts = Counter(filter(None, tags))
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_TAGS])
 
 
 def name_readers(args: Namespace, for_unet: bool) -> str:

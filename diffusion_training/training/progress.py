@@ -33,7 +33,7 @@ class Progress:
     state: see `read_state`.
     num_images: images per epoch.
     images_per_micro_batch: on all processes together.
-    order: the `Order` of the images, None for a stream.
+    order: the `Order` of the images; it matters only if they have several sizes.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Progress:
         self.images_per_micro_batch = images_per_micro_batch
         self.images_per_step = images_per_micro_batch * accumulation_steps
         self.stepped = True
-        self.order = order
+        self.order = order if order and order.num_sizes > 1 else None
         # (epoch, its rows in the order of their batches)
         self.arranged: tuple[Any, Any] = None, None
         # With several image sizes, the order depends on the batch sizes. A resumed run keeps those
@@ -70,14 +70,14 @@ class Progress:
         """
         epoch = self.epoch
         images = min(self.images_per_step, self.num_images - self.images_seen % self.num_images)
-        if self.order is None or self.order.num_sizes == 1:
+        if self.order is None:
             micro_batches = math.ceil(images / self.images_per_micro_batch)
-            return NextStep(self.data_step, epoch, images, micro_batches)
-        if self.arranged[0] != epoch:
-            self.arranged = epoch, self.order.arrange(epoch, *self.cuts)
-        start = self.images_seen % self.num_images
-        rows = self.arranged[1][start : start + images]
-        micro_batches = len(self.order.cut(rows, self.images_per_micro_batch))
+        else:
+            if self.arranged[0] != epoch:
+                self.arranged = epoch, self.order.arrange(epoch, *self.cuts)
+            start = self.images_seen % self.num_images
+            rows = self.arranged[1][start : start + images]
+            micro_batches = len(self.order.cut(rows, self.images_per_micro_batch))
         return NextStep(self.data_step, epoch, images, micro_batches)
 
     def advance(self, images: int, stepped: bool) -> None:
@@ -118,4 +118,4 @@ class Progress:
             "data_step": self.data_step,
             "images_seen": self.images_seen,
         }
-        return state | ({"cuts": self.cuts} if self.order and self.order.num_sizes > 1 else {})
+        return state | ({"cuts": self.cuts} if self.order else {})

@@ -1,7 +1,7 @@
 """What a run reports: metrics.jsonl, trackers, progress bar, skipped images, waiting for data."""
 
 import contextlib
-import itertools
+import functools
 import json
 import math
 import sys
@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -27,14 +27,17 @@ from diffusion_training.training.objective import measure_constant
 from diffusion_training.training.sharding import is_sharded, whole
 from diffusion_training.training.signs import Inputs, find_signs, read_metrics
 
+# names of what `measure_images` returns
+MEASURED = (*Inputs._fields, "count")
+
 
 class Records:
     """Collects and reports how a run is doing.
 
     `watch`, `measure_inputs` and `add` only take notes; only `update` waits for the device.
 
-    models: those that are trained. costs: `Costs`, or None to record none. objective: to compare
-    the loss with that of a constant prediction.
+    models: those that are trained. objective: to compare the loss with that of a constant
+    prediction.
     """
 
     def __init__(
@@ -44,9 +47,9 @@ class Records:
         num_left_out: int,
         checkpoint: Path | None,
         args: Namespace,
-        models: Models | None = None,
-        costs: Costs | None = None,
-        objective: Objective | None = None,
+        models: Models,
+        costs: Costs,
+        objective: Objective,
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(args.output_dir)
@@ -55,7 +58,6 @@ class Records:
         kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []
         self.kept = kept
         self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
-        self.num_records = sum("loss" in record for record in kept)
         self.signs = {kind for record in kept for kind in record.get("signs", ())}
         init_trackers(accelerator, args, global_step if checkpoint else -1)
         self.bar = tqdm(
@@ -69,7 +71,7 @@ class Records:
         # since the last record; "clipped" and "steps" count steps
         names = ("loss", "weight", "grad_norm", "clipped", "steps")
         self.sums = {name: torch.zeros((), device=accelerator.device) for name in names}
-        self.first_images = ImageSums(*torch.zeros(4, device=accelerator.device))
+        self.first_images = torch.zeros(len(MEASURED), device=accelerator.device)
         self.num_measured = 0
         self.waits: list[Any] = []
         self.num_images = 0
@@ -77,17 +79,15 @@ class Records:
         self.skipped: dict[str, str] = {}
         for record in kept:
             self.skipped |= record.get("skipped", {})
-        self.num_recorded = len(self.skipped)
-        self.new_skipped: dict[str, str] = {}
+        self.unrecorded: dict[str, str] = {}  # those that no record has yet
+        self.new_skipped: dict[str, str] = {}  # those that only this process knows
         self.num_left_out = num_left_out
         self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
-        self.gathered: dict[str, float] = {}  # for the last record
         self.first_inputs: Prepared | None = None  # some of the first images
         self.objective = objective
-        self.constant_loss: float | None = None
         self.any_decoded = checkpoint is not None
-        self.models = models or {}
-        self.lora_b = list_lora_b(self.models)
+        self.models = models
+        self.lora_b = list_lora_b(models)
         self.costs = costs
         self.has_printed_memory = False
 
@@ -110,23 +110,23 @@ class Records:
         if self.num_measured >= 100:  # a hundred per process are enough
             return
         self.num_measured += len(prepared.images)
-        keeps_inputs = self.objective is not None and self.accelerator.is_main_process
-        if (
-            keeps_inputs and self.first_inputs is None and weight.any()
-        ):  # waits for the device, once
-            self.first_inputs = take_first(prepared, 16)
-        measured = measure_images(prepared, weight)
-        self.first_images = ImageSums(*map(sum, zip(self.first_images, measured, strict=True)))
-        if self.costs and self.accelerator.is_main_process:
+        self.first_images += measure_images(prepared, weight)
+        if self.accelerator.is_main_process:
+            if self.first_inputs is None and weight.any():  # waits for the device, once
+                self.first_inputs = take_first(prepared, 16)
             with self.paused():
                 self.costs.count_operations(prepared)
 
     def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
         norm = whole(sums["grad_norm"])
-        added = {"loss": sums["loss"], "weight": sums["weight"], "grad_norm": norm}
-        added["clipped"] = norm > (self.args.max_grad_norm or math.inf)
-        added["steps"] = torch.ones_like(norm)
+        added = {
+            "loss": sums["loss"],
+            "weight": sums["weight"],
+            "grad_norm": norm,
+            "clipped": norm > (self.args.max_grad_norm or math.inf),
+            "steps": 1,
+        }
         for name, value in added.items():
             self.sums[name] += value
         self.num_images += num_images
@@ -154,7 +154,8 @@ class Records:
         """Wait for the device. Returns the sums over all processes, by their names."""
         norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones(())]
         learned = torch.stack([norm.to(self.accelerator.device) for norm in norms]).sum()
-        sums = {"learned": learned, **self.sums, **self.first_images._asdict()}
+        measured = dict(zip(MEASURED, self.first_images, strict=True))
+        sums = {"learned": learned, **self.sums, **measured}
         values = self.accelerator.reduce(torch.stack(list(sums.values()))).tolist()
         return dict(zip(sums, values, strict=True))
 
@@ -162,36 +163,36 @@ class Records:
         """Wait for the device, check the steps since the last record, and write one if `log`."""
         sums = self.gather()
         for name, reason in gather_object(sorted(self.new_skipped.items())):
-            if name not in self.skipped and self.accelerator.is_main_process:
-                self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+            if name not in self.skipped:
+                self.unrecorded[name] = reason
+                if self.accelerator.is_main_process:
+                    self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
             self.skipped[name] = reason
         self.new_skipped = {}
         self.any_decoded = self.any_decoded or sums["weight"] > 0
-        if self.costs and self.accelerator.is_main_process and not self.has_printed_memory:
+        if self.accelerator.is_main_process and not self.has_printed_memory:
             self.bar.write(self.costs.describe())
             self.has_printed_memory = True
         self.check(step, sums, last)
         if not log or sums["weight"] == 0:
             return
         record = self.make_record(step, sums, last)
-        self.num_records += 1
-        self.gathered = sums
-        signs = {}
-        if last or self.num_records.bit_count() == 1:  # seldom, because all records are read
-            signs = self.find_new_signs([*read_metrics(self.output_dir), record])
-        new = dict(itertools.islice(self.skipped.items(), self.num_recorded, None))
-        self.num_recorded = len(self.skipped)
-        more = {"signs": signs, "skipped": new}
+        more = {"skipped": self.unrecorded}
+        if last or len(self.losses).bit_count() == 1:  # seldom, because all records are read
+            records = [*read_metrics(self.output_dir), record]
+            more = {"signs": self.find_new_signs(records, sums)} | more
         self.write(record | {name: value for name, value in more.items() if value})
         for total in self.sums.values():  # each record covers the steps since the last one
             total.zero_()
+        self.unrecorded = {}
         self.waits = []
         self.num_images = 0
 
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
         """Stop with an error, before saving, if images are unusable or the loss is not finite."""
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
-            example = give_example(self.skipped)
+            first = list(self.skipped.items())[:1]
+            example = "".join(f", for example {name} ({why})" for name, why in first)
             fail(f"none of the last {self.num_images} images could be used{example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)
@@ -228,7 +229,7 @@ class Records:
         if last or ended != self.epoch:
             losses = [loss for epoch, loss in self.losses if epoch == ended]
             record["epoch_loss"] = sum(losses) / len(losses)
-        if self.costs and self.accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
         # the terminal cuts off its right end
         shown = (
@@ -242,33 +243,31 @@ class Records:
         self.bar.set_postfix_str(f"{shown}, lr {self.lr:.1e}")
         return record
 
-    def find_new_signs(self, records: list[dict]) -> dict[str, str]:
-        """Print and return the signs of trouble that were not found yet, on the first process."""
+    def find_new_signs(self, records: list[dict], sums: dict[str, float]) -> dict[str, str]:
+        """Print and return the signs of trouble that were not found yet, on the first process.
+
+        sums: see `gather`.
+        """
         if not self.accelerator.is_main_process:
             return {}
-        sums = self.gathered
         inputs = Inputs()
         if sums["count"]:
             inputs = Inputs(*(sums[name] / sums["count"] for name in Inputs._fields))
-        learned = sums["learned"]
-        signs = find_signs(records, inputs, self.args, learned, self.find_constant_loss)
+        signs = find_signs(records, inputs, self.args, sums["learned"], lambda: self.constant_loss)
         new = {kind: text for kind, text in signs.items() if kind not in self.signs}
         self.signs |= new.keys()
         for text in new.values():
             self.bar.write(f"Worth a look: {text}", file=sys.stderr)
         return new
 
-    def find_constant_loss(self) -> float:
-        """The loss of a constant prediction, measured at the first call; nan if unknown."""
-        if self.constant_loss is None:
-            self.constant_loss = math.nan
-            # all processes must call a sharded module; the constant replaces only the first one
-            is_callable = len(self.models) == 1 or not any(map(is_sharded, self.models.values()))
-            if self.objective and self.first_inputs and is_callable:
-                self.constant_loss = measure_constant(
-                    self.objective, self.models, self.first_inputs
-                )
-        return self.constant_loss
+    @functools.cached_property
+    def constant_loss(self) -> float:
+        """The loss of a constant prediction; nan if unknown."""
+        # all processes must call a sharded module; the constant replaces only the first one
+        is_callable = len(self.models) == 1 or not any(map(is_sharded, self.models.values()))
+        if not is_callable or self.first_inputs is None:
+            return math.nan
+        return measure_constant(self.objective, self.models, self.first_inputs)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a record to metrics.jsonl and the trackers."""
@@ -278,8 +277,7 @@ class Records:
         numbers = {
             key: value for key, value in record.items() if key not in ("step", "signs", "skipped")
         }
-        if numbers:
-            self.accelerator.log(numbers, step=record["step"])
+        self.accelerator.log(numbers, step=record["step"])
 
 
 def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> None:
@@ -289,33 +287,19 @@ def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> No
 
     reached: the step of the checkpoint, or -1.
     """
-    values = {}
-    for name, value in vars(args).items():
-        if value is not None:
-            values[name] = " | ".join(map(str, value)) if isinstance(value, list) else value
-    advice = ""
-    if args.report_to in ("wandb", "all"):
-        advice = "run `wandb login`, set WANDB_MODE=offline, or "
+    values = {
+        name: " | ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if value is not None
+    }
+    uses_wandb = args.report_to in ("wandb", "all")
+    advice = "run `wandb login`, set WANDB_MODE=offline, or " if uses_wandb else ""
     with explained(f"--report_to {args.report_to} does not work: {advice}pass --report_to none"):
         options = {
             "wandb": {"dir": args.output_dir, "id": args.tracker_id, "resume": "allow"},
             "tensorboard": {"purge_step": reached + 1},  # later steps are recorded again
         }
         accelerator.init_trackers(args.tracker_project_name, values, options)
-
-
-def give_example(skipped: dict[str, str]) -> str:
-    """An example for a sentence about images that can't be used."""
-    return next((f", for example {name} ({why})" for name, why in skipped.items()), "")
-
-
-class ImageSums(NamedTuple):
-    """Weighted sums over images."""
-
-    lowest: torch.Tensor  # value
-    highest: torch.Tensor
-    mean_square: torch.Tensor
-    count: torch.Tensor
 
 
 def take_first(prepared: Prepared, count: int) -> Prepared:
@@ -326,9 +310,12 @@ def take_first(prepared: Prepared, count: int) -> Prepared:
 
 
 @torch.no_grad()
-def measure_images(prepared: Prepared, weight: torch.Tensor) -> ImageSums:
-    """Return sums over images, weighted by `weight` [N]."""
+def measure_images(prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
+    """Return sums over images of their lowest and highest values, mean squares, and count.
+
+    They are weighted by `weight` [N].
+    """
     values = prepared.images.flatten(1)
     low, high = values.aminmax(dim=1)
     measures = [low, high, values.square().mean(dim=1), torch.ones_like(low)]
-    return ImageSums(*(weight @ torch.stack(measures, dim=1)))
+    return weight @ torch.stack(measures, dim=1)

@@ -12,15 +12,11 @@ from diffusion_training.errors import fail
 def list_replicas(models: Models, averaged: Models) -> dict[str, torch.Tensor]:
     """Return what every process computes for itself: trained weights, then their averages."""
     replicas = {}
-    for name, model in models.items():
-        for key, weight in model.named_parameters():
-            if weight.requires_grad:
-                replicas[f"{name}/{key}"] = weight
-    trained = list(replicas)
-    for path in trained:
-        name, key = path.split("/", 1)
-        if name in averaged:
-            replicas[f"{name}_ema/{key}"] = averaged[name].get_parameter(key)
+    for group, end in ((models, ""), (averaged, "_ema")):
+        for name, model in group.items():
+            for key, trained in models[name].named_parameters():
+                if trained.requires_grad:
+                    replicas[f"{name}{end}/{key}"] = model.get_parameter(key)
     return replicas
 
 

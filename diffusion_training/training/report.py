@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -77,6 +77,10 @@ class Description:
     what: str
     usage: str  # code
     base: str | None = None  # the pipeline that training started from, as the user gave it
+
+
+# a script's `describe_model`
+DescribeModel: TypeAlias = Callable[[About, Namespace], Description]
 
 
 def name_run(step: int, args: Namespace, local: bool) -> About:
@@ -176,9 +180,10 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
                 label=WORDS.get(name, name),
                 marker="." if len(means) < 10 else "",
             )
-        if min(line[:, 1].min() for line in lines.values()) >= 0 and not log:
+        lowest = min(line[:, 1].min() for line in lines.values())
+        if not log and lowest >= 0:
             axes.set_ylim(bottom=0)  # otherwise a small rise would look like a large one
-        if log and min(line[:, 1].min() for line in lines.values()) > 0:
+        if log and lowest > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.3g}")  # the default labels take half of the time
             low, high = axes.get_ylim()
@@ -210,7 +215,7 @@ def name_best(output_dir: str | Path) -> str:
 
 def save_report(
     script: str,
-    describe: Callable[[About, Namespace], Description],
+    describe: DescribeModel,
     step: int,
     args: Namespace,
     facts: dict[str, str],
@@ -331,9 +336,8 @@ def make_report(output_dir: str | Path) -> None:
                 f"<figcaption>{escape(values)}</figcaption></figure>"
             )
     paths = sorted((output_dir / "samples").glob("step-*.png"))
-    last = paths[-1:]
     # samples from before training, to compare; a run with --init_from starts at a later step
-    first = paths[:1] if len(paths) > 1 else []
+    first, last = paths[:-1][:1], paths[-1:]
     if first and first[0].stem != "step-0000000" and "init_from" not in settings:
         first = []
     pair = "".join(embed_picture(path, 1100) for path in first + last)

@@ -4,7 +4,6 @@ import contextlib
 import math
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,57 +39,6 @@ def save_samples(
             tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
-def draw_samples(
-    launch: Launch,
-    pipeline: DiffusionPipeline,
-    draw: Callable[[list[int], list[torch.Generator]], Sequence[np.ndarray]],
-    per_call: int,
-    step: int,
-    stop_signal: StopSignal,
-    args: Namespace,
-) -> None:
-    """Draw --num_validation_images of each prompt, and save them as the samples of a step.
-
-    Each process draws a share. An image starts from its own seed, whatever the number of processes.
-    A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
-    them.
-
-    draw: (numbers of up to `per_call` prompts, a generator for each) -> images, float
-    [N, H, W, C] in [0, 1].
-    """
-    device = launch.device
-    model = getattr(pipeline, "unet", None) or pipeline.transformer
-    # decode one image at a time: a batch may need more memory than training
-    pipeline.vae.to(device).enable_slicing()
-    pipeline.set_progress_bar_config(disable=True)
-    training = model.training
-    model.eval()  # without dropout
-    prompts = args.validation_prompts
-    count = len(prompts) * args.num_validation_images
-    own = launch.share(count)
-    images: list[Any] = []
-    for start in range(0, len(own), per_call):
-        numbers = [number % count for number in own[start : start + per_call]]
-        generators = [
-            torch.Generator(device).manual_seed(step_seed("sample", args.seed, number))
-            for number in numbers
-        ]
-        drawn = draw([i // args.num_validation_images for i in numbers], generators)
-        if stop_signal.poll():
-            break
-        images.extend(drawn)
-    model.train(training)
-    parts = [] if stop_signal.received else list(zip(own, images, strict=True))
-    parts = [part for part in gather_object(parts) if part[0] < count]
-    if not launch.is_main or len(parts) < count:
-        return
-    parts.sort(key=lambda part: part[0])
-    pixels = np.stack([image for _, image in parts])
-    pixels = (pixels * 255).round().astype(np.uint8)
-    grid = draw_grid(pixels.reshape(len(prompts), -1, *pixels.shape[1:]), prompts)
-    save_samples(launch.accelerator, grid, args.output_dir, step)
-
-
 class Interrupted(Exception):
     """Raised if a stop signal arrives while samples are drawn."""
 
@@ -105,9 +53,13 @@ def draw_prompts(
     args: Namespace,
     **inputs: Any,
 ) -> None:
-    """Draw the images of --validation_prompts with a text-to-image pipeline; see `draw_samples`.
+    """Draw --num_validation_images of each prompt, and save them as the samples of a step.
 
-    inputs: further arguments of the pipeline.
+    Each process draws a share. An image starts from its own seed, whatever the number of processes.
+    A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
+    them.
+
+    per_call: images per call of the pipeline. inputs: further arguments of the pipeline.
     """
 
     def interrupt(
@@ -117,24 +69,50 @@ def draw_prompts(
             raise Interrupted
         return tensors
 
-    def draw(numbers: list[int], generators: list[torch.Generator]) -> Sequence[np.ndarray]:
-        assert data.validation  # samples are drawn only if there are prompts
-        prompts, empty = data.validation.choose(numbers, launch.device)
-        images: Sequence[np.ndarray] = []
+    assert data.validation  # samples are drawn only if there are prompts
+    device = launch.device
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    # decode one image at a time: a batch may need more memory than training
+    pipeline.vae.to(device).enable_slicing()
+    pipeline.set_progress_bar_config(disable=True)
+    training = model.training
+    model.eval()  # without dropout
+    per_prompt = args.num_validation_images
+    count = len(args.validation_prompts) * per_prompt
+    own = launch.share(count)
+    images: list[Any] = []
+    for start in range(0, len(own), per_call):
+        numbers = [number % count for number in own[start : start + per_call]]
+        prompts, empty = data.validation.choose([n // per_prompt for n in numbers], device)
         with contextlib.suppress(Interrupted):
-            images = pipeline(
-                **data.family.call_args(prompts, empty, args.guidance_scale),
-                height=args.resolution,
-                width=args.resolution,
-                output_type="np",
-                callback_on_step_end=interrupt,
-                num_inference_steps=args.num_inference_steps,
-                generator=generators,
-                **inputs,
-            ).images
-        return images
-
-    draw_samples(launch, pipeline, draw, per_call, step, stop_signal, args)
+            images.extend(
+                pipeline(
+                    **data.family.call_args(prompts, empty, args.guidance_scale),
+                    height=args.resolution,
+                    width=args.resolution,
+                    output_type="np",
+                    callback_on_step_end=interrupt,
+                    num_inference_steps=args.num_inference_steps,
+                    generator=[
+                        torch.Generator(device).manual_seed(step_seed("sample", args.seed, number))
+                        for number in numbers
+                    ],
+                    **inputs,
+                ).images
+            )
+        if stop_signal.poll():
+            break
+    model.train(training)
+    parts = [] if stop_signal.received else list(zip(own, images, strict=True))
+    parts = [part for part in gather_object(parts) if part[0] < count]
+    if not launch.is_main or len(parts) < count:
+        return
+    parts.sort(key=lambda part: part[0])
+    pixels = np.stack([image for _, image in parts])
+    pixels = (pixels * 255).round().astype(np.uint8)
+    pixels = pixels.reshape(-1, per_prompt, *pixels.shape[1:])
+    grid = draw_grid(pixels, args.validation_prompts)
+    save_samples(launch.accelerator, grid, args.output_dir, step)
 
 
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:

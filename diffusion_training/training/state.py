@@ -36,13 +36,12 @@ from diffusion_training.training.optimizers import make_lr_scheduler, make_optim
 from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.replicas import check_replicas
-from diffusion_training.training.report import About, Description, save_report
+from diffusion_training.training.report import DescribeModel, save_report
 from diffusion_training.training.run_folder import Run, begin_run, end_run
 from diffusion_training.training.samples import samples_path
 from diffusion_training.training.sharding import gather_model, shard
 from diffusion_training.training.tuning import Plan
 
-DescribeModel: TypeAlias = Callable[[About, Namespace], Description]
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
 # writes the models as a result, into a folder
 SaveResult: TypeAlias = Callable[[Models, Path], None]
@@ -126,8 +125,9 @@ class Training:
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
-        averaged, optimizer = self.averaged, args.optimizer
-        self.costs = Costs(launch, models, averaged, objective, optimizer, args.allow_tf32)
+        self.costs = Costs(
+            launch, models, self.averaged, objective, args.optimizer, args.allow_tf32
+        )
 
     @property
     def step(self) -> int:
@@ -298,8 +298,7 @@ class Training:
         if self.args.save_best:
             best = partial(save, self.gather_result())
             if self.launch.is_main:
-                output_dir = Path(self.args.output_dir)
-                keep_best(output_dir, self.records.held_out, self.step, best)
+                keep_best(Path(self.args.output_dir), self.records.held_out, self.step, best)
 
     def report(self, describe: DescribeModel) -> None:
         """Write report.html, with samples and curves so far; agree whether a signal has come."""

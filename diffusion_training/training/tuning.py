@@ -81,8 +81,7 @@ def plan_run(
         launch, models, objective, train_step, dataset, train_rows, state["settings"], args
     )
     per_micro_batch = batch_size * launch.num_processes
-    sized = order if order.num_sizes > 1 else None
-    progress = Progress(state, num_images, per_micro_batch, accumulation_steps, sized)
+    progress = Progress(state, num_images, per_micro_batch, accumulation_steps, order)
     accelerator = launch.accelerator
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
     plan = Plan(
@@ -169,9 +168,10 @@ def largest_batch(
     accelerator, device = launch.accelerator, launch.device
 
     def prepare_trial(size: int) -> Callable[[int], Any]:
-        trial = {}
-        for name, model in models.items():
-            trial[name] = put_on_device(copy_trained(model), device).train()
+        trial = {
+            name: put_on_device(copy_trained(model), device).train()
+            for name, model in models.items()
+        }
         if args.gradient_checkpointing:
             checkpoint_gradients(trial)
         num_copies = args.use_ema + (launch.num_processes > 1)
@@ -216,11 +216,12 @@ def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Na
         return args.learning_rate
 
     def weigh(images: int) -> float:
-        if args.scale_lr == "linear":
-            return images
-        if args.scale_lr == "sqrt":
-            return math.sqrt(images)
-        return min(images, math.sqrt(512 * images))
+        weights = {
+            "linear": images,
+            "sqrt": math.sqrt(images),
+            "auto": min(images, math.sqrt(512 * images)),
+        }
+        return weights[args.scale_lr]
 
     factor = weigh(images_per_step) / weigh(args.base_batch_size)
     rate = args.learning_rate * factor

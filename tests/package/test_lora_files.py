@@ -223,10 +223,10 @@ def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
         weights[f"lora_unet_{spelled}.alpha"] = torch.tensor(1.0)
         deltas[name] = (up.flatten(1) @ down.flatten(1)).view_as(weight) / rank
     weights["lora_te_text_model_encoder_layers_0_mlp_fc1.alpha"] = torch.tensor(1.0)
-    path = tmp_path / "kohya.safetensors"
+    path = tmp_path / FILE
     save_file(weights, path)
     layers = FAMILY.choose_layers(unet, "all")
-    further = list_further_layers(unet, layers, path, "unet", FAMILY.read_lora)
+    further = list_further_layers(unet, layers, tmp_path, "unet", FAMILY.read_lora)  # its folder
     assert {name.split(".")[-1] for name in further} == {"time_emb_proj", "conv"}
     read = load(adapt(unet, [*layers, *further], lora_alpha=8), path)
     merged = open_unet(base)
