@@ -19,6 +19,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     MODELS,
     ROOT,
@@ -398,14 +399,9 @@ def test_lora_training_works_with_compile(tmp_path, flags):
     assert one.keys() == other.keys() and all(other[name].any() for name in other)
 
 
-def test_lora_that_learns_nothing_gives_a_warning(flags, capfd):
-    train(
-        *flags,
-        "--max_train_steps=101",
-        "--logging_steps=50",
-        "--checkpointing_steps=200",
-        "--learning_rate=0",
-    )
+def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
+    monkeypatch.setattr(Accelerator, "backward", lambda self, loss: None)
+    train(*flags, "--max_train_steps=101", "--logging_steps=50", "--checkpointing_steps=200")
     said = "Worth a look: the LoRA still changes nothing, all its B are 0"
     assert capfd.readouterr().err.count(said) == 1
 
