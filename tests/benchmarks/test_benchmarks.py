@@ -62,7 +62,7 @@ def ramp(monkeypatch):
     return buffer.getvalue()
 
 
-def test_all_ways_to_transform_make_the_same_picture(ramp, capsys):
+def test_precompute_speed_transforms_give_the_same_picture(ramp, capsys):
     precompute_speed.main(
         ["transform", "--resolutions=32", "--widths=120", "--seconds=0.01", "--rounds=2"]
     )
@@ -85,7 +85,7 @@ def test_all_ways_to_transform_make_the_same_picture(ramp, capsys):
         assert photo.shape == (3, 32, 32) and np.abs(photo - photos[0]).mean() < 3, name
 
 
-def test_the_speed_of_precomputing(ramp, capsys):
+def test_precompute_speed_times_the_script(ramp, capsys):
     flags = [
         "--size=toy",
         "--rows=10",
@@ -103,7 +103,7 @@ def test_the_speed_of_precomputing(ramp, capsys):
     )
 
 
-def test_two_resolutions_in_one_pass_are_timed(ramp, capsys):
+def test_precompute_speed_times_two_resolutions_in_one_pass(ramp, capsys):
     flags = [
         "--size=toy",
         "--rows=6",
@@ -127,7 +127,7 @@ def test_two_resolutions_in_one_pass_are_timed(ramp, capsys):
     assert min(one, other, together) > 0 and low - 0.01 <= float(whole[4]) <= high + 0.01
 
 
-def test_all_readers_read_the_same_numbers(tmp_path, capsys):
+def test_cache_readers_read_the_same_numbers(tmp_path, capsys):
     models = bench.make_models(tmp_path / "models", "toy")
     folder = bench.make_cache(tmp_path / "cache", models, 21, 16, rows_per_shard=8)
     cache_reader.copy_to_numpy(folder)
@@ -150,7 +150,7 @@ def test_all_readers_read_the_same_numbers(tmp_path, capsys):
     assert [cell.split(", ")[1] for cell in rows[1][2:]] == 3 * ["1.00 (1.00 to 1.00)"]
 
 
-def test_the_speed_of_storage(capsys, tmp_path):
+def test_storage_benchmark_prints_its_table(capsys, tmp_path):
     flags = [
         "--size=toy",
         "--rows=140",
@@ -165,8 +165,8 @@ def test_the_speed_of_storage(capsys, tmp_path):
     assert stream.MOST_PERMUTED == 16_000_000
 
 
-def test_a_synthetic_cache_is_one_that_trains(tmp_path):
-    """It passes every check of the trainer, also that of each row."""
+def test_synthetic_caches_pass_the_trainers_checks(tmp_path):
+    """This includes the checksum of each row."""
     models = bench.make_models(tmp_path / "sd", "toy")
     for kind in ("embeddings", "ids"):
         cache = load_cache(
@@ -179,7 +179,7 @@ def test_a_synthetic_cache_is_one_that_trains(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_step_is_taken_apart_and_a_bare_loop_takes_the_trainers_steps(tmp_path):
+def test_step_overhead_times_the_parts_of_a_step_and_a_bare_loop(tmp_path):
     cli = bench.make_parser("").parse_args(TOY[:3])
     cli.resolution = 64
     for name, argv in step_overhead.make_flags(tmp_path, cli).items():
@@ -194,8 +194,8 @@ def test_a_step_is_taken_apart_and_a_bare_loop_takes_the_trainers_steps(tmp_path
     assert 0 < measured["step"] < measured["first"] and measured["rss"] > 100
 
 
-def test_peers_are_started_in_turns_and_compared(tmp_path, capsys, monkeypatch):
-    """Our scripts accept the flags. The times of steps are made up."""
+def test_peers_runs_scripts_in_turns_and_compares_them(tmp_path, capsys, monkeypatch):
+    """Our scripts parse the flags. The times of steps are made up."""
     seconds, started = {"embeddings": 1, "ids": 2, "pixels": 4, "theirs": 5}, []
 
     def run(script, argv, steps):
@@ -249,7 +249,7 @@ PUBLISHED = {
 }
 
 
-def test_memory_is_that_of_published_shapes():
+def test_memory_counts_match_published_models():
     whole = memory.FULL[1]
     for name, count in PUBLISHED.items():
         held = memory.count_held(name, whole)
@@ -271,7 +271,7 @@ def test_memory_is_that_of_published_shapes():
     assert {model.family for model in memory.MODELS.values()} == FAMILIES.keys()
 
 
-def test_activations_are_what_the_forward_pass_keeps(monkeypatch):
+def test_counted_activations_equal_saved_tensors(monkeypatch):
     """torch's hooks count the same in float32. In 16 bits norms still compute in float32."""
     small = {**memory.SD2, "block_out_channels": [64, 64], "attention_head_dim": 8}
     for name in ("down_block_types", "up_block_types"):
@@ -291,7 +291,7 @@ def test_activations_are_what_the_forward_pass_keeps(monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_optimizers_keep_what_is_counted(optimizer):
+def test_count_moments_equals_the_optimizers_state(optimizer):
     if optimizer == "adamw8bit":
         make = pytest.importorskip("bitsandbytes").optim.AdamW8bit
     else:
@@ -310,14 +310,14 @@ def test_optimizers_keep_what_is_counted(optimizer):
         ), shape
 
 
-def test_memory_of_one_model_is_as_the_pages_say(capsys, monkeypatch):
+def test_memory_of_one_model_matches_the_pages(capsys, monkeypatch):
     monkeypatch.setattr(memory, "KEPT", {})
     memory.main(["--models", "PRX 163M"])
     compare_with_pages(capsys.readouterr().out)
 
 
 @pytest.mark.long
-def test_memory_of_all_models_is_as_the_pages_say(capsys):
+def test_memory_of_all_models_matches_the_pages(capsys):
     memory.main([])
     tables = compare_with_pages(capsys.readouterr().out)
     page = (ROOT / "docs/training.md").read_text()
@@ -378,8 +378,8 @@ def compare_with_pages(said):
     return tables
 
 
-def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
-    """Training and drawing are made up; right digits and FID are computed from real digits."""
+def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
+    """Training and sampling are faked; accuracy and FID are computed from real digits."""
     images, labels = quality.load_digits()
     order = sorted(quality.NAMES)
     trained, given = [], []
@@ -449,7 +449,7 @@ def test_choices_are_compared_by_quality(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.long
-def test_tables_of_all_that_is_trained(tmp_path, capsys):
+def test_training_benchmarks_print_their_tables(tmp_path, capsys):
     for benchmark, argv in (
         (step_overhead, TOY),
         (peers, TOY),
@@ -481,8 +481,8 @@ def test_tables_of_all_that_is_trained(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_downloads_arrive_in_both_ways(ramp, capsys, monkeypatch):
-    """Shrunk images are really downloaded; for the others only the command is checked."""
+def test_downloads_benchmark_measures_plain_and_resized_images(ramp, capsys, monkeypatch):
+    """Resized images are really downloaded; for the others only the command is checked."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
     measure = downloads.measure
 

@@ -15,7 +15,7 @@ PAGES = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
 
 
 @pytest.mark.parametrize("name", data_plan.MEASURED)
-def test_a_measured_figure_is_one_of_the_pages_and_has_a_benchmark(name):
+def test_measured_figures_are_in_the_pages_and_have_a_benchmark(name):
     figure = data_plan.MEASURED[name]
     assert (ROOT / "benchmarks" / figure.benchmark.split()[0]).is_file()
     (row,) = [line for line in PAGES.splitlines() if line.startswith(figure.row)]
@@ -23,7 +23,7 @@ def test_a_measured_figure_is_one_of_the_pages_and_has_a_benchmark(name):
     assert f"{figure.value:g}" in re.findall(r"[\d.]+", cell.replace(",", ""))
 
 
-def test_the_plan_is_as_docs_say(capsys):
+def test_data_plan_matches_the_cluster_page(capsys):
     data_plan.main([])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) > 20
@@ -31,7 +31,7 @@ def test_the_plan_is_as_docs_say(capsys):
     assert [row for row in rows if row not in page] == []
 
 
-def test_the_bottleneck_is_the_part_that_is_saturated_first(monkeypatch):
+def test_the_bottleneck_is_the_slowest_part_of_a_stage(monkeypatch):
     monkeypatch.setattr(data_plan, "count_encoding", lambda resolution, text_cache: 0.4)
     expected = {
         "web": [],
@@ -54,7 +54,7 @@ def test_the_bottleneck_is_the_part_that_is_saturated_first(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_driver_with_stubs_stops_and_restarts(capsys):
+def test_driver_benchmark_stops_and_restarts(capsys):
     driver.main(["--shards", "20"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "| 20 |" in line]
     assert len(rows) == 2 and all(float(row[2]) > 0 for row in rows)

@@ -1,6 +1,6 @@
-"""benchmarks/evaluate_samples.py: its figures are right and tell good from bad.
+"""benchmarks/evaluate_samples.py: its metrics are right and tell good samples from bad ones.
 
-They are computed on the right images.
+The real images are those that were held out.
 """
 
 import functools
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from conftest import (
     MODELS,
     ROOT,
+    Script,
     finish,
     make_captioned,
     make_images,
@@ -31,16 +32,16 @@ from conftest import (
 from diffusers import StableDiffusionPipeline
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-import precompute_latents
-import train_text_to_image
-import train_unconditional
-
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import evaluate_samples
 
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.training.held_out import hold_out
+
+train_unconditional = Script("train_unconditional")
+train_text_to_image = Script("train_text_to_image")
+precompute = Script("precompute_latents")
 
 
 class Moments(torch.nn.Module):
@@ -59,11 +60,6 @@ def extractor(tmp_path):
     return f"--feature_extractor={tmp_path / 'moments.pt'}"
 
 
-def run(script, *argv):
-    reset()
-    script.main(script.parse_args([str(arg) for arg in argv]))
-
-
 def evaluate(tmp_path, *argv):
     reset()
     evaluate_samples.main([*map(str, argv), f"--output={tmp_path / 'report.json'}"])
@@ -75,29 +71,25 @@ def trained(tmp_path_factory):
     """A run on 12 images, 5 of them held out, which leaves the weights unchanged."""
     folder = tmp_path_factory.mktemp("trained")
     make_images(folder / "images", 12)
-    run(
-        train_unconditional,
+    flags = train_unconditional.flags(
+        folder / "out",
         f"--train_data_dir={folder / 'images'}",
-        f"--output_dir={folder / 'out'}",
         f"--model_config_name_or_path={make_unet_config(folder)}",
         f"--cache_dir={folder / 'cache'}",
-        "--resolution=16",
         "--train_batch_size=4",
         "--max_train_steps=1",
         "--learning_rate=0",
         "--ddpm_num_inference_steps=1",
-        "--eval_batch_size=1",
-        "--report_to=none",
-        "--dataloader_num_workers=0",
         "--holdout=5",
         "--random_flip",
     )
+    train_unconditional(*flags)
     return folder
 
 
 @pytest.fixture
 def pipeline(tmp_path, trained):
-    """A copy of it; run.args names the images that it was trained on."""
+    """A copy of `trained`, with its images at the path in run.args."""
     for name in ("images", "out"):
         shutil.copytree(trained / name, tmp_path / name)
     return tmp_path / "out"
@@ -106,9 +98,10 @@ def pipeline(tmp_path, trained):
 @pytest.fixture
 def seen(monkeypatch):
     """The rows that were read as real images."""
-    rows, load = [], train_unconditional.ImageDataset.load
+    rows, dataset = [], train_unconditional.module.ImageDataset
+    load = dataset.load
     monkeypatch.setattr(
-        train_unconditional.ImageDataset,
+        dataset,
         "load",
         lambda self, epoch, row, item: rows.append((epoch, row)) or load(self, epoch, row, item),
     )
@@ -117,7 +110,7 @@ def seen(monkeypatch):
 
 # more images than features, and fewer
 @pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])
-def test_the_fast_fid_is_that_of_torchmetrics(count, features):
+def test_fast_fid_equals_torchmetrics(count, features):
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(features, features, generator=generator)
     real, fake = (torch.randn(count + n, features, generator=generator) @ mix for n in (0, 7))
@@ -136,7 +129,7 @@ def test_the_fast_fid_is_that_of_torchmetrics(count, features):
         assert measure(real, real) == pytest.approx(0, abs=1e-2 * slow)
 
 
-def test_the_interval_covers_as_often_as_it_says():
+def test_confidence_intervals_cover_95_percent():
     """95 % of the intervals contain the true value: the mean, or 0 for KID between two halves."""
     generator = torch.Generator().manual_seed(0)
     mean = lambda values: values.mean().item()
@@ -169,9 +162,7 @@ def classifier():
 
 
 @pytest.mark.ci
-def test_a_trained_demo_scores_far_better_than_an_untrained_one(
-    tmp_path, monkeypatch, seen, capsys
-):
+def test_a_trained_demo_scores_better_than_an_untrained_one(tmp_path, monkeypatch, seen, capsys):
     """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)
     for name in ("log_held_out_loss", "make_report"):  # they take longer than this short training
@@ -185,8 +176,7 @@ def test_a_trained_demo_scores_far_better_than_an_untrained_one(
         ("trained", ["--max_train_steps=200"]),
         ("not", ["--max_train_steps=1", "--learning_rate=0"]),
     ):
-        run(
-            train_unconditional,
+        train_unconditional(
             *flags,
             f"--output_dir={tmp_path / name}",
             "--lr_warmup_steps=20",
@@ -222,7 +212,7 @@ def test_a_trained_demo_scores_far_better_than_an_untrained_one(
     assert f"| FID | {reports['not']['metrics']['FID']['value']:.4g} | " in capsys.readouterr().out
 
 
-def test_real_against_real_is_near_0():
+def test_fid_and_kid_of_real_images_are_near_zero():
     images, _ = evaluate_samples.load_digits()
     extract = evaluate_samples.load_extractor("digits", "cpu")
     with torch.no_grad():
@@ -238,7 +228,7 @@ def test_real_against_real_is_near_0():
     assert evaluate_samples.measure_fid(real, real) == pytest.approx(0, abs=1e-3 * far[0])
 
 
-def test_figures_do_not_depend_on_batch_size_and_processes(
+def test_evaluation_does_not_depend_on_batch_size_and_processes(
     tmp_path, pipeline, extractor, seen, capsys
 ):
     flags = [pipeline, extractor, "--num_samples=7", "--num_inference_steps=2", "--resamples=20"]
@@ -270,7 +260,7 @@ def test_figures_do_not_depend_on_batch_size_and_processes(
     )
 
 
-def test_a_pipeline_without_a_run_is_compared_with_a_folder(
+def test_a_pipeline_without_run_args_is_compared_with_a_folder(
     tmp_path, pipeline, extractor, seen, capsys
 ):
     (pipeline / "run.args").unlink()
@@ -311,24 +301,15 @@ def make_clip(folder):
     return folder
 
 
-def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
+def test_text_to_image_is_evaluated_with_held_out_captions(
     tmp_path, extractor, seen, monkeypatch, capsys
 ):
     captions = [f"a digit {'zero one two'.split()[i % 3]} {i}" for i in range(12)]
     make_captioned(tmp_path / "images", 12, captions)
-    models, shared = (
-        make_models(tmp_path),
-        ["--resolution=16", "--dataloader_num_workers=0", "--rows_per_shard=5"],
-    )
-    run(
-        precompute_latents,
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--pretrained_model_name_or_path={MODELS}",
-        f"--output_dir={tmp_path / 'cache'}",
-        *shared,
-    )
-    run(
-        train_text_to_image,
+    models = make_models(tmp_path)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}"]
+    precompute(*precompute.flags(tmp_path / "cache", *flags, "--rows_per_shard=5"))
+    train_text_to_image(
         f"--pretrained_model_name_or_path={models}",
         f"--latents_dir={tmp_path / 'cache'}",
         f"--output_dir={tmp_path / 'out'}",
@@ -367,7 +348,7 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
         and report["real"] == 4 == len(seen)
         and report["held_out"]
     )
-    args = train_text_to_image.parse_args([f"@{tmp_path / 'out/run.args'}"])
+    args = train_text_to_image.module.parse_args([f"@{tmp_path / 'out/run.args'}"])
     data = CachedLatents({"cache": load_cache(tmp_path / "cache")}, args.seed, args.random_flip)
     _, held_out = hold_out(Accelerator(cpu=True), data, args.holdout, args.seed)
     of_cache = {list(data.names())[row] for row in held_out}  # as the trainer chose them
@@ -409,7 +390,9 @@ def test_text_to_image_is_prompted_with_the_captions_of_what_was_held_out(
         (["--num_samples=1"], "1 is not between 2 and"),
     ],
 )
-def test_what_can_not_be_measured_is_said(tmp_path, pipeline, argv, sentence, capsys, monkeypatch):
+def test_evaluations_that_are_not_possible_end_in_one_line(
+    tmp_path, pipeline, argv, sentence, capsys, monkeypatch
+):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if "fidelity" in name else find_spec(name)
@@ -420,7 +403,7 @@ def test_what_can_not_be_measured_is_said(tmp_path, pipeline, argv, sentence, ca
     assert not Path(tmp_path / "report.json").exists()
 
 
-def test_torchmetrics_is_named_when_it_is_missing(tmp_path, capsys, monkeypatch):
+def test_a_missing_torchmetrics_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         evaluate(tmp_path, "anywhere", "--feature_extractor=digits")

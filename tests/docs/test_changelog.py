@@ -11,11 +11,11 @@ from diffusion_training.order import KEYS
 TEXT = (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_newest_version_is_that_of_the_package():
+def test_changelog_starts_with_the_package_version():
     assert re.search(r"^## \[(.+?)\]", TEXT, re.M)[1] == __version__
 
 
-def test_formats_are_those_that_are_written():
+def test_changelog_lists_the_current_formats():
     rows = {
         row[0]: row
         for row in (line[2:-2].split(" | ") for line in TEXT.splitlines() if line.startswith("| "))

@@ -113,7 +113,7 @@ def draw_flags():
     return "\n".join(lines[1:])
 
 
-def test_the_page_has_the_flags_of_the_parsers():
+def test_flags_page_matches_the_parsers():
     (figure,) = FIGURE.findall(PAGE.read_text())
     assert figure == draw_flags(), (
         "docs/flags.md is out of date: python tests/docs/test_flag_page.py draws it anew"

@@ -41,7 +41,7 @@ def draw_layers():
     return "\n".join(lines)
 
 
-def test_the_figure_of_layers_is_that_of_the_imports():
+def test_layers_table_matches_the_imports():
     (figure,) = FIGURE.findall(PAGE.read_text())
     assert figure == draw_layers(), (
         "CONTRIBUTING.md has old layers: python tests/docs/test_layers.py draws them anew"

@@ -1,4 +1,4 @@
-"""docs/new-trainer.md: the trainer on the page works, with all that the package adds."""
+"""docs/new-trainer.md: the trainer on the page works, with all features of the package."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_weights, checkpoints, finish, launch, metrics, reset, start
+from conftest import ROOT, Script, assert_same_weights, checkpoints, finish, launch, metrics, start
 from diffusers import UNet2DModel
 from PIL import Image
 
@@ -25,15 +25,15 @@ CODE = (
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
-    """The page's code as a module."""
+def train(tmp_path, monkeypatch):
+    """The page's script."""
     path = tmp_path / "train_rectified_flow.py"
     path.write_text(CODE)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)
     spec.loader.exec_module(module)
-    return module
+    return Script(path.stem)
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def flags(tmp_path):
     ]
 
 
-def test_it_is_short():
+def test_new_trainer_is_short():
     assert len(CODE.splitlines()) < 230 and max(map(len, CODE.splitlines())) <= 100
 
 
-def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
+def test_new_trainer_learns_and_writes_its_outputs(train, flags, tmp_path):
     more = ["--max_train_samples=400", "--num_train_epochs=4", "--train_batch_size=32"]
-    script.main(script.parse_args([*flags, *more, "--validation_epochs=2"]))
+    train(*flags, *more, "--validation_epochs=2")
     losses = [record["loss"] for record in metrics(tmp_path / "out")]
     assert len(losses) == 4 * 13 and sum(losses[-10:]) < 0.8 * sum(losses[:10])
     unet = UNet2DModel.from_pretrained(tmp_path / "out/unet")
@@ -75,7 +75,7 @@ def test_it_learns_and_leaves_what_it_says(script, flags, tmp_path):
     assert "rectified-flow" in (tmp_path / "out/README.md").read_text()
 
 
-def test_the_line_leads_from_noise_to_the_image(script):
+def test_new_trainers_flow_leads_from_noise_to_the_image(train):
     """A model that knows the image predicts it at any time, and draws it with any step count."""
     image = torch.rand(1, 1, 8, 8) * 2 - 1
 
@@ -90,6 +90,7 @@ def test_the_line_leads_from_noise_to_the_image(script):
 
     images, labels = image.expand(6, -1, -1, -1), {"class_labels": torch.zeros(6, dtype=torch.long)}
     prepared = Prepared(images, labels, {})
+    script = train.module
     loss = script.compute_loss(
         types.SimpleNamespace(predict=script.predict_velocity),
         {"unet": Unet()},
@@ -106,33 +107,32 @@ def test_the_line_leads_from_noise_to_the_image(script):
     assert (drawn - image).abs().max() < 0.01
 
 
-def test_it_obeys_the_flags_that_a_trainer_can_forget(script, flags, tmp_path, monkeypatch, capsys):
+def test_new_trainer_supports_holdout_save_best_compile_and_find_lr(
+    train, flags, tmp_path, monkeypatch
+):
     compiled = []
-    monkeypatch.setattr(script, "compile_model", lambda model, backend: compiled.append(backend))
-    script.main(
-        script.parse_args([*flags, "--holdout=8", "--save_best", "--no-use_ema", "--compile"])
+    monkeypatch.setattr(
+        train.module, "compile_model", lambda model, backend: compiled.append(backend)
     )
+    train(*flags, "--holdout=8", "--save_best", "--no-use_ema", "--compile")
     held_out = [record for record in metrics(tmp_path / "out") if "held_out_loss" in record]
     assert len(held_out) == 1 and "held_out_loss_ema" not in held_out[0] and compiled
     assert (tmp_path / "out/best/unet").is_dir()
     assert not list((tmp_path / "out").rglob("unet_ema"))
-    reset()
-    rate = [*flags, f"--output_dir={tmp_path / 'rate'}", "--find_lr", "--find_lr_steps=10"]
-    script.main(script.parse_args(rate))
+    train(*flags, f"--output_dir={tmp_path / 'rate'}", "--find_lr", "--find_lr_steps=10")
     assert (tmp_path / "rate/find_lr.json").exists() and not (tmp_path / "rate/unet").exists()
-    with pytest.raises(SystemExit):
-        script.parse_args([])
-    assert "--train_data_dir or --dataset_name is needed" in capsys.readouterr().err
+    assert "--train_data_dir or --dataset_name is needed" in train.refused(status=2)
 
 
-def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, num_processes=2):
+def test_new_trainer_resumes_after_a_kill_with_the_same_bits(
+    train, flags, tmp_path, num_processes=2
+):
     flags += ["--gradient_accumulation_steps=2", "--checkpointing_steps=1", "--train_batch_size=4"]
 
     def run(*more, dies_after=None):
-        def train():
-            reset()
+        def work():
             if dies_after:
-                take_step = script.train_step
+                take_step = train.module.train_step
 
                 def dying(*given):
                     step = given[5]
@@ -140,10 +140,10 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, 
                         os.kill(os.getpid(), signal.SIGKILL)
                     return take_step(*given)
 
-                script.train_step = dying
-            script.main(script.parse_args([*flags, *more]))
+                train.module.train_step = dying
+            train(*flags, *more)
 
-        pids = start(train, num_processes, log=tmp_path / "log")
+        pids = start(work, num_processes, log=tmp_path / "log")
         codes = finish(pids)
         assert (set(codes) == {0}) == (dies_after is None), (tmp_path / "log").read_text()
 
@@ -162,7 +162,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(script, flags, tmp_path, 
 
 
 @pytest.mark.long
-def test_it_is_launched_on_two_processes(script, flags, tmp_path):
+def test_new_trainer_can_be_launched_on_two_processes(train, flags, tmp_path):
     command = [
         "--multi_gpu",
         "--num_processes=2",

@@ -47,7 +47,7 @@ def find_parameters(notebook):
     return cell
 
 
-def test_cells_compile_and_use_flags_that_exist(tmp_path, monkeypatch):
+def test_notebook_cells_compile_and_use_existing_flags(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("photographs").mkdir()
     notebook = read_notebook()
@@ -68,8 +68,8 @@ def test_cells_compile_and_use_flags_that_exist(tmp_path, monkeypatch):
     assert scripts == ["precompute_latents.py", "train_text_to_image.py"]
 
 
-def test_the_host_has_memory_for_what_is_loaded_at_once():
-    """In GB: first encoders in float32, then the base in 16 bits; for drawing all in 16 bits."""
+def test_notebook_fits_into_the_hosts_memory():
+    """GB of the encoders in float32, then of the base in 16 bits; for samples, all in 16 bits."""
     ((_, encoders, base, _),) = memory.list_host(["SDXL"])
     drawing = float(base) + float(encoders) / 2
     text = " ".join(nbformat.read(PATH, as_version=4).cells[0].source.split())
@@ -79,7 +79,7 @@ def test_the_host_has_memory_for_what_is_loaded_at_once():
 
 
 @pytest.mark.long
-def test_it_runs_from_top_to_bottom(tmp_path):
+def test_notebook_runs_from_top_to_bottom(tmp_path):
     base = make_sdxl(tmp_path)
     for name, kind in PARTS.items():
         part = kind.from_pretrained(base / name)

@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 from conftest import (
+    Script,
     make_captioned,
     make_images,
     make_klein,
@@ -13,18 +14,12 @@ from conftest import (
     make_z_image,
     metrics,
     open_pipeline,
-    reset,
 )
 from test_docs import blocks, commands, find_script
 
-import precompute_latents
-import train_flow
-import train_text_to_image
-
-MODULES = {
-    "precompute_latents.py": precompute_latents,
-    "train_flow.py": train_flow,
-    "train_text_to_image.py": train_text_to_image,
+SCRIPTS = {
+    f"{name}.py": Script(name)
+    for name in ("precompute_latents", "train_flow", "train_text_to_image")
 }
 SHORT = ["--max_train_steps=1", "--lr_warmup_steps=0", "--num_inference_steps=2"]
 SHORT += ["--num_validation_images=1", "--report_to=none"]
@@ -64,7 +59,7 @@ MAKE = {
         ),
     ],
 )
-def test_every_recipe_trains(tmp_path, monkeypatch, capsys, page, expected):
+def test_every_recipe_of_a_page_trains(tmp_path, monkeypatch, capsys, page, expected):
     monkeypatch.chdir(tmp_path)
     make_captioned(tmp_path / "images", 3)
     make_images(tmp_path / "photographs", 3)
@@ -85,14 +80,12 @@ def test_every_recipe_trains(tmp_path, monkeypatch, capsys, page, expected):
                 flags += ["--bucket_step=4"] * ("--bucket_step" in flags)
             else:
                 flags += [*SHORT, *["--rank=2"] * ("--rank" in flags)]
-            reset()
-            args = MODULES[script].parse_args(flags)
-            MODULES[script].main(args)
-            reset()
+            SCRIPTS[script](*flags)
+            args = SCRIPTS[script].module.parse_args(flags)
             if script == "precompute_latents.py":
                 said = capsys.readouterr().out.rsplit("Next: ", 1)[1].splitlines()[0]
                 trainer, suggested = find_script(shlex.split(said))
-                suggested = MODULES[trainer].parse_args(suggested)
+                suggested = SCRIPTS[trainer].module.parse_args(suggested)
                 assert suggested.latents_dir == [args.output_dir]
                 model = suggested.pretrained_model_name_or_path
                 assert model == args.pretrained_model_name_or_path

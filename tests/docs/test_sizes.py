@@ -8,15 +8,15 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import MODELS, ROOT, make_captioned, make_sdxl, reset
+from conftest import MODELS, ROOT, Script, make_captioned, make_sdxl
 from diffusers import AutoencoderKL, UNet2DModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-import precompute_latents
-import train_unconditional
 from diffusion_training.training import state
 from diffusion_training.training.progress import Progress
 
+train = Script("train_unconditional")
+precompute = Script("precompute_latents")
 TEXT = (ROOT / "docs/training.md").read_text()
 U_NETS = re.findall(
     r"^\| \[unet_(\d+)\.json\].*?\| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", TEXT, re.M
@@ -30,10 +30,10 @@ def integer(text):
 
 def make_unet(side, *flags):
     flags = [f"--train_data_dir={ROOT / 'demo'}", f"--resolution={side}", *flags]
-    return train_unconditional.make_unet(train_unconditional.parse_args(flags))
+    return train.module.make_unet(train.module.parse_args(flags))
 
 
-def test_all_configs_are_in_the_table():
+def test_all_unet_configs_are_in_the_table():
     assert {f"unet_{side}.json" for side, *_ in U_NETS} == {
         path.name for path in ROOT.glob("configs/unet_*.json")
     }
@@ -41,7 +41,7 @@ def test_all_configs_are_in_the_table():
 
 
 @pytest.mark.parametrize("side, weights, in_step, between, _", U_NETS)
-def test_a_config_takes_its_resolution_and_has_as_many_weights_as_said(
+def test_unet_configs_have_the_documented_resolution_and_weights(
     side, weights, in_step, between, _
 ):
     with torch.device("meta"), torch.no_grad():
@@ -61,7 +61,7 @@ def test_a_config_takes_its_resolution_and_has_as_many_weights_as_said(
     ]
 
 
-def test_the_largest_is_the_one_that_comes_without_a_config():
+def test_the_default_unet_equals_unet_256_json():
     with torch.device("meta"):
         one, other = (
             make_unet(256),
@@ -75,7 +75,7 @@ def test_the_largest_is_the_one_that_comes_without_a_config():
 
 # the other cases take long
 @pytest.mark.parametrize("side, checkpointing", [("32", False), ("32", True), ("64", True)])
-def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
+def test_documented_activations_per_image_are_correct(side, checkpointing):
     (row,) = (row for row in U_NETS if row[0] == side)
     unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / f"configs/unet_{side}.json"))
     if checkpointing:
@@ -96,8 +96,8 @@ def test_what_an_image_keeps_for_the_backward_pass(side, checkpointing):
     )
 
 
-def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_path, monkeypatch):
-    """Counted while the gradients exist, and after they are freed."""
+def test_the_trainer_holds_five_numbers_per_weight_in_a_step(tmp_path, monkeypatch):
+    """Four remain between steps, after the gradients are freed."""
     counts, step, update_ema = [], torch.optim.AdamW.step, state.update_ema
 
     def stepping(self, *args, **options):
@@ -122,21 +122,15 @@ def test_the_trainer_holds_five_numbers_a_weight_in_a_step_and_four_between(tmp_
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
     monkeypatch.setattr(state, "update_ema", averaging)
-    flags = [
-        "--max_train_steps=2",
-        "--report_to=none",
-        f"--output_dir={tmp_path / 'out'}",
-        "--eval_batch_size=1",
-        "--ddpm_num_inference_steps=1",
-    ]
-    train_unconditional.main(train_unconditional.parse_args(flags))
+    flags = ["--max_train_steps=2", "--report_to=none", "--eval_batch_size=1"]
+    train(*flags, f"--output_dir={tmp_path / 'out'}", "--ddpm_num_inference_steps=1")
     assert len(counts) == 2
     for weights, moments, grads, averaged in counts:
         assert (moments, grads, averaged) == (2 * weights, weights, weights)
 
 
 @pytest.mark.parametrize("images, side, steps, epochs", STEPS)
-def test_steps_are_epochs_times_the_steps_of_one(images, side, steps, epochs):
+def test_documented_steps_equal_epochs_times_steps_per_epoch(images, side, steps, epochs):
     images, steps, epochs = map(integer, (images, steps, epochs))
     of_one = math.ceil(images / 64)
     assert epochs == round(steps / of_one)
@@ -145,7 +139,7 @@ def test_steps_are_epochs_times_the_steps_of_one(images, side, steps, epochs):
     assert Progress(start, 1797, 64, 1).last_step(1) == 29
 
 
-def test_the_sizes_of_caches_are_arithmetic():
+def test_documented_cache_sizes_are_correct():
     """Stable Diffusion 2 has 8 numbers for 8 x 8 pixels, and 77 tokens of 1,024 numbers.
 
     A number takes 2 bytes, a token id 4.
@@ -164,7 +158,7 @@ def test_the_sizes_of_caches_are_arithmetic():
     assert f"2e9 images at 256 px are {said}" in cluster
 
 
-def test_the_sizes_of_sdxl_caches_are_what_a_dry_run_says(tmp_path, capsys):
+def test_documented_sdxl_cache_sizes_equal_a_dry_run(tmp_path, capsys):
     """With models that have the published widths, but few layers."""
     folder = make_sdxl(tmp_path)
     widths = {
@@ -196,19 +190,14 @@ def test_the_sizes_of_sdxl_caches_are_what_a_dry_run_says(tmp_path, capsys):
     for kind in ("embeddings", "ids"):
         rows = []
         for side in (512, 1024):
-            precompute_latents.main(
-                precompute_latents.parse_args(
-                    [
-                        f"--pretrained_model_name_or_path={folder}",
-                        f"--train_data_dir={tmp_path / 'images'}",
-                        f"--resolution={side}",
-                        f"--text_cache={kind}",
-                        f"--output_dir={tmp_path / 'cache'}",
-                        "--dry_run",
-                    ]
-                )
+            precompute(
+                f"--pretrained_model_name_or_path={folder}",
+                f"--train_data_dir={tmp_path / 'images'}",
+                f"--resolution={side}",
+                f"--text_cache={kind}",
+                f"--output_dir={tmp_path / 'cache'}",
+                "--dry_run",
             )
-            reset()
             rows.append(float(re.search(r"rows of ([\d.]+)kB", capsys.readouterr().out)[1]))
         table.append((kind, *(f"{row * 1000 / 1024:.0f}" for row in rows), f"{rows[1]:.0f}"))
     page = (ROOT / "docs/latent-cache.md").read_text()
@@ -217,7 +206,7 @@ def test_the_sizes_of_sdxl_caches_are_what_a_dry_run_says(tmp_path, capsys):
     )
 
 
-def test_the_demos_vae_restores_digits_as_said():
+def test_the_demo_vae_has_the_documented_psnr():
     # shuffled as in demo/make_models.py
     rows = datasets.load_dataset(str(ROOT / "demo/digits"), split="train").shuffle(seed=0)
     images = np.stack([np.array(image.convert("RGB")) for image in rows["image"]])[1400:]

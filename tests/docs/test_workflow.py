@@ -7,7 +7,7 @@ import sys
 from conftest import ROOT
 
 
-def test_the_workflow_fits_its_schema_and_runs_what_is_there():
+def test_workflow_fits_its_schema_and_names_existing_files():
     path = ROOT / ".github/workflows/test.yml"
     command = [
         sys.executable,
@@ -27,6 +27,6 @@ def test_the_workflow_fits_its_schema_and_runs_what_is_there():
     assert f'python-version: "{named}"' in text  # the oldest one in the README
 
 
-def test_hooks_have_the_version_that_ci_has():
+def test_pre_commit_and_ci_use_the_same_ruff():
     (version,) = re.findall(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
     assert f"ruff=={version}\n" in (ROOT / "constraints.txt").read_text()

@@ -33,7 +33,7 @@ def parser():
     return parser
 
 
-def test_addresses_lose_slashes_that_would_be_part_of_names():
+def test_path_flags_drop_extra_slashes_from_addresses():
     assert PATH("s3://bucket/cache/") == "s3://bucket/cache"
     assert PATH("s3://bucket//a///b//") == "s3://bucket/a/b" and PATH("s3://b/") == "s3://b"
     assert PATH("file:///a//b/") == "file:///a/b" and PATH("a//b/") == "a//b/"
@@ -41,7 +41,7 @@ def test_addresses_lose_slashes_that_would_be_part_of_names():
         PATH("s3:/bucket/a")
 
 
-def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
+def test_run_args_files_are_parsed_back_to_the_same_flags(parser, tmp_path):
     for argv in (
         [],
         [
@@ -73,7 +73,7 @@ def test_what_is_written_is_read_again_to_the_bit(parser, tmp_path):
     assert "out" not in format_args(vars(args), "paint.py", leave_out=["out"])
 
 
-def test_flags_are_what_the_user_said_and_nothing_writes_to_them(parser):
+def test_flags_keep_the_given_values_and_are_read_only(parser):
     flags = Flags(**vars(parser.parse_args(["--size=7"])))
     assert flags.size == 7 and "size" in flags and flags.prompts is None
     with pytest.raises(AttributeError, match="args.size is read-only"):
@@ -83,7 +83,7 @@ def test_flags_are_what_the_user_said_and_nothing_writes_to_them(parser):
     assert vars(flags) == vars(parser.parse_args(["--size=7"]))
 
 
-def test_a_file_of_ones_own_may_have_comments_and_several_flags_a_line(parser, tmp_path, capsys):
+def test_flag_files_may_have_comments_and_several_flags_per_line(parser, tmp_path, capsys):
     (tmp_path / "own.args").write_text("# mine\n--size 32  # small\n\n--name 'a b' --flip\n")
     args = parser.parse_args([f"@{tmp_path}/own.args", "--no-flip"])
     assert (args.size, args.name, args.flip) == (32, "a b", False)
@@ -92,7 +92,7 @@ def test_a_file_of_ones_own_may_have_comments_and_several_flags_a_line(parser, t
     assert stop.value.code == 2 and "nowhere.args" in capsys.readouterr().err
 
 
-def test_numbers_are_within_their_bounds(parser, capsys):
+def test_numbers_out_of_bounds_are_refused(parser, capsys):
     assert (
         parser.parse_args(["--size=64"]).size == 64 and parser.parse_args(["--rate=0"]).rate == 0.0
     )
@@ -106,7 +106,7 @@ def test_numbers_are_within_their_bounds(parser, capsys):
     }.items():
         with pytest.raises(SystemExit) as stop:
             parser.parse_args([flag])
-        # a hundred flags would hide the sentence
+        # the usage does not list all flags, which would hide the error
         usage, error = capsys.readouterr().err.splitlines()
         assert stop.value.code == 2 and sentence in error and "--help" in usage, flag
     assert number(1, 2, int).bounds == (1, 2, int)  # for tests of all flags
@@ -114,9 +114,7 @@ def test_numbers_are_within_their_bounds(parser, capsys):
         number(-1, 1)("-inf")
 
 
-def test_a_demo_prints_the_command_that_it_is_short_for_and_any_flag_wins(
-    parser, capsys, monkeypatch
-):
+def test_a_demo_prints_its_full_command_and_flags_override_it(parser, capsys, monkeypatch):
     demo = "--name 'the demo'\n  --size 4 --flip"
     args = parse_demo(parser, demo, ["--size=5", "--no-flip"])
     assert (args.name, args.size, args.flip) == ("the demo", 5, False)
@@ -128,19 +126,19 @@ def test_a_demo_prints_the_command_that_it_is_short_for_and_any_flag_wins(
     assert capsys.readouterr().out == ""
 
 
-def test_a_home_is_found_and_a_script_needs_no_docstring(parser):
+def test_tilde_is_expanded_and_a_parser_needs_no_docstring(parser):
     assert parser.parse_args(["--out=~/x"]).out == os.path.expanduser("~/x") != "~/x"
     assert parser.description == "Paint." and parser.prog == "paint.py"
     assert make_parser("paint.py", None).description == ""  # python -OO has none
 
 
-def test_a_demo_takes_what_the_program_was_started_with(parser, monkeypatch):
+def test_a_demo_reads_flags_from_the_command_line(parser, monkeypatch):
     monkeypatch.setattr("sys.argv", ["paint.py", "--size=5"])
     args = parse_demo(parser, "--name demo --size 4", None)
     assert (args.name, args.size) == ("demo", 5)
 
 
-def test_the_help_tells_defaults_and_of_files(parser):
+def test_help_shows_defaults_and_flag_files(parser):
     parser.add_argument("--tint", default=0, help="of grey")
     parser.add_argument("--tone", help="of the paper (default: white)")
     parser.add_argument("--wet", action=argparse.BooleanOptionalAction, default=True, help="soak")
@@ -152,14 +150,14 @@ def test_the_help_tells_defaults_and_of_files(parser):
     assert "None" not in printed and "(default: white) (" not in printed and "False" not in printed
 
 
-def test_the_help_ends_with_the_commands_of_the_docstring_and_a_page():
+def test_help_ends_with_the_docstrings_commands_and_a_docs_page():
     doc = "Paint.\n\n    paint.py --size 4 \\\\\n        --flip\n\nMore."
     printed = make_parser("paint.py", doc, "docs/paint.md").format_help()
     assert "examples:\n\n    paint.py --size 4 \\\\\n        --flip\n\n@FILE" in printed
     assert printed.strip().endswith("Documentation: docs/paint.md") and "More." not in printed
 
 
-def test_a_typo_is_told_what_was_meant(parser, capsys):
+def test_mistyped_flags_get_a_suggestion(parser, capsys):
     for argv, sentence in {
         ("--sise=4", "1"): "there is no flag --sise=4: did you mean --size?",
         ("--colour", "red"): "there is no flag --colour (--help lists the flags)",
@@ -170,7 +168,7 @@ def test_a_typo_is_told_what_was_meant(parser, capsys):
         assert stop.value.code == 2 and sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_flags_know_which_were_given_also_in_another_process(parser):
+def test_given_flags_are_listed_also_in_copies_and_pickles(parser):
     flags = parser.freeze(parser.parse_args(["--size=7", "--rate=0.5", "--flip"]))
     for each in (flags, pickle.loads(pickle.dumps(flags)), copy.deepcopy(flags)):
         assert each.given == ("size", "flip") and vars(each) == vars(flags) and each.size == 7

@@ -1,4 +1,4 @@
-"""Arrays of images: memory-mapped, of any layout and range, and refused in a sentence."""
+"""Arrays of images: memory-mapped, of any layout and value range; unusable ones are refused."""
 
 import pickle
 import resource
@@ -6,35 +6,34 @@ import resource
 import numpy as np
 import pytest
 import torch
-from conftest import reset
-from diffusers import DiffusionPipeline
+from conftest import Script
+from diffusers import DiffusionPipeline, UNet2DModel
 
-import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 
+train = Script("train_unconditional")
 VALUES = np.random.default_rng(0).integers(0, 256, (6, 2, 16, 12), np.uint8)
 
 
 @pytest.fixture
-def parse(tmp_path):
-    """`parse(array, *flags)` -> the flags of a run on it."""
+def save(tmp_path):
+    """`save(array, *more)` saves an array and returns the flags of a run on it."""
 
-    def parse(array, *flags):
+    def save(array, *more):
         np.save(tmp_path / "images.npy", array)
-        path = tmp_path / "images.npy"
-        return script.parse_args([f"--train_data_dir={path}", "--resolution=16", *flags])
+        return [f"--train_data_dir={tmp_path / 'images.npy'}", "--resolution=16", *more]
 
-    return parse
+    return save
 
 
-def read(args, channels=2):
-    images = load_rows(args, channels=channels)
+def read(flags, channels=2):
+    images = load_rows(train.module.parse_args(flags), channels=channels)
     rows = images.rows[[*range(len(images.rows))]][images.column]
     return torch.stack([row["pixels"] for row in rows])
 
 
 @pytest.mark.parametrize("keep", ["--preserve_input_precision", "--no-preserve_input_precision"])
-def test_every_layout_and_range_is_the_same_images(parse, keep):
+def test_array_layouts_and_ranges_give_the_same_images(save, keep):
     wanted = torch.from_numpy(VALUES)
     wanted = wanted / 255 if keep.startswith("--pre") else wanted
     shares = VALUES.astype(np.float64) / 255
@@ -45,16 +44,16 @@ def test_every_layout_and_range_is_the_same_images(parse, keep):
         (shares, ["--array_range", "0", "1"]),
         ((2 * shares - 1).astype(np.float32), ["--array_range", "-1", "1"]),
     ):
-        assert torch.allclose(read(parse(array, keep, *flags)), wanted, atol=1e-6)
-    one = read(parse(VALUES[:, 0], keep), 1)
+        assert torch.allclose(read(save(array, keep, *flags)), wanted, atol=1e-6)
+    one = read(save(VALUES[:, 0], keep), 1)
     assert torch.equal(one, wanted[:, :1])
-    few = read(parse(VALUES, keep, "--max_train_samples=2"))
+    few = read(save(VALUES, keep, "--max_train_samples=2"))
     assert len(few) == 2 and all((row == wanted).flatten(1).all(1).any() for row in few)
 
 
-def test_what_does_not_fit_is_one_sentence(parse):
+def test_arrays_of_wrong_shape_type_or_range_are_refused(save):
     square = np.zeros((3, 2, 2, 2), np.uint8)
-    assert read(parse(square, "--array_layout=nhwc")).shape == (3, 2, 2, 2)
+    assert read(save(square, "--array_layout=nhwc")).shape == (3, 2, 2, 2)
     for array, flags, sentence in (
         (square, [], "choose the axis of the channels with --array_layout nchw or nhwc"),
         (VALUES[:, :1], [], "has the shape [6, 1, 16, 12], but the model takes 2 channels"),
@@ -70,20 +69,20 @@ def test_what_does_not_fit_is_one_sentence(parse):
         (np.array([{}]), [], "can't be read as an array (Array can't be memory-mapped"),
     ):  # fmt: skip
         with pytest.raises(SystemExit) as stop:
-            read(parse(array, *flags))
+            read(save(array, *flags))
         assert sentence in str(stop.value), sentence
 
 
-def test_a_file_that_is_no_array_is_one_sentence(tmp_path):
+def test_files_that_are_not_npy_arrays_are_refused(tmp_path):
     path = tmp_path / "IMAGES.NPY"  # the suffix in any case
     np.savez(tmp_path / "archive.npz", VALUES)
     for content in (b"no array", (tmp_path / "archive.npz").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(SystemExit, match="can't be read as an array .the magic string is not"):
-            load_rows(script.parse_args([f"--train_data_dir={path}"]), channels=2)
+            load_rows(train.module.parse_args([f"--train_data_dir={path}"]), channels=2)
 
 
-def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
+def test_bad_array_flags_end_with_one_line(tmp_path, save):
     for flags, sentence in (
         (["--cache_images"], "leave --cache_images and --streaming out: an array"),
         (
@@ -92,16 +91,14 @@ def test_bad_flags_end_with_one_line(tmp_path, parse, capsys):
         ),
         ([f"--train_data_dir={tmp_path}/no.npy"], "is not a folder, nor an .npy file"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            parse(VALUES, *flags)
-        assert stop.value.code == 2 and sentence in capsys.readouterr().err
+        assert sentence in train.refused(*save(VALUES, *flags), status=2)
 
 
-def test_an_array_is_never_copied_whole(tmp_path, parse):
-    """Two images of 256 MB are read, also by a reader that was sent to another process."""
+def test_an_array_is_never_copied_into_memory(tmp_path):
+    """One row of a file of 256 MB is read, also by a reader that was pickled."""
     array = np.lib.format.open_memmap(tmp_path / "large.npy", "w+", np.uint8, (2**16, 1, 64, 64))
     array[-1] = 7
-    args = script.parse_args([f"--train_data_dir={tmp_path}/large.npy"])
+    args = train.module.parse_args([f"--train_data_dir={tmp_path}/large.npy"])
     del array
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rows = load_rows(args, channels=1).rows
@@ -112,22 +109,19 @@ def test_an_array_is_never_copied_whole(tmp_path, parse):
 
 
 @pytest.mark.usefixtures("without_figures")
-def test_a_model_of_two_channels_trains_holds_out_and_draws(tmp_path, parse, unet_config, capfd):
+def test_a_two_channel_model_trains_holds_out_images_and_samples(
+    tmp_path, save, unet_config, capfd
+):
     """A value out of range ends the run with a sentence, also in a loader process."""
-    config = script.UNet2DModel.load_config(unet_config) | {"in_channels": 2, "out_channels": 2}
-    script.UNet2DModel.from_config(config).save_config(tmp_path / "two")
-    flags = f"""--array_range 0 1 --model_config_name_or_path {tmp_path}/two --holdout 2
-        --output_dir {tmp_path}/out --train_batch_size 2 --max_train_steps 2 --report_to none
-        --ddpm_num_inference_steps 1 --eval_batch_size 1 --lr_warmup_steps 0""".split()
-    reset()
-    script.main(parse(VALUES / 255, *flags, "--dataloader_num_workers=0"))
+    config = UNet2DModel.load_config(unet_config) | {"in_channels": 2, "out_channels": 2}
+    UNet2DModel.from_config(config).save_config(tmp_path / "two")
+    more = f"""--array_range 0 1 --model_config_name_or_path {tmp_path}/two --holdout 2
+        --train_batch_size 2 --max_train_steps 2 --lr_warmup_steps 0""".split()
+    train(*train.flags(tmp_path / "out", *save(VALUES / 255, *more)))
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     assert pipeline(num_inference_steps=1, output_type="np").images.shape == (1, 16, 16, 2)
     assert 'output_type="np"' in (tmp_path / "out/README.md").read_text()
     assert len(list((tmp_path / "out/samples").iterdir())) == 1
-    reset()
-    args = parse(VALUES / 200, *flags, "--dataloader_num_workers=1", f"--output_dir={tmp_path}/b")
-    with pytest.raises(SystemExit):
-        script.main(args)
-    error = capfd.readouterr().err
-    assert "outside --array_range 0 1" in error and "Traceback" not in error
+    flags = train.flags(tmp_path / "b", *save(VALUES / 200, *more), "--dataloader_num_workers=1")
+    assert "outside --array_range 0 1" in train.refused(*flags)
+    assert "Traceback" not in capfd.readouterr().err

@@ -22,7 +22,7 @@ def settings(resolution=512, step=64, ratio=2.0, **more):
     return make_transform(argparse.Namespace(**flags), "photo", None, None, 3, resolution)
 
 
-def test_buckets_are_the_widest_that_fit():
+def test_list_buckets_gives_the_widest_sizes_within_limits():
     five = [(384, 640), (448, 576), (512, 512), (576, 448), (640, 384)]
     assert module.list_buckets(512, 64, 2.0) == five
     found = module.list_buckets(1024, 64, 2.0)
@@ -42,7 +42,7 @@ def test_buckets_are_the_widest_that_fit():
     ((10, 1000), (384, 640)), ((1000, 10), (640, 384)),
     ((1080, 1920), (384, 640)), ((500, 520), (512, 512)),
 ])  # fmt: skip
-def test_an_image_gets_the_nearest_ratio(size, bucket):
+def test_choose_size_takes_the_nearest_aspect_ratio(size, bucket):
     assert module.choose_size(*size, settings()) == bucket
     assert module.choose_size(*size, settings(step=None)) == (512, 512)
 
@@ -52,13 +52,13 @@ def test_an_image_gets_the_nearest_ratio(size, bucket):
     ((500, 520), (448, 512)), ((100, 700), (64, 640)),
     ((300, 4000), (256, 640)), ((40, 30), (64, 64)),
 ])  # fmt: skip
-def test_no_side_is_longer_than_the_images_if_that_is_wanted(size, bucket):
+def test_bucket_no_upscale_never_enlarges_a_side(size, bucket):
     assert module.choose_size(*size, settings(bucket_no_upscale=True)) == bucket
     whole = settings(step=None, bucket_no_upscale=True)
     assert module.choose_size(*size, whole) == (512, 512)
 
 
-def test_of_two_that_are_as_near_it_is_the_larger(monkeypatch):
+def test_choose_size_takes_the_larger_of_two_equal_ratios(monkeypatch):
     monkeypatch.setattr(
         module, "list_buckets", lambda *settings: [(8, 4), (16, 8), (8, 16), (4, 8)]
     )
@@ -67,7 +67,7 @@ def test_of_two_that_are_as_near_it_is_the_larger(monkeypatch):
     ) == (8, 16)
 
 
-def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
+def test_read_sizes_respects_exif_rotation_and_bad_images_count_as_square(tmp_path):
     """An image with an EXIF rotation counts as it is shown.
 
     One that can't be read counts as a square, and is skipped when it is decoded.
@@ -102,7 +102,7 @@ def test_sizes_are_read_from_headers_as_images_are_shown(tmp_path):
     assert module.choose_sizes(None, rows, settings(48, None), 0) is None
 
 
-def test_a_fault_of_the_machine_is_no_size(monkeypatch):
+def test_read_sizes_raises_memory_errors(monkeypatch):
     def fail(file):
         raise MemoryError
 
@@ -125,7 +125,7 @@ def walk(num_rows, sizes, batch_size, accumulation):
     return steps
 
 
-def test_most_steps_have_one_size_and_few_micro_batches_more_than_squares_have():
+def test_most_steps_have_one_bucket_and_few_extra_micro_batches():
     sizes = np.random.default_rng(0).integers(0, 5, (2000, 1)).repeat(2, axis=1)
     steps = walk(2000, sizes, 8, 4)
     assert (
@@ -137,21 +137,21 @@ def test_most_steps_have_one_size_and_few_micro_batches_more_than_squares_have()
     assert max(collections.Counter(first).values()) < 15  # the sizes come in no order
 
 
-def test_two_sizes_are_several():
+def test_micro_batches_never_mix_two_sizes():
     sizes = np.array([(8, 8), (8, 16)] * 9)
     steps = walk(18, sizes, 4, 2)
     assert all(len({row % 2 for row in rows}) == 1 for step in steps for rows in step)
     assert sorted(row for step in steps for rows in step for row in rows) == list(range(18))
 
 
-def test_what_is_left_of_many_sizes_is_shuffled():
+def test_leftover_images_of_many_sizes_are_shuffled():
     """All 30 images are left over, in 13 sizes, which must not come in numerical order."""
     sizes = np.random.default_rng(0).integers(0, 13, (30, 1)).repeat(2, axis=1)
     seen = [sizes[rows[0]][0] for step in walk(30, sizes, 4, 1) for rows in step]
     assert seen != sorted(seen) and seen != sorted(seen, reverse=True)
 
 
-def test_squares_are_ordered_as_ever():
+def test_images_of_one_size_are_ordered_as_without_buckets():
     plain, one_size = Order(range(20), 3), Order(range(20), 3, np.full((20, 2), 8))
     assert plain.arrange(1, 4, 2).tolist() != plain.arrange(2, 4, 2).tolist()
     assert one_size.arrange(1, 4, 2).tolist() == plain.arrange(1, 9, 9).tolist()

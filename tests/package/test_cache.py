@@ -122,7 +122,7 @@ EMPTY = {"prompt_embeds": np.zeros(PROMPT, np.float16)}
 ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_ROWS})()
 
 
-# 64 pixels a side of a latent
+# a side of a latent is 64 pixels
 VAE = argparse.Namespace(
     device=torch.device("cpu"),
     config=FrozenDict(
@@ -180,10 +180,10 @@ def refused(match, args):
         open_cache(args)
 
 
-# ------------------------------------------------------------------- a shard and its record
+# ------------------------------------------------------------------- shards and their records
 
 
-def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
+def test_a_shard_holds_good_rows_and_its_record_lists_the_skipped_ones(tmp_path):
     (tmp_path / "unfinished").mkdir()
     record = write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
     rows = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes()).read_all()
@@ -199,7 +199,7 @@ def test_a_shard_holds_the_good_rows_and_its_record_says_the_rest(tmp_path):
     assert set(contents(tmp_path)) == {"data.arrow", "unfinished/data.arrow.json"}
 
 
-def test_a_shard_without_a_good_row_opens(tmp_path):
+def test_a_shard_without_good_rows_can_be_opened(tmp_path):
     (tmp_path / "unfinished").mkdir()
     bad = dict.fromkeys(range(3), "broken")
     assert write_shard(tmp_path / "data.arrow", encode_rows(0, 3, skipped=bad))["rows"] == 0
@@ -228,7 +228,7 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "where", ["new_stream", "write_batches", "fsync", "write_file", "encoding"]
 )
-def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
+def test_a_shard_whose_write_fails_leaves_no_partial_file(tmp_path, monkeypatch, where):
     (tmp_path / "unfinished").mkdir()
     (tmp_path / "data.arrow").write_bytes(b"before")
 
@@ -257,7 +257,7 @@ def test_a_shard_is_there_whole_or_not_at_all(tmp_path, monkeypatch, where):
     assert found in ({}, {"data.arrow": b"before"})
 
 
-def test_every_damage_of_a_shard_is_seen(tmp_path):
+def test_describe_damage_finds_every_change_of_a_shard(tmp_path):
     (tmp_path / "unfinished").mkdir()
     path = tmp_path / "data.arrow"
     records = {path.name: write_shard(path, encode_rows(0, 7))}
@@ -280,7 +280,7 @@ def test_every_damage_of_a_shard_is_seen(tmp_path):
     assert module.describe_damage(path, records) == "lacks rows that could not be read"
 
 
-def test_a_checksum_sees_every_bit_and_no_order_of_the_columns():
+def test_checksum_row_covers_every_bit_and_ignores_column_order():
     row = {"prompt_embeds": np.arange(6, dtype=np.float16), "latents": np.ones(4, np.float16)}
     seen = {checksum_row(row)}
     assert checksum_row(dict(reversed(row.items()))) in seen
@@ -293,7 +293,7 @@ def test_a_checksum_sees_every_bit_and_no_order_of_the_columns():
     assert len(seen) == 1 + 16 * 10
 
 
-def test_too_many_skipped_rows_end_it():
+def test_more_rows_skipped_than_max_skipped_end_the_run():
     skipped = [{"row": row, "key": f"{row}.png", "reason": f"broken {row}"} for row in range(6)]
     module.check_skipped(skipped[:5], 100, 0.05)
     module.check_skipped([], 100, 0)
@@ -304,10 +304,10 @@ def test_too_many_skipped_rows_end_it():
     assert stop.value.alone  # the process that made the last shard prints it
 
 
-# ------------------------------------------------------------------- planned and opened
+# ------------------------------------------------------------------- planning and opening a cache
 
 
-def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
+def test_a_planned_cache_lists_its_shards_and_its_size(tmp_path):
     planned = plan(make_args(tmp_path))
     shards = planned.list_shards()
     assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
@@ -321,7 +321,7 @@ def test_a_cache_is_planned_in_shards_that_hold_every_row_once(tmp_path):
     assert "7 rows of 276B (20.0B for" in planned.describe_size(None, compare=False)
 
 
-def test_of_several_sides_each_has_a_cache_as_if_it_were_made_alone(tmp_path):
+def test_several_resolutions_plan_the_same_caches_as_separate_runs(tmp_path):
     args = make_args(tmp_path / "out", "--resolution", 512, 256)
     encoders, images = Encoders(FAMILIES["sd"], VAE, None, None), ImageRows(ROWS, "image", "where")
     found = {"mixed_precision": "bf16", "compile": None}
@@ -348,7 +348,7 @@ def leaves(tree, path=()):
         yield from leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
 
 
-def test_whatever_decides_the_content_is_compared(tmp_path):
+def test_a_cache_with_any_other_setting_is_refused(tmp_path):
     """If one setting of a cache differs, the script stops with an error that names it."""
     make_cache(tmp_path / "out")
     before, planned = contents(tmp_path / "out"), plan(make_args(tmp_path / "out"))
@@ -371,7 +371,7 @@ def test_whatever_decides_the_content_is_compared(tmp_path):
     assert contents(tmp_path / "out") == {**before, ".lock": b""}
 
 
-def test_flags_decide_the_transform_and_the_shards(tmp_path):
+def test_a_cache_made_with_other_flags_is_refused(tmp_path):
     make_cache(tmp_path / "out")
     for argv, name in {
         "--resolution=64": (
@@ -390,7 +390,7 @@ def test_flags_decide_the_transform_and_the_shards(tmp_path):
         refused(rf"holds another cache \({name}\)", make_args(tmp_path / "out", argv))
 
 
-def test_records_of_shards_are_columns_and_are_read_back(tmp_path):
+def test_shard_records_are_stored_as_columns_and_read_back(tmp_path):
     cache = make_cache(tmp_path / "out")
     whole = contents(tmp_path / "out")
     read, records = module.read_cache(tmp_path / "out")
@@ -406,7 +406,7 @@ def test_records_of_shards_are_columns_and_are_read_back(tmp_path):
     assert contents(tmp_path / "out") == whole
 
 
-def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path, capsys):
+def test_flags_that_change_no_number_may_differ_when_a_cache_resumes(tmp_path, capsys):
     cache = make_cache(tmp_path / "out")
     assert cache["version"] == __version__
     whole = contents(tmp_path / "out")
@@ -425,7 +425,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
         and "max_skipped" not in now["run.args"].decode()
     )
     assert now | {"run.args": b""} == whole | {"run.args": b"", ".lock": b""}
-    # half-made by a version without the entry, and with another JPEG decoder
+    # begun by a version without the new entries, and with another JPEG decoder
     make_cache(tmp_path / "old")
     begun = {
         name: value
@@ -441,7 +441,7 @@ def test_who_wrote_it_and_what_changes_no_number_is_no_reason_to_refuse(tmp_path
     assert make_cache(tmp_path / "old")["shards"] == cache["shards"]
 
 
-def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
+def test_open_cache_writes_only_to_the_local_copy(tmp_path):
     (tmp_path / "copy").mkdir()
     planned = plan(make_args(tmp_path / "out"))
     lock, _, _ = module.open_cache(ACCELERATOR, planned, tmp_path / "copy")
@@ -451,7 +451,7 @@ def test_a_copy_elsewhere_is_what_is_opened(tmp_path):
     ).exists()
 
 
-def test_a_cache_lists_what_its_reader_must_know(tmp_path):
+def test_a_cache_lists_the_features_that_its_reader_needs(tmp_path):
     pooled = {"pooled_prompt_embeds_shape": [7], "text_encoder_2": {}}
     sizes = ["--bucket_step=64", "--mask_column=where"]
     several = ["--caption_weights", 1, 2]
@@ -466,7 +466,7 @@ def test_a_cache_lists_what_its_reader_must_know(tmp_path):
         assert settings["features"] == features
 
 
-def test_run_args_are_the_flags_again(tmp_path):
+def test_run_args_of_a_cache_hold_its_flags(tmp_path):
     make_cache(tmp_path / "out", "--caption_column=a b", "--seed=5")
     again = precompute_latents.parse_args([f"@{tmp_path / 'out/run.args'}"])
     made = make_args(tmp_path / "out", "--caption_column=a b", "--seed=5")
@@ -480,7 +480,7 @@ def test_run_args_are_the_flags_again(tmp_path):
     )
 
 
-def test_folders_of_something_else_are_refused_and_left_alone(tmp_path):
+def test_output_folders_with_other_files_are_refused_and_unchanged(tmp_path):
     (tmp_path / "file").write_text("")
     refused("can't be written to", make_args(tmp_path / "file/out"))
     (tmp_path / "other").mkdir()
@@ -496,7 +496,7 @@ def test_folders_of_something_else_are_refused_and_left_alone(tmp_path):
     assert not (tmp_path / "data/out").exists()
 
 
-def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
+def test_a_cache_locked_by_another_process_is_refused(tmp_path):
     make_cache(tmp_path / "out")
     (tmp_path / "out/.tmp-of-another-run").touch()
     with FileLock(tmp_path / "out/.lock"):
@@ -506,7 +506,7 @@ def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
     assert (tmp_path / "out/.tmp-of-another-run").exists()
 
 
-def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
+def test_files_half_written_at_a_kill_are_deleted_and_made_again(tmp_path):
     make_cache(tmp_path / "whole")
     args = make_args(tmp_path / "out")
     shards, lock, cache, records = open_cache(args)
@@ -518,7 +518,7 @@ def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
     # as after a power cut without fsync
     (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')
     (unfinished / f".tmp-{shards[2]}.json").write_text("")
-    # as a program that synchronizes folders names a second version
+    # as a program that synchronizes folders names a conflicting copy
     shutil.copy(unfinished / f"{shards[0]}.json", unfinished / f"{shards[0]} 2.json")
     (tmp_path / f"out/.tmp-{shards[2]}").write_bytes(b"half")
     (tmp_path / "out/.tmp-folder").mkdir()
@@ -529,7 +529,7 @@ def test_what_a_kill_left_half_written_is_deleted_and_made_again(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_a_kill_between_its_first_files_is_no_cache_of_something_else(tmp_path, monkeypatch):
+def test_a_cache_killed_while_it_writes_its_first_files_can_be_resumed(tmp_path, monkeypatch):
     for least in range(3):
         written, write_file = [], module.write_file
 
@@ -556,7 +556,7 @@ def test_a_kill_between_its_first_files_is_no_cache_of_something_else(tmp_path, 
     ("state.json", lambda text: "{}", "KeyError: '_fingerprint'"),
     ("skipped.jsonl", lambda text: text[:-5], "JSONDecodeError"),
 ])  # fmt: skip
-def test_a_cache_json_that_changed_is_refused(tmp_path, file, change, said):
+def test_a_finished_cache_with_changed_metadata_is_refused(tmp_path, file, change, said):
     make_cache(tmp_path / "out")
     path = tmp_path / "out" / file
     text = path.read_text()
@@ -572,10 +572,10 @@ def test_a_cache_json_that_changed_is_refused(tmp_path, file, change, said):
     make_cache(tmp_path / "out")
 
 
-# ------------------------------------------------------------------- finished
+# ------------------------------------------------------------------- finishing a cache
 
 
-def test_datasets_opens_what_is_finished_and_finds_the_bits(tmp_path):
+def test_datasets_opens_a_finished_cache_with_the_same_bits(tmp_path):
     cache = make_cache(tmp_path / "out")
     rows = datasets.load_from_disk(str(tmp_path / "out"))
     expected = pa.Table.from_batches(
@@ -595,7 +595,7 @@ def test_datasets_opens_what_is_finished_and_finds_the_bits(tmp_path):
     assert not (tmp_path / "out/unfinished").exists() and not list((tmp_path / "out").glob(".*"))
 
 
-def test_what_was_skipped_is_listed_in_order_and_too_much_of_it_leaves_a_cache_unfinished(tmp_path):
+def test_skipped_rows_are_listed_in_order_and_too_many_stop_finish_cache(tmp_path):
     args = make_args(tmp_path)
     shards, lock, _, _ = open_cache(args)
     lock.release(force=True)
@@ -614,10 +614,8 @@ def test_what_was_skipped_is_listed_in_order_and_too_much_of_it_leaves_a_cache_u
     assert listed == [0, 1, 5] and len(datasets.load_from_disk(str(tmp_path))) == 4
 
 
-def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_last(
-    tmp_path, monkeypatch
-):
-    """Without state.json it does not open."""
+def test_a_kill_in_finish_cache_loses_nothing_and_state_json_is_last(tmp_path, monkeypatch):
+    """Without state.json a cache can't be opened."""
     make_cache(tmp_path / "whole")
     whole = contents(tmp_path / "whole")
     finish_cache, replace, rmtree = module.finish_cache, Path.replace, shutil.rmtree
@@ -651,7 +649,7 @@ def test_a_kill_at_any_moment_of_the_end_changes_nothing_and_state_json_comes_la
     "[]", "1", {"skipped": None}, {"skipped": [[]]}, {"skipped": [{"row": 1}]}, {"rows": "3"},
     {"sha256": None},
 ])  # fmt: skip
-def test_a_record_that_is_none_is_that_of_a_shard_that_is_missing(tmp_path, change):
+def test_shards_with_an_invalid_record_count_as_missing(tmp_path, change):
     whole = {
         "rows": 3,
         "sha256": "a",

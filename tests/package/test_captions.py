@@ -51,7 +51,7 @@ def row(tmp_path):
     return transform
 
 
-def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
+def test_the_crop_of_a_row_follows_from_its_random_key(row, tmp_path):
     image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
     for number, epoch, seed in ((3, 0, 0), (4, 0, 0), (3, 1, 0), (3, 0, 1)):
         y, x = draw_choices(seed, epoch, number)[:2]
@@ -68,8 +68,8 @@ def test_a_row_is_cropped_where_its_key_says(row, tmp_path):
     assert torch.equal(nearest, shrink(image, 16, (0.5, 0.5), "nearest-exact"))
 
 
-def test_a_row_becomes_as_large_as_it_is_told_and_its_mask_with_it(row):
-    """The crop of 24 x 20 pixels has 10 x 20."""
+def test_image_and_mask_are_resized_to_the_target_size(row):
+    """From 24 x 20 pixels, 10 x 20 are cropped."""
     image = decode_image({"bytes": None, "path": f"{row.folder}/3.png"}, 3)
     mask = Image.new("L", (24, 20))
     mask.paste(255, (0, 0, 12, 20))
@@ -88,14 +88,14 @@ def test_a_row_becomes_as_large_as_it_is_told_and_its_mask_with_it(row):
     assert torch.equal(
         row("--center_crop", target=(16, 40))["pixel_values"], shrink(image, (16, 40), (0.5, 0.5))
     )
-    for nothing in (None, {"bytes": None, "path": None}):  # counts everywhere
+    for nothing in (None, {"bytes": None, "path": None}):  # the whole image counts
         mask = row("--mask_column=where", target=(16, 8), where=nothing)["mask"]
         assert mask.shape == (1, 16, 8) and (mask == 255).all()
     broken = row("--mask_column=where", target=(16, 8), text=None)
     assert broken["skipped"] and broken["mask"].shape == (1, 16, 8)
 
 
-def test_a_mask_that_does_not_fit_is_the_rows_fault_and_memory_is_not(row, monkeypatch):
+def test_bad_masks_skip_the_row_but_memory_errors_are_raised(row, monkeypatch):
     file = io.BytesIO()
     Image.new("L", (7, 9)).save(file, "PNG")
     for data, said in (
@@ -116,7 +116,7 @@ def test_a_mask_that_does_not_fit_is_the_rows_fault_and_memory_is_not(row, monke
         row("--mask_column=where", where={"bytes": file.getvalue(), "path": None})
 
 
-def test_of_a_list_of_captions_one_is_drawn_by_key(row):
+def test_one_caption_of_a_list_is_drawn_by_key(row):
     several = [f"caption {k}" for k in range(5)]
     drawn = [
         [row(f"--seed={seed}", number=i, text=several)["text"] for i in range(20)]
@@ -142,7 +142,7 @@ def test_of_a_list_of_captions_one_is_drawn_by_key(row):
     ({}, ["--min_size=21"], "24 x 20 pixels: a side is below --min_size 21"),
     ({}, ["--min_size=20"], None),
 ])  # fmt: skip
-def test_why_a_row_is_skipped(row, changes, flags, reason):
+def test_skipped_rows_have_a_reason_and_a_placeholder_image(row, changes, flags, reason):
     made = row(*flags, **changes)
     assert made["skipped"] == reason or made["skipped"].startswith(reason + " ")  # a limit
     assert row(*flags, ahead=True, **changes)["skipped"] == made["skipped"]
@@ -151,7 +151,7 @@ def test_why_a_row_is_skipped(row, changes, flags, reason):
         assert made["text"] == "" and not made["pixel_values"].any()
 
 
-def test_a_row_that_is_gone_is_skipped_and_a_machine_that_fails_is_not(row, monkeypatch):
+def test_missing_or_broken_images_are_skipped_machine_faults_are_raised(row, monkeypatch):
     for error, reason in (
         (
             FileNotFoundError(2, "No such file", "/gone/away/3.png"),
@@ -178,7 +178,7 @@ def test_a_row_that_is_gone_is_skipped_and_a_machine_that_fails_is_not(row, monk
                 row()
 
 
-def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
+def test_keys_of_rows_do_not_depend_on_where_the_data_is(row, tmp_path):
     assert row()["key"] == row(source="dataset_name")["key"] == "3.png"
     assert row(image={"bytes": b"", "path": f"{row.folder}/sub/9.png"})["key"] == "sub/9.png"
     assert row(image={"bytes": b"", "path": "hf://of/a/hub.png"})["key"] == "hf://of/a/hub.png"
@@ -188,7 +188,7 @@ def test_keys_are_the_same_wherever_the_data_lies(row, tmp_path):
     assert row(image={"bytes": b"", "path": "a\x1b[2J.png"})["key"] == "a?[2J.png"
 
 
-def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
+def test_captions_are_padded_or_cut_to_the_text_encoders_length():
     texts = ["", "a digit", "a " * 50]
     tokens = module.tokenize(TOKENIZERS, texts)["input_ids"]
     assert tokens.shape == (3, 8) and (tokens[:, 0] == TOKENIZER.bos_token_id).all()
@@ -200,7 +200,7 @@ def test_captions_become_as_many_tokens_as_the_text_encoder_takes():
     assert module.are_cut(TOKENIZERS, [limit, limit + "a"]) == [False, True]
 
 
-def test_tokens_of_padding_are_not_counted():
+def test_padding_tokens_are_not_counted():
     tokenizers = Tokenizers([TOKENIZER], FAMILIES["prx"])
     choice = CaptionChoice(seed=0, weights=None)
     texts = ["a", "a " * 50]  # with a start and an end token; the limit is 8
@@ -211,7 +211,7 @@ def test_tokens_of_padding_are_not_counted():
     assert module.count_tokens(TOKENIZERS, texts) is None  # it keeps padding
 
 
-def test_what_is_said_of_captions(capsys):
+def test_equal_captions_and_cut_captions_are_reported(capsys):
     def look(captions, prompt=None, repeats=False):
         args = argparse.Namespace(instance_prompt=prompt, folder_repeats=repeats)
         module.report_equal(
@@ -239,7 +239,7 @@ def test_what_is_said_of_captions(capsys):
     assert capsys.readouterr().out == said
 
 
-def test_a_caption_of_megabytes_is_cut_before_the_tokenizer_sees_it():
+def test_huge_captions_are_cut_before_they_are_tokenized():
     tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
     tokenizers = Tokenizers([tokenizer], FAMILIES["sd"])
     texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
@@ -282,7 +282,7 @@ def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
     ]
 
 
-def test_the_order_of_tags_stays_what_it_is():
+def test_shuffled_tag_order_stays_the_same_in_every_version():
     """A run that resumes with another version must draw the same captions."""
     choice = CaptionChoice(seed=4, weights=None, shuffle=True, num_kept=1)
     found = [choose_caption("a,b,c,d,e,f,g", epoch, 7, choice) for epoch in (0, 1)]

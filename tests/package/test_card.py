@@ -33,7 +33,7 @@ def cached(tmp_path):
     return cached
 
 
-def test_base_data_prompt_and_licence_are_named(cached):
+def test_card_names_base_model_dataset_prompt_and_licence(cached):
     assert describe(cached("license: openrail++")) == {
         "library_name": "diffusers",
         "pipeline_tag": "text-to-image",
@@ -45,7 +45,7 @@ def test_base_data_prompt_and_licence_are_named(cached):
     }
 
 
-def test_another_licence_has_its_name_and_link(cached):
+def test_card_gives_name_and_link_of_an_other_licence(cached):
     described = describe(cached(OTHER))
     assert (described["license"], described["license_name"]) == ("other", "my-licence")
     assert described["license_link"] == "https://huggingface.co/org/base/blob/main/LICENSE.md"
@@ -54,12 +54,12 @@ def test_another_licence_has_its_name_and_link(cached):
 
 
 @pytest.mark.parametrize("text", ["license: other", "language: en", "license: [", "\0"])
-def test_a_licence_that_can_not_be_read_costs_the_key(cached, text):
+def test_card_omits_a_licence_that_can_not_be_read(cached, text):
     described = describe(cached(text))
     assert not [name for name in described if "license" in name] and described["base_model"]
 
 
-def test_folders_are_not_named(cached, tmp_path, monkeypatch):
+def test_card_names_no_local_folders(cached, tmp_path, monkeypatch):
     """The hub rejects a card whose base or data is not an id."""
     monkeypatch.chdir(cached("license: mit"))
     (tmp_path / "org/base").mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_folders_are_not_named(cached, tmp_path, monkeypatch):
         assert not described.keys() & {"base_model", "datasets", "license"}
 
 
-def test_prompts_are_shown_as_they_are():
+def test_card_table_escapes_prompts():
     table = tabulate("setting", {"seed": 1, "prompts": ["a <sks> dog | cat"], "name": "a\nb"})
     assert table.splitlines() == [
         "| setting | |",

@@ -115,7 +115,7 @@ def load(tmp_path, accelerator, make):
     return load
 
 
-def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path, save, load):
+def test_a_loaded_checkpoint_equals_the_saved_one_bit_for_bit(tmp_path, save, load):
     models, optimizer = save(3)
     found, loaded, state = load(tmp_path / "out/checkpoint-3")
     assert (state["global_step"], state["data_step"], state["images_seen"]) == (3, 3, 6)
@@ -134,10 +134,10 @@ def test_what_is_loaded_is_what_was_saved_to_the_bit(tmp_path, save, load):
     assert other["param_groups"][0]["lr"] == 0.01 != one["param_groups"][0]["lr"]
     folders = {path.name for path in (tmp_path / "out/checkpoint-3").iterdir() if path.is_dir()}
     assert folders == {"unet", "unet_ema", "projection", "projection_ema"}
-    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as users open it
+    assert UNet2DModel.from_pretrained(tmp_path / "out/checkpoint-3/unet")  # as users load it
 
 
-def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, save, load, capsys):
+def test_use_ema_can_begin_at_a_checkpoint_without_ema(tmp_path, save, load, capsys):
     models, _ = save(3, ema=False, settings={**SETTINGS, "use_ema": False})
     found, _, _ = load(tmp_path / "out/checkpoint-3")
     assert torch.equal(found["projection_ema"].weight, models["projection"].weight)
@@ -147,7 +147,7 @@ def test_averaging_can_begin_at_a_checkpoint_without(tmp_path, save, load, capsy
     )
 
 
-def test_settings_that_changed_are_told(tmp_path, save, load, capsys):
+def test_resuming_prints_the_settings_that_changed(tmp_path, save, load, capsys):
     save(3)
     load(
         tmp_path / "out/checkpoint-3",
@@ -163,7 +163,7 @@ def test_settings_that_changed_are_told(tmp_path, save, load, capsys):
     "projection/model.safetensors", "optimizer.bin", "scaler.bin",
 ])  # fmt: skip
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone", "swap"])
-def test_a_checkpoint_knows_its_content(tmp_path, save, load, part, damage):
+def test_a_checkpoint_with_a_changed_file_is_refused(tmp_path, save, load, part, damage):
     save(1, 2)
     path = tmp_path / "out/checkpoint-2" / part
     data = bytearray(path.read_bytes())
@@ -185,7 +185,7 @@ def test_a_checkpoint_knows_its_content(tmp_path, save, load, part, damage):
         load(tmp_path / "out/checkpoint-2")
 
 
-def test_files_of_other_programs_are_ignored(tmp_path, save, load):
+def test_extra_files_in_a_checkpoint_are_ignored(tmp_path, save, load):
     save(2)
     shutil.copytree(tmp_path / "out/checkpoint-2/unet", tmp_path / "out/checkpoint-2/other")
     for name in (".DS_Store", "unet/.nfs0001", "preview.png"):
@@ -193,7 +193,7 @@ def test_files_of_other_programs_are_ignored(tmp_path, save, load):
     load(tmp_path / "out/checkpoint-2")
 
 
-def test_another_model_is_refused(tmp_path, save, load, config):
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, save, load, config):
     save(2)
     config["block_out_channels"] = (8, 24)
     try:
@@ -206,7 +206,7 @@ def test_another_model_is_refused(tmp_path, save, load, config):
         config["block_out_channels"] = (8, 16)
 
 
-def test_every_digit_of_the_state_that_changed_is_seen(tmp_path, save):
+def test_a_changed_digit_in_trainer_state_json_is_refused(tmp_path, save):
     save(2)
     path = tmp_path / "out/checkpoint-2/trainer_state.json"
     content, state = path.read_text(), read_state(path.parent, 6)
@@ -231,7 +231,7 @@ def test_every_digit_of_the_state_that_changed_is_seen(tmp_path, save):
     '{"global_step": 1, "data_step": 1, "images_seen": 1, "settings": {"num_images": 6}, '
     '"checksums": {}}',
 ])  # fmt: skip
-def test_a_damaged_state_is_one_sentence(tmp_path, content):
+def test_a_damaged_trainer_state_ends_in_one_sentence(tmp_path, content):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1/trainer_state.json").write_text(content)
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_a_damaged_state_is_one_sentence(tmp_path, content):
         read_state(tmp_path / "checkpoint-1", 6)
 
 
-def test_without_a_checkpoint_all_begins_at_zero():
+def test_read_state_starts_at_zero_without_a_checkpoint():
     assert read_state(None, 6) == {
         "global_step": 0,
         "data_step": 0,
@@ -250,15 +250,13 @@ def test_without_a_checkpoint_all_begins_at_zero():
     }
 
 
-def test_with_other_images_the_epoch_that_was_begun_begins_again(tmp_path, save):
+def test_a_changed_number_of_images_restarts_the_epoch(tmp_path, save):
     save(5)  # 10 images, with 6 per epoch
     assert read_state(tmp_path / "out/checkpoint-5", 6)["images_seen"] == 10
     assert read_state(tmp_path / "out/checkpoint-5", 7)["images_seen"] == 7
 
 
-def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused(
-    tmp_path, save, load
-):
+def test_a_checkpoint_trained_on_the_held_out_images_is_refused(tmp_path, save, load):
     save(2)
     with pytest.raises(SystemExit, match="checkpoint-2 held out no images, so it was trained on"):
         load(tmp_path / "out/checkpoint-2", settings=holding_out("these"))
@@ -272,9 +270,7 @@ def test_a_checkpoint_that_has_seen_the_images_that_would_be_held_out_is_refused
     load(tmp_path / "out/checkpoint-2")  # without --holdout no trained image is measured
 
 
-def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_refused(
-    tmp_path, save, monkeypatch
-):
+def test_a_checkpoint_with_other_random_keys_or_no_stream_is_refused(tmp_path, save, monkeypatch):
     save(2)
     with pytest.raises(SystemExit, match="checkpoint-2 was made without --streaming: resume"):
         read_state(tmp_path / "out/checkpoint-2", sys.maxsize)
@@ -287,10 +283,10 @@ def test_other_keys_of_what_is_drawn_and_a_stream_where_images_were_counted_are_
         read_state(tmp_path / "out/checkpoint-3", 6)
 
 
-# ------------------------------------------------------------------- saved, pruned, found
+# ------------------------------------------------------------------- saving, pruning and finding
 
 
-def test_the_oldest_go_and_never_the_one_just_saved(tmp_path, save):
+def test_pruning_deletes_the_oldest_and_never_the_new_checkpoint(tmp_path, save):
     save(1, 2, 10, limit=2)
     out = tmp_path / "out"
     # sorted by number
@@ -305,7 +301,7 @@ def test_the_oldest_go_and_never_the_one_just_saved(tmp_path, save):
     assert [path.name for path in find_checkpoints(out)] == ["checkpoint-6"]
 
 
-def test_one_that_was_moved_and_linked_back_is_pruned_here_and_stays_there(tmp_path, save):
+def test_pruning_a_linked_checkpoint_removes_only_the_link(tmp_path, save):
     save(1)
     (tmp_path / "out/checkpoint-1").rename(tmp_path / "moved")
     (tmp_path / "out/checkpoint-1").symlink_to(tmp_path / "moved")
@@ -314,7 +310,7 @@ def test_one_that_was_moved_and_linked_back_is_pruned_here_and_stays_there(tmp_p
     assert (tmp_path / "moved/trainer_state.json").exists()
 
 
-def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(
+def test_a_failed_save_ends_in_one_sentence_and_keeps_earlier_checkpoints(
     tmp_path, save, load, monkeypatch
 ):
     save(2)
@@ -330,13 +326,15 @@ def test_a_failed_save_is_one_sentence_and_leaves_earlier_checkpoints(
     load(tmp_path / "out/checkpoint-2")
 
 
-def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, capsys, monkeypatch):
+def test_find_checkpoint_ignores_incomplete_checkpoints(
+    tmp_path, accelerator, save, capsys, monkeypatch
+):
     out = tmp_path / "out"
     out.mkdir()
     assert find_checkpoint(None, str(out)) is None and find_checkpoint("latest", str(out)) is None
     assert f"No checkpoint in {out} yet: starting afresh" in capsys.readouterr().out
     save(4, 6)
-    (out / "checkpoint-500").mkdir()  # half of one
+    (out / "checkpoint-500").mkdir()  # an incomplete one
     for name in ("checkpoint_backup", "checkpoint-6-backup", "checkpoint-x", ".tmp-checkpoint-7"):
         shutil.copytree(out / "checkpoint-4", out / name)
     assert find_checkpoint("latest", str(out)) == out / "checkpoint-6"
@@ -356,7 +354,7 @@ def test_what_is_no_whole_checkpoint_is_not_found(tmp_path, accelerator, save, c
     assert find_checkpoint("out/checkpoint-4", str(tmp_path / "new")) == Path("out/checkpoint-4")
 
 
-def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerator, save):
+def test_resuming_from_another_run_is_refused_beside_own_checkpoints(tmp_path, accelerator, save):
     """Otherwise `latest` and pruning, which use the number, would mix the two runs."""
     save(2, 4)
     (tmp_path / "out").rename(tmp_path / "another")
@@ -369,7 +367,9 @@ def test_a_folder_with_checkpoints_takes_none_of_another_run(tmp_path, accelerat
         shutil.rmtree(tmp_path / "out")
 
 
-def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, accelerator, save):
+def test_resuming_from_an_older_checkpoint_is_refused_beside_newer_ones(
+    tmp_path, accelerator, save
+):
     save(2, 4)
     for given in ("checkpoint-2", str(tmp_path / "out/checkpoint-2")):
         with pytest.raises(
@@ -379,7 +379,9 @@ def test_going_back_does_not_leave_newer_checkpoints_to_latest(tmp_path, acceler
     assert find_checkpoint("checkpoint-4", str(tmp_path / "out")) == tmp_path / "out/checkpoint-4"
 
 
-def test_machines_that_see_different_folders_are_told(tmp_path, accelerator, save, monkeypatch):
+def test_machines_that_find_different_checkpoints_are_refused(
+    tmp_path, accelerator, save, monkeypatch
+):
     save(2, 4)
     # the other machine finds checkpoint-2
     patch(monkeypatch, "gather_object", lambda found: [*found, "checkpoint-2"])
@@ -390,7 +392,7 @@ def test_machines_that_see_different_folders_are_told(tmp_path, accelerator, sav
         find_checkpoint("latest", str(tmp_path / "out"))
 
 
-def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, accelerator, save, load):
+def test_the_fp16_loss_scale_is_restored(tmp_path, accelerator, save, load):
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     save(3)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -398,9 +400,7 @@ def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, accelerator, save, loa
     assert accelerator.scaler.get_scale() == 8.0
 
 
-def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_held_out(
-    tmp_path, save
-):
+def test_init_from_keeps_the_step_and_needs_the_same_held_out_images(tmp_path, save):
     assert find_start(None) is None
     with pytest.raises(SystemExit, match="--init_from .* is neither a complete checkpoint nor"):
         find_start(str(tmp_path))
@@ -436,7 +436,7 @@ def test_who_goes_on_from_the_weights_of_another_run_keeps_its_step_and_what_it_
         read_start(tmp_path / "out/checkpoint-5", args)
 
 
-def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
+def test_init_from_loads_weights_but_not_the_batches_of_the_other_run(
     tmp_path, accelerator, make, save, capsys
 ):
     models, _ = save(3, cuts=[4, 2])
@@ -473,7 +473,7 @@ def test_the_weights_of_another_run_are_taken_and_nothing_of_its_batches(
 
 
 class Harm:
-    """An object that pickle turns into a file."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -483,9 +483,7 @@ class Harm:
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "scaler.bin"])
-def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(
-    tmp_path, accelerator, save, load, monkeypatch, name
-):
+def test_a_malicious_checkpoint_runs_no_code(tmp_path, accelerator, save, load, monkeypatch, name):
     accelerator.scaler, dump, harm = (
         torch.amp.GradScaler("cpu"),
         torch.save,
@@ -501,7 +499,7 @@ def test_of_a_checkpoint_that_somebody_made_up_nothing_is_run(
     assert not (tmp_path / "harm").exists()
 
 
-def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
+def test_a_checkpoint_with_another_optimizer_is_refused(tmp_path, save, load):
     save(2)
     load(tmp_path / "out/checkpoint-2")
     with pytest.raises(
@@ -515,7 +513,7 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path, save, load):
         load(tmp_path / "out/checkpoint-3")
 
 
-def test_the_first_process_writes_and_speaks_and_the_others_wait(
+def test_only_the_main_process_saves_and_prints_while_the_others_wait(
     tmp_path, accelerator, save, capsys, monkeypatch
 ):
     met, out = [], tmp_path / "out"

@@ -34,7 +34,7 @@ def calls(monkeypatch):
     return calls
 
 
-def test_workers_get_the_package_and_the_scripts_as_they_lie_here():
+def test_find_modules_lists_the_package_and_scripts_for_ray_workers():
     scripts = [str(ROOT / "download_images.py"), str(ROOT / "precompute_latents.py")]
     package = str(ROOT / "diffusion_training")
     found = module.find_modules(
@@ -44,7 +44,7 @@ def test_workers_get_the_package_and_the_scripts_as_they_lie_here():
     assert module.find_modules(Refused, download_images.fetch_rows) == [package]
 
 
-def test_a_ray_is_started_with_these_files_and_ended_again(calls):
+def test_connect_starts_ray_with_the_modules_and_shuts_it_down(calls):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     disconnect = module.connect(None, ["/a", "/b"], num_cpus=3)
     ((_, address, options),) = calls
@@ -58,7 +58,7 @@ def test_a_ray_is_started_with_these_files_and_ended_again(calls):
     assert calls[1:] == [("shutdown",)]
 
 
-def test_a_ray_that_this_process_has_is_taken_and_left(calls):
+def test_connect_uses_a_running_ray_and_does_not_shut_it_down(calls):
     ray.init("of a notebook")
     del calls[:]
     module.connect(None, ["/a"])()
@@ -66,7 +66,7 @@ def test_a_ray_that_this_process_has_is_taken_and_left(calls):
 
 
 @pytest.mark.parametrize("way", ["flag", "environment"])
-def test_a_ray_that_is_not_there_is_named_at_once(calls, monkeypatch, way):
+def test_connect_fails_at_once_if_no_ray_is_at_the_address(calls, monkeypatch, way):
     begin, address = time.time(), f"127.0.0.1:{free_port()}"
     if way == "environment":
         monkeypatch.setenv("RAY_ADDRESS", address)
@@ -83,7 +83,7 @@ def test_a_ray_that_is_not_there_is_named_at_once(calls, monkeypatch, way):
     assert calls[0][:2] == ("init", address)
 
 
-def test_what_ray_says_against_it_is_the_sentence(calls, monkeypatch):
+def test_an_error_of_ray_init_becomes_one_sentence(calls, monkeypatch):
     def init(*args, **options):
         raise ConnectionError("no node\nanywhere")
 

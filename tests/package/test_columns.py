@@ -41,7 +41,7 @@ PLAIN = {
       "latents": pa.list_(HALF, 24), "original_size": pa.list_(pa.int32(), 2),
       "crop_top_left": pa.list_(pa.int32(), 2)}),
 ])  # fmt: skip
-def test_a_cache_says_which_columns_it_has(change, kinds):
+def test_list_columns_follows_from_the_cache_settings(change, kinds):
     cache = {**CACHE, **change}
     if "sdxl" in cache["features"]:
         cache |= {"text_encoder_2": {}, "pooled_prompt_embeds_shape": [7]}
@@ -58,7 +58,7 @@ def test_a_cache_says_which_columns_it_has(change, kinds):
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_good_rows_are_found_again(ragged):
+def test_view_rows_finds_fixed_and_ragged_rows(ragged):
     """Also in a part of a record batch, and counted from the end, as the reader does."""
     numbers = [np.full(2 + i if ragged else 3, i, np.float16) for i in range(5)]
     kind = module.Column("it", "float16", (3,), is_ragged=ragged)
@@ -74,7 +74,7 @@ def test_good_rows_are_found_again(ragged):
     assert len(nothing) == 0 and nothing.type == column.type == kind.arrow_type
 
 
-def test_of_several_sizes_more_rows_are_read_at_a_time():
+def test_buckets_read_four_times_as_many_rows_per_batch():
     for step, count in (None, 3), (64, 12):
         flags = {"dataset_name": None, "train_data_dir": ".", "bucket_step": step}
         transform = make_transform(argparse.Namespace(**flags), "image", None, None, 3, 512)

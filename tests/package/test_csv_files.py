@@ -16,14 +16,14 @@ from diffusion_training.csv_files import check_csv
     ("a.csv", "url,text\nu1,a,b\nu2,c,d\n", "begins in line 2 .*3 values instead of 2"),
     ("A.TSV.GZ", 'url\ttext\nu1\t"red" cat\n', "begins in line 2 "),
 ])  # fmt: skip
-def test_rows_that_readers_would_join_are_named(tmp_path, name, content, said):
+def test_check_csv_names_the_line_of_a_malformed_row(tmp_path, name, content, said):
     data = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("GZ") else data)
     with pytest.raises(ValueError, match=said):
         check_csv(f"file://{tmp_path}/{name}")
 
 
-def test_good_files_pass_and_values_of_several_lines_are_counted(tmp_path):
+def test_check_csv_accepts_good_files_and_counts_multiline_rows(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfurl,text\r\nu1,"a ""red"" cat, \xff"\r\n\r\nu2,5" wide\r\n')
     assert check_csv(str(path)) is None

@@ -60,10 +60,10 @@ def reasons(urls, *flags):
     return [failure and failure["reason"] for failure in fetch(urls, *flags)[1]]
 
 
-# ------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------- images and failures
 
 
-def test_good_images_arrive_as_they_are_and_failures_have_their_reasons(server, monkeypatch):
+def test_good_images_arrive_unchanged_and_failures_have_reasons(server, monkeypatch):
     monkeypatch.setattr(module.random, "uniform", lambda low, high: 0.1)  # seconds between tries
     kinds = [kind for kind in [*BAD, *GOOD, *GOOD] if kind not in SLOW]
     files, failures = fetch(
@@ -83,17 +83,19 @@ def test_good_images_arrive_as_they_are_and_failures_have_their_reasons(server, 
     assert server.sent < 20_000_000  # the endless body was dropped when it was too large
 
 
-def test_who_keeps_us_waiting_is_given_up_and_asked_again(server, monkeypatch):
+def test_requests_that_time_out_are_tried_again(server, monkeypatch):
     monkeypatch.setattr(module.random, "uniform", lambda low, high: 0.1)
     start = time.monotonic()
     flags = ["--timeout", 0.6, "--idle_timeout", 0.3]
     _, failures = fetch([f"{server.url}/{kind}/{i}" for i, kind in enumerate(SLOW)], *flags)
     assert failures == [{"reason": "timed out", "tries": 3}] * 3
-    assert 1.8 <= time.monotonic() - start < 6  # the one that drips is never idle, but times out
+    assert (
+        1.8 <= time.monotonic() - start < 6
+    )  # the host that sends drop by drop is never idle, but reaches --timeout
     assert [server.requests[f"/{kind}/{i}"] for i, kind in enumerate(SLOW)] == [3] * 3
 
 
-def test_limits_of_requests(server):
+def test_per_host_and_connections_limit_parallel_requests(server):
     server.delay = 0.05
     for flags, most in ((["--per_host", 3], 3), (["--per_host", 50, "--connections", 7], 7)):
         server.most = 0
@@ -101,7 +103,7 @@ def test_limits_of_requests(server):
         assert files == [make_image(i) for i in range(40)] and server.most == most
 
 
-def test_slow_hosts_hold_up_nobody(server):
+def test_slow_hosts_do_not_delay_other_hosts(server):
     """A row waits only for a free connection to its own host, and never for another's retry."""
     stalled = ImageServer()
     try:
@@ -122,7 +124,7 @@ def test_slow_hosts_hold_up_nobody(server):
 
 
 @pytest.mark.parametrize("kind", ["endless", "huge", "bomb"])
-def test_bodies_are_left_when_they_are_too_large(server, kind):
+def test_downloads_of_too_large_bodies_are_aborted(server, kind):
     before = psutil.Process().memory_info().rss
     found = reasons([f"{server.url}/{kind}/{i}" for i in range(20)], "--per_host", 20)
     assert all(reason.startswith(BAD[kind][0]) for reason in found)
@@ -130,7 +132,7 @@ def test_bodies_are_left_when_they_are_too_large(server, kind):
     assert psutil.Process().memory_info().rss - before < 200_000_000
 
 
-def test_retries_wait_as_long_as_asked(server):
+def test_retries_wait_as_long_as_retry_after_asks(server):
     start = time.monotonic()
     files, _ = fetch([f"{server.url}/busy/1"])
     assert files == [make_image(1)] and time.monotonic() - start >= 1
@@ -141,8 +143,8 @@ def test_retries_wait_as_long_as_asked(server):
     assert found == [7, None, None, None]
 
 
-def test_what_is_wrong_with_a_connection(server, tmp_path, monkeypatch):
-    """TLS to a server without it, a self-signed certificate, a closed port, an unknown host."""
+def test_failed_connections_have_reasons_and_tls_checks_host_names(server, tmp_path, monkeypatch):
+    """For example, TLS to a plain server, a self-signed certificate, and a closed port."""
     x509 = pytest.importorskip(
         "cryptography.x509", reason="needs cryptography, which comes with moto"
     )
@@ -189,7 +191,7 @@ def test_what_is_wrong_with_a_connection(server, tmp_path, monkeypatch):
         safe.close()
 
 
-def test_a_full_disk_is_no_failure_of_the_image(server):
+def test_a_full_disk_raises_instead_of_failing_the_image(server):
     class Full(io.BytesIO):
         def write(self, data):
             raise OSError("No space left on device")
@@ -212,7 +214,7 @@ def test_a_full_disk_is_no_failure_of_the_image(server):
     (["max-snippet: -1, max-video-preview: 0, noai"], "noai"),
     ([], None),
 ])  # fmt: skip
-def test_opt_out(values, found):
+def test_find_opt_out_reads_x_robots_tag_headers(values, found):
     args = make_args()
     headers = CIMultiDict([("x-robots-tag", value) for value in values])
     assert module.find_opt_out(headers, args.user_agent, args.opt_out) == found
@@ -243,11 +245,11 @@ def test_private_addresses_are_refused(address):
 @pytest.mark.parametrize(
     "address", ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
 )
-def test_public_addresses_are_not(address):
+def test_public_addresses_are_allowed(address):
     module.check_address(address, None)
 
 
-def test_networks_of_ones_own():
+def test_allow_private_addresses_accepts_given_networks():
     module.check_address("192.168.77.5", ["192.168.77.0/24", "fd00::/8"])
     module.check_address("fd00::1", ["192.168.77.0/24", "fd00::/8"])
     module.check_address("::ffff:192.168.77.5", ["192.168.77.0/24"])
@@ -261,7 +263,7 @@ HOSTS = [
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_no_spelling_of_a_private_host_gets_through(server, host):
+def test_every_spelling_of_a_private_host_is_refused(server, host):
     url, args = f"http://{host}:{server.port}/image/1", make_args("--timeout", 2, "--retries", 0)
     images, failures, _ = asyncio.run(module.fetch_rows({0: url}, io.BytesIO(), args))
     assert not images and not server.requests and server.open == 0
@@ -272,7 +274,7 @@ def test_no_spelling_of_a_private_host_gets_through(server, host):
         assert failures[0]["reason"] == "private address"
 
 
-def test_a_name_that_changes_its_address_is_checked_where_it_is_connected_to(server, monkeypatch):
+def test_dns_rebinding_never_connects_to_a_private_address(server, monkeypatch):
     """DNS rebinding: public when first asked and private afterwards, or both at once."""
     from asyncio import selector_events
 
@@ -306,11 +308,11 @@ def test_a_name_that_changes_its_address_is_checked_where_it_is_connected_to(ser
     assert set(connected) == {"192.88.98.1"}  # only the checked address
     allowed = make_args("--allow_private_addresses")
     images, _, _ = asyncio.run(module.fetch_rows({0: urls[2]}, io.BytesIO(), allowed))
-    assert images and "127.0.0.1" in connected  # if allowed, the test sees it
+    assert images and "127.0.0.1" in connected  # the test would notice a connection
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_private_hosts(server, monkeypatch):
-    """But the proxy itself may have a private address."""
+def test_an_environment_proxy_is_not_asked_for_private_hosts(server, monkeypatch):
+    """The proxy itself may have a private address."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, server.url)
     assert (
@@ -319,7 +321,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_private_hosts(server, monke
     )
 
 
-def test_redirects_are_judged_like_any_other_url(server):
+def test_redirects_are_checked_like_any_other_url(server):
     found = reasons(
         [f"{server.url}/{kind}/1" for kind in ("private", "mapped", "file", "circle", "hop")]
     )
@@ -333,15 +335,15 @@ def test_redirects_are_judged_like_any_other_url(server):
     assert collections.Counter(server.requests)["/image/0"] == 0
 
 
-def test_these_directives_are_respected_unless_others_are_given():
+def test_four_opt_out_directives_are_respected_by_default():
     assert sorted(make_args().opt_out) == ["noai", "noimageai", "noimageindex", "noindex"]
 
 
-# ------------------------------------------------------------------- whose fault it is
+# ------------------------------------------------------------------- machine faults
 
 
-def test_many_hosts_take_no_more_descriptors_than_connections(server):
-    """Also if hosts keep connections open: at most one per request in work."""
+def test_many_hosts_open_no_more_sockets_than_connections(server):
+    """At most one for each active request, also if hosts keep connections open."""
     most, end, process = [0], threading.Event(), psutil.Process()
 
     def watch():
@@ -371,7 +373,7 @@ def test_many_hosts_take_no_more_descriptors_than_connections(server):
 @pytest.mark.parametrize(
     "error", [OSError(24, "Too many open files"), OSError(23, "in system"), OSError(12, "memory")]
 )
-def test_want_of_descriptors_and_memory_is_no_failure_of_a_row(server, monkeypatch, error):
+def test_lack_of_descriptors_or_memory_raises_instead_of_failing_rows(server, monkeypatch, error):
     def open_socket(address, allowed):
         raise error
 
@@ -380,7 +382,7 @@ def test_want_of_descriptors_and_memory_is_no_failure_of_a_row(server, monkeypat
         fetch(good_urls(server, 3))
 
 
-def test_a_machine_without_a_network_costs_no_row(server, monkeypatch):
+def test_a_machine_without_network_raises_instead_of_failing_rows(server, monkeypatch):
     def look_up(host, *args, **kwargs):
         if host.endswith(".test"):
             raise socket.gaierror(-3, "Temporary failure in name resolution")
@@ -392,7 +394,7 @@ def test_a_machine_without_a_network_costs_no_row(server, monkeypatch):
         OSError, match="none of 25 hosts could be reached: is this machine on the network"
     ):
         fetch(urls)
-    # one host answers, or too few hosts fail to blame this machine
+    # one host answers, or too few rows or hosts fail to blame this machine
     for fine in ([*urls, f"{server.url}/missing/1"], urls[:15], urls[:1] * 25):
         assert reasons(fine)[0].startswith("host not found")
 
@@ -400,12 +402,12 @@ def test_a_machine_without_a_network_costs_no_row(server, monkeypatch):
 @pytest.mark.parametrize(
     "url", ["http://xn--a/", "http://[::1", "http://a:99999/", "http://\ud800.com/", "http://a..b/"]
 )
-def test_a_host_that_can_not_be_decoded_fails_alone(server, url):
+def test_a_host_that_can_not_be_decoded_fails_only_its_own_row(server, url):
     assert reasons([url, f"{server.url}/image/1"])[1] is None
     assert reasons([url])[0].startswith(("bad URL", "host not found"))
 
 
-def test_strange_headers_of_good_images(server):
+def test_good_images_with_strange_headers_are_accepted(server):
     found = reasons(
         [
             f"{server.url}/header-{kind}/1"
@@ -417,7 +419,7 @@ def test_strange_headers_of_good_images(server):
     assert reasons([f"{server.url}/idna/1"])[0].startswith("bad URL")
 
 
-def test_nobody_waits_longer_than_a_minute_between_tries(server, monkeypatch):
+def test_waits_between_tries_are_at_most_ninety_seconds(server, monkeypatch):
     slept = []
 
     async def sleep(seconds):
@@ -429,7 +431,7 @@ def test_nobody_waits_longer_than_a_minute_between_tries(server, monkeypatch):
     assert len(slept) == 12 and 30 <= max(slept) <= 90 and slept[0] < 1
 
 
-def test_waits_between_tries_double_up_to_a_minute_and_are_never_the_same(server, monkeypatch):
+def test_waits_between_tries_double_up_to_a_minute_with_random_jitter(server, monkeypatch):
     slept, drawn = [], []
 
     async def sleep(seconds):
@@ -444,7 +446,7 @@ def test_waits_between_tries_double_up_to_a_minute_and_are_never_the_same(server
     assert slept == [0.5]
 
 
-def test_what_is_said_with_a_request_and_what_is_received(server):
+def test_requests_name_the_user_agent_and_count_received_bytes(server):
     args = make_args(*FAST)
     urls = dict(enumerate(good_urls(server, 2, "chunked")))
     *_, received = asyncio.run(module.fetch_rows(urls, io.BytesIO(), args))
@@ -458,7 +460,7 @@ def test_what_is_said_with_a_request_and_what_is_received(server):
     assert said == expected and args.user_agent
 
 
-def test_only_what_redirects_is_followed_and_all_hops_have_one_time(server):
+def test_only_redirect_statuses_are_followed_and_all_hops_share_a_timeout(server):
     found = reasons(
         [f"{server.url}/moved-{status}/1" for status in (301, 302, 303, 307, 308, 300, 304)]
     )
@@ -466,10 +468,10 @@ def test_only_what_redirects_is_followed_and_all_hops_have_one_time(server):
     assert reasons([f"{server.url}/moved-302"]) == ["HTTP 302"]
     server.delay = 0.35
     assert reasons([f"{server.url}/hop/7"], "--timeout", 0.6, "--retries", 0) == ["timed out"]
-    assert server.requests["/image/7"] == 1  # it was on its way
+    assert server.requests["/image/7"] == 1  # the redirect was followed before the timeout
 
 
-def test_a_body_may_be_as_large_as_is_said_and_has_no_encoding(server):
+def test_bodies_up_to_max_bytes_are_accepted_and_compressed_ones_refused(server):
     size = len(make_image(2))
     urls = [f"{server.url}/image/2", f"{server.url}/chunked/2"]
     assert reasons(urls, "--max_bytes", size) == [None] * 2
@@ -481,14 +483,14 @@ def test_a_body_may_be_as_large_as_is_said_and_has_no_encoding(server):
     assert reasons([f"{server.url}/header-{kind}/1" for kind in kinds]) == ["compressed body"] * 7
 
 
-def test_what_a_directive_says_is_no_directive_and_a_time_that_has_passed_is_now():
+def test_directive_values_do_not_opt_out_and_past_retry_after_means_now():
     values = CIMultiDict([("x-robots-tag", "max-image-preview: none")])
     assert module.find_opt_out(values, "me", ["none"]) is None
     headers = {"Retry-After": module.email.utils.formatdate(time.time() - 60, usegmt=True)}
     assert module.read_retry_after(headers) == 0
 
 
-def test_names_are_looked_up_as_many_at_a_time_as_there_are_connections(server, monkeypatch):
+def test_host_names_are_looked_up_in_parallel(server, monkeypatch):
     """Otherwise a name server that is slow for some hosts would delay all."""
     together = threading.Barrier(12, timeout=10)
 
@@ -501,9 +503,7 @@ def test_names_are_looked_up_as_many_at_a_time_as_there_are_connections(server, 
     assert reasons(urls, "--connections", 12, "--timeout", 20) == [None] * 12
 
 
-def test_a_machine_that_can_start_no_thread_is_at_fault_and_what_nobody_foresees_is_said(
-    server, monkeypatch
-):
+def test_thread_limits_raise_and_unknown_errors_fail_only_the_row(server, monkeypatch):
     def open_socket(address, allowed):
         raise RuntimeError(said)
 
@@ -515,7 +515,7 @@ def test_a_machine_that_can_start_no_thread_is_at_fault_and_what_nobody_foresees
     assert reasons(good_urls(server, 1)) == ["connection: RuntimeError strange"]
 
 
-def test_how_many_hosts_tell_that_there_is_no_network(monkeypatch):
+def test_ten_unreachable_hosts_and_twenty_rows_mean_no_network(monkeypatch):
     def look_up(host, *args, **kwargs):
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
@@ -535,7 +535,7 @@ def test_how_many_hosts_tell_that_there_is_no_network(monkeypatch):
     (aiohttp.ClientResponseError(argparse.Namespace(real_url="x"), ()),
      "bad answer: invalid HTTP"),
 ])  # fmt: skip
-def test_each_way_to_fail_has_its_reason(error, reason):
+def test_each_download_error_has_its_reason(error, reason):
     def get(*args, **options):
         raise error
 

@@ -1,4 +1,4 @@
-"""Tiny VAE, text encoder and tokenizer: loaded completely or refused, tried, recognized."""
+"""A tiny VAE, text encoder and tokenizer: loaded completely or refused, tried and hashed."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def models(tmp_path):
     return shutil.copytree(MODELS, tmp_path / "models")
 
 
-def test_images_become_moments_and_prompts_the_last_hidden_state():
+def test_images_become_moments_and_prompts_become_the_last_hidden_state():
     encoders = load()
     vae, text_encoders = encoders.vae, encoders.text_encoders
     ids = {"input_ids": torch.tensor([[1, 2, 3]])}
@@ -69,7 +69,7 @@ def make_tiny(folder, **config):
     return vae
 
 
-def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
+def test_autoencoder_tiny_and_models_from_several_folders_load(tmp_path, models):
     made = make_tiny(tmp_path / "tiny")
     apart = [
         f"--vae_name_or_path={tmp_path / 'tiny'}",
@@ -91,7 +91,7 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
     assert {k: v for k, v in described.items() if k != "vae"} == {
         k: v for k, v in whole.items() if k != "vae"
     }
-    # A tokenizer lies beside a text encoder of one's own
+    # a custom text encoder needs a tokenizer in its folder
     shutil.copytree(MODELS / "text_encoder", tmp_path / "both")
     refused(
         f"{tmp_path / 'both'} does not hold the model of",
@@ -102,7 +102,7 @@ def test_an_autoencoder_tiny_and_models_from_several_places(tmp_path, models):
     assert len(both.tokenizers[0]) == len(encoders.tokenizers[0])
 
 
-def test_models_that_lack_weights_are_refused(models):
+def test_models_with_missing_weights_are_refused(models):
     """transformers would add random weights, and diffusers would leave them out."""
     for part, file in (
         ("vae", "diffusion_pytorch_model.safetensors"),
@@ -138,7 +138,7 @@ def test_models_that_lack_weights_are_refused(models):
     ("text_encoder/config.json", {"vocab_size": 100}, "does not hold the text_encoder"),
     ("tokenizer/tokenizer_config.json", {"pad_token": None}, "or no padding token"),
 ])  # fmt: skip
-def test_configs_that_can_not_be_computed_are_refused(models, file, change, said):
+def test_model_configs_that_do_not_work_are_refused(models, file, change, said):
     content = json.loads((models / file).read_text())
     (models / file).write_text(json.dumps({**content, **change}))
     with pytest.raises(SystemExit) as stop:
@@ -146,7 +146,7 @@ def test_configs_that_can_not_be_computed_are_refused(models, file, change, said
     assert said in str(stop.value) and "\n" not in str(stop.value)
 
 
-def test_what_is_no_pipeline_is_refused_and_where_it_was_looked_for_said(tmp_path, models):
+def test_folders_without_a_pipeline_are_refused_by_name(tmp_path, models):
     refused(
         f"{tmp_path} does not hold the vae of a Stable",
         argv=[f"--pretrained_model_name_or_path={tmp_path}"],
@@ -168,7 +168,7 @@ def test_what_is_no_pipeline_is_refused_and_where_it_was_looked_for_said(tmp_pat
     refused("--resolution 15 is not a multiple of 2, which this VAE needs", resolution=15)
 
 
-def test_an_old_tokenizer_cuts_where_the_text_encoder_ends(models):
+def test_a_tokenizer_without_a_limit_cuts_at_the_text_encoders_length(models):
     """A tokenizer without tokenizer_config.json has no maximum length."""
     path = models / "tokenizer/tokenizer_config.json"
     content = json.loads(path.read_text())
@@ -183,7 +183,7 @@ def test_an_old_tokenizer_cuts_where_the_text_encoder_ends(models):
     refused("captions get 1 token, but need 2", argv=[own])
 
 
-def test_the_hash_sees_values_not_names(tmp_path):
+def test_hash_weights_depends_on_values_and_not_on_names(tmp_path):
     vae = load().vae
     digest = module.hash_weights(vae)
     vae.half().save_pretrained(tmp_path / "half")
@@ -201,7 +201,7 @@ def test_the_hash_sees_values_not_names(tmp_path):
     assert module.hash_weights(wide) != module.hash_weights(tall)
 
 
-def test_every_difference_of_models_is_described():
+def test_describe_models_shows_every_difference():
     seen = []
     for change in ("nothing", "scaling_factor", "weight", "bias", "tokens", "limit", "nothing"):
         encoders = load()

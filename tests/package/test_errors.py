@@ -32,7 +32,7 @@ from diffusion_training.errors import (
 TRAINER = argparse.Namespace(train_batch_size=1)
 
 
-def test_a_refusal_is_one_sentence_with_the_scripts_name_and_status_1(capsys):
+def test_fail_prints_one_sentence_with_the_script_name_and_exits_with_1(capsys):
     @in_one_sentence
     def main(args):
         fail(f"{args} is no number: give one")
@@ -48,7 +48,7 @@ def test_a_refusal_is_one_sentence_with_the_scripts_name_and_status_1(capsys):
     ("2", "1", False, False), ("2", "1", True, True),
     ("1", "1", False, True),  # a single process prints, whatever its rank
 ])  # fmt: skip
-def test_of_several_processes_one_speaks_or_the_one_that_knows(
+def test_only_one_process_prints_an_error_unless_alone(
     monkeypatch, capsys, world, rank, alone, said
 ):
     monkeypatch.setenv("WORLD_SIZE", world)
@@ -62,7 +62,7 @@ def test_of_several_processes_one_speaks_or_the_one_that_knows(
     ("batch_size", "try a smaller --batch_size"),
     ("connections", "try a smaller --num_cpus or --connections"),
 ])  # fmt: skip
-def test_too_little_memory_names_a_flag_that_the_script_has(capsys, flag, said):
+def test_out_of_memory_suggests_a_flag_of_the_script(capsys, flag, said):
     with pytest.raises(SystemExit):
         in_one_sentence(fail_for_memory)(argparse.Namespace(**{flag: 1}))
     assert said in capsys.readouterr().err
@@ -87,7 +87,7 @@ def fail_for_memory(args):
     (RuntimeError("[../gloo/pair.cc:534] Connection closed by peer"),
      "another process has ended: see its message"),
 ])  # fmt: skip
-def test_what_happens_to_any_run_is_one_sentence(capsys, monkeypatch, error, sentence):
+def test_common_failures_end_in_one_sentence(capsys, monkeypatch, error, sentence):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")  # only this process knows the error
 
@@ -102,11 +102,11 @@ def test_what_happens_to_any_run_is_one_sentence(capsys, monkeypatch, error, sen
     assert stop.value.code == status and sentence in said and "\n" not in said
 
 
-def test_less_memory_is_had_by_the_scripts_own_flag():
+def test_out_of_memory_suggests_batch_size():
     assert "--batch_size" in describe_expected(MemoryError(), argparse.Namespace(batch_size=1))
 
 
-def test_what_is_not_foreseen_keeps_its_traceback():
+def test_unexpected_errors_keep_their_traceback():
     with pytest.raises(IndexError):
         in_one_sentence(lambda args: [][1])(TRAINER)
     reraised = (
@@ -116,7 +116,7 @@ def test_what_is_not_foreseen_keeps_its_traceback():
     assert describe_expected(RuntimeError(reraised), TRAINER) is None
 
 
-def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back(capsys):
+def test_signals_outside_training_end_the_run_and_handlers_are_restored(capsys):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         with pytest.raises(SystemExit) as stop:
@@ -130,33 +130,33 @@ def test_signals_before_and_after_training_say_what_is_saved_and_are_handed_back
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-def test_a_signal_whose_exception_is_swallowed_is_not_lost(capsys):
+def test_a_signal_ends_the_run_even_if_its_exception_is_swallowed(capsys):
     def swallowed(args):
         with contextlib.suppress(SystemExit):  # as in a destructor
             os.kill(os.getpid(), signal.SIGTERM)
         end_if_stopped()
 
-    def taken_for_a_fault(args):
+    def caught_as_an_error(args):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException:
             fail("it holds no model")
 
-    for main in (swallowed, taken_for_a_fault):
+    for main in (swallowed, caught_as_an_error):
         with pytest.raises(SystemExit) as stop:
             in_one_sentence(main)(None)
         said = capsys.readouterr()
         assert stop.value.code == 143 and "Stopped by SIGTERM" in said.out and not said.err
 
 
-def test_a_terminal_that_knows_ascii_only_ends_no_run(monkeypatch):
+def test_printing_non_ascii_to_an_ascii_terminal_does_not_fail(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
     in_one_sentence(lambda args: print("Müll.png", flush=True))(None)
     assert shown.buffer.getvalue() == b"M\\xfcll.png\n"
 
 
-def test_an_error_is_explained_in_one_line(tmp_path):
+def test_explain_gives_one_line(tmp_path):
     wrapped = datasets.exceptions.DatasetGenerationError(
         "An error occurred while generating the dataset"
     )
@@ -181,7 +181,7 @@ def test_an_error_is_explained_in_one_line(tmp_path):
     assert explain(KeyError()) == "KeyError" and len(explain(ValueError("x" * 1000))) == 404
 
 
-def test_what_fails_inside_is_explained_and_refusals_pass():
+def test_explained_wraps_errors_but_passes_refusals():
     with (
         pytest.raises(SystemExit, match=r"^that can't be read \(no such thing\)$"),
         explained("that can't be read"),
@@ -196,11 +196,11 @@ def test_what_fails_inside_is_explained_and_refusals_pass():
     assert passed.value is killed
 
 
-def test_names_can_not_command_a_terminal():
+def test_printable_replaces_control_characters():
     assert printable("a\x1b[31mb\nc\u202ed é.png") == "a?[31mb?c?d é.png"
 
 
-def test_main_may_run_in_a_thread_twice_with_the_same_arguments_which_it_cannot_change():
+def test_main_runs_twice_in_a_thread_with_read_only_args():
     args, seen = Flags(rate=1.0), []
 
     @in_one_sentence
@@ -231,11 +231,11 @@ def test_main_may_run_in_a_thread_twice_with_the_same_arguments_which_it_cannot_
     (OSError("image file is truncated"), False), (ValueError("a bad header"), False),
     (SyntaxError("not PNG"), False),
 ])  # fmt: skip
-def test_whose_fault_it_is(error, machines):
+def test_is_machines_fault_separates_machine_faults_from_bad_rows(error, machines):
     assert is_machines_fault(error) is machines
 
 
-def test_what_is_undone_when_main_fails_stays_when_it_does_not():
+def test_undo_runs_only_when_main_fails():
     undone = []
     for fails in (False, True):
 
@@ -252,12 +252,12 @@ def test_what_is_undone_when_main_fails_stays_when_it_does_not():
 @pytest.mark.parametrize(
     "said", ["could not create a primitive", "can't start new thread", "std::bad_alloc"]
 )
-def test_too_little_memory_is_one_sentence_whoever_says_it(said):
+def test_out_of_memory_is_recognized_in_every_wording(said):
     assert "there is not enough memory" in describe_expected(RuntimeError(said), TRAINER)
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_a_signal_while_processes_are_forked_comes_after_that(capsys, error):
+def test_holding_signals_delays_a_signal_to_the_end_of_the_block(capsys, error):
     reached = []
 
     def main(args):

@@ -1,24 +1,24 @@
-"""A further column of a cache: an entry in EXTRA_COLUMNS, and the line that computes it."""
+"""An extra column of a cache: an entry in EXTRA_COLUMNS, and the line that computes it."""
 
 import pyarrow as pa
 import pytest
 import torch
-from conftest import make_captioned, make_models, patch
+from conftest import Script, make_captioned, make_models, patch
 
-import precompute_latents
 from diffusion_training.latents.columns import Column
 from diffusion_training.latents.reader import CachedLatents, load_cache
 
+precompute = Script("precompute_latents")
 COLUMN = Column("brightness", "float16", (2, 2), is_optional=True, is_map=True)
 
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch):
-    """A cache with a further column: four means of each image."""
+    """A cache with an extra column: four means of each image."""
     make_captioned(tmp_path / "images", 6)
     models = make_models(tmp_path)
     patch(monkeypatch, "EXTRA_COLUMNS", (COLUMN,))
-    encode = precompute_latents.encode
+    encode = precompute.module.encode
 
     def encode_more(batch, *given):
         encoded = encode(batch, *given)
@@ -29,10 +29,9 @@ def cached(tmp_path, monkeypatch):
         encoded.columns["brightness"] = [values.half().flatten(1) for values in pooled]
         return encoded
 
-    monkeypatch.setattr(precompute_latents, "encode", encode_more)
-    flags = ["--train_data_dir", tmp_path / "images", "--pretrained_model_name_or_path", models]
-    flags += ["--output_dir", tmp_path / "cache", "--resolution", 16, "--center_crop"]
-    precompute_latents.main(precompute_latents.parse_args([*map(str, flags)]))
+    monkeypatch.setattr(precompute.module, "encode", encode_more)
+    flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}"]
+    precompute(*precompute.flags(tmp_path / "cache", *flags, "--center_crop"))
     return tmp_path / "cache"
 
 
@@ -42,7 +41,7 @@ def read(folder, optional=(), random_flip=False):
     return dataset[[(0, row, 1.0) for row in range(len(dataset))]]
 
 
-def test_it_is_read_only_where_it_is_asked_for(cached):
+def test_extra_columns_are_read_only_on_request(cached):
     assert "brightness" not in read(cached)
     values = read(cached, ["brightness"])["brightness"]
     assert values.shape == (6, 4) and values.dtype == torch.float16
@@ -67,7 +66,7 @@ def rewrite(folder, name, change):
     path.write_bytes(sink.getvalue().to_pybytes())
 
 
-def test_damage_of_it_is_seen_by_who_reads_it_and_by_nobody_else(cached):
+def test_damage_of_an_extra_column_is_found_only_when_it_is_read(cached):
     def reverse(column):
         return pa.FixedSizeListArray.from_arrays(column.flatten()[::-1], 4)
 
@@ -77,7 +76,7 @@ def test_damage_of_it_is_seen_by_who_reads_it_and_by_nobody_else(cached):
         read(cached, ["brightness"])
 
 
-def test_a_version_without_the_entry_refuses_the_cache(cached, monkeypatch, capsys):
+def test_a_cache_with_an_unknown_extra_column_is_refused(cached, monkeypatch, capsys):
     patch(monkeypatch, "EXTRA_COLUMNS", ())
     with pytest.raises(SystemExit, match="brightness.*which this version can't read"):
         load_cache(cached)

@@ -49,7 +49,7 @@ from diffusion_training.training.lora import (
     save_lora,
 )
 
-# ------------------------------------------------------------------- no other file names a family
+# ------------------------------------------------------------------- names in other files
 
 # Allowed elsewhere: the class that train_text_to_image.py trains for any family.
 ALLOWED = {("train_text_to_image.py", "UNet2DConditionModel")}
@@ -105,7 +105,7 @@ def find_names(source):
     return found
 
 
-def test_no_file_but_a_familys_own_names_it():
+def test_only_a_familys_own_files_name_it():
     assert len(list_files()) > 60
     for path in list_files():
         found = [
@@ -132,14 +132,14 @@ def test_no_file_but_a_familys_own_names_it():
         ('"sd-scripts calls it sdxl_base"', []),
     ],
 )
-def test_that_test_would_find_it(source, found):
+def test_find_names_finds_family_names_in_code(source, found):
     assert [text for _, text in find_names(source)] == found
 
 
 # ------------------------------------------------------------------- the list of families
 
 
-def test_the_list_is_in_order():
+def test_families_match_their_diffusers_classes_and_scripts():
     for name, family in FAMILIES.items():
         assert name == family.name
         pipeline, model = (getattr(diffusers, kind) for kind in (family.pipeline, family.model))
@@ -157,7 +157,7 @@ def test_the_list_is_in_order():
 
 
 @pytest.mark.parametrize("name", ["prx", "z-image"])
-def test_a_vae_without_a_shift_adds_none_in_the_pipeline(name):
+def test_a_vae_without_shift_factor_gets_zero_in_the_pipeline(name):
     """The pipelines compute with `shift_factor`, also if it is None."""
     vae = diffusers.AutoencoderKL.from_pretrained(MODELS, subfolder="vae", shift_factor=None)
     parts = {"vae": vae, "transformer": None, "scheduler": None}
@@ -165,7 +165,7 @@ def test_a_vae_without_a_shift_adds_none_in_the_pipeline(name):
     assert pipeline.vae.config.shift_factor == 0
 
 
-def test_a_prx_is_used_as_it_was_trained():
+def test_prx_usage_sets_resolution_binning_and_256_tokens():
     prx = FAMILIES["prx"]
     assert prx.max_tokens == 256  # model_max_length of the published tokenizers
     usages = {size: prx.usage(size, None, None) for size in (256, 512, 768, 1024)}
@@ -173,7 +173,7 @@ def test_a_prx_is_used_as_it_was_trained():
     assert usages[768] == ", use_resolution_binning=False"
 
 
-def test_a_new_family_needs_no_names_for_other_programs():
+def test_a_new_family_has_defaults_for_other_programs():
     class New(Family):
         name = "new"
 
@@ -183,7 +183,7 @@ def test_a_new_family_needs_no_names_for_other_programs():
     assert not New().recognizes_file({"v_pred"})
 
 
-def test_an_empty_prompt_of_sdxl_is_zero_or_not():
+def test_sdxl_describes_whether_the_empty_prompt_is_zero():
     one, zero = torch.ones(2), torch.zeros(2)
     for embeds, pooled in ((one, zero), (zero, one), (zero, zero)):
         described = FAMILIES["sdxl"].describe_empty({"a": embeds, "b": pooled})
@@ -191,7 +191,7 @@ def test_an_empty_prompt_of_sdxl_is_zero_or_not():
         assert described == {"force_zeros_for_empty_prompt": both_zero}
 
 
-def test_a_family_is_itself_in_another_process():
+def test_families_can_be_pickled():
     for name, family in FAMILIES.items():
         copied = pickle.loads(pickle.dumps(family))
         assert copied.name == name and type(copied) is type(family) and not vars(copied)
@@ -232,14 +232,14 @@ def test_a_family_is_itself_in_another_process():
         ],
     }.items(),
 )
-def test_pipelines_are_told_apart(name, class_names):
+def test_find_family_recognizes_pipeline_class_names(name, class_names):
     for class_name in class_names:
         known = [each.name for each in FAMILIES.values() if each.recognizes(class_name)]
         assert known == [name] * (name is not None), class_name
         assert find_family(class_name) is FAMILIES.get(name)
 
 
-def test_a_base_on_the_hub_is_read_as_the_flags_say(monkeypatch):
+def test_a_base_on_the_hub_is_read_with_revision_variant_and_cache_dir(monkeypatch):
     asked = []
 
     def load_config(source, **options):
@@ -256,13 +256,13 @@ def test_a_base_on_the_hub_is_read_as_the_flags_say(monkeypatch):
     assert base.locate("own", "vae") == ("own", {"cache_dir": "c"})
 
 
-def test_no_pipeline_of_diffusers_is_of_two_families():
+def test_no_diffusers_pipeline_belongs_to_two_families():
     names = [name for name in dir(diffusers) if name.endswith("Pipeline")]
     counts = {name: sum(each.recognizes(name) for each in FAMILIES.values()) for name in names}
     assert len(names) > 100 and max(counts.values()) == 1
 
 
-# ------------------------------------------------------------------- each does as its pipeline
+# ------------------------------------------------------------------- equal to the pipeline
 
 
 def make_prx_pipeline(folder):
@@ -424,7 +424,7 @@ def encode_as_pipeline(opened, captions):
 
 @each_family
 @torch.no_grad()
-def test_embeddings_are_the_pipelines(opened):
+def test_embeddings_equal_the_pipelines(opened):
     tokens = tokenize(opened.encoders.tokenizers, CAPTIONS)
     ours, theirs = encode_prompts(opened.encoders, tokens), encode_as_pipeline(opened, CAPTIONS)
     assert ours.keys() == theirs.keys()
@@ -443,8 +443,8 @@ def guide(opened, scale):
     return {"guidance_scale": scale - 1 if opened.family.name == "z-image" else scale}
 
 
-def begin(opened, caption):
-    """The package's inputs of a denoiser for one caption and an image of SIDE pixels."""
+def make_inputs(opened, caption):
+    """The denoiser's inputs for one caption and an image of SIDE pixels, from the package."""
     tokens = tokenize(opened.encoders.tokenizers, [caption])
     prompts = dict(encode_prompts(opened.encoders, tokens))
     if opened.family.needs_lengths:
@@ -457,7 +457,7 @@ def begin(opened, caption):
 
 @each_family
 @torch.no_grad()
-def test_predictions_are_the_pipelines(opened):
+def test_predictions_equal_the_pipelines(opened):
     """Bit for bit in the first step. Later the pipeline may round the time differently."""
     _, channels = opened.family.count_channels(opened.encoders.vae)
     side = SIDE // opened.family.downscale(opened.encoders.vae)
@@ -496,7 +496,7 @@ def test_predictions_are_the_pipelines(opened):
     hook.remove()
     is_flow = isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler)
     times = scheduler.sigmas if is_flow else scheduler.timesteps
-    prompts = begin(opened, caption)
+    prompts = make_inputs(opened, caption)
     ours = [
         opened.family.predict(opened.denoiser, noisy[i], times[i : i + 1], prompts)
         for i in range(3)
@@ -506,17 +506,16 @@ def test_predictions_are_the_pipelines(opened):
         assert prediction.dtype == torch.float32
         assert torch.allclose(prediction, theirs, atol=1e-4)
     assert not torch.allclose(ours[0], ours[2], atol=1e-2)  # the time matters
-    others = opened.family.predict(opened.denoiser, noisy[0], times[:1], begin(opened, "one"))
+    others = opened.family.predict(opened.denoiser, noisy[0], times[:1], make_inputs(opened, "one"))
     assert not torch.allclose(ours[0], others, atol=1e-4)  # and so does the caption
 
 
 @each_family
 @torch.no_grad()
-def test_predictions_are_made_on_one_device(opened):
+def test_predict_keeps_all_tensors_on_one_device(opened):
     """Tensors on the meta device can't be mixed with others."""
     _, channels = opened.family.count_channels(opened.encoders.vae)
-    prompts = begin(opened, "a digit two")
-    prompts = take_shapes(prompts)
+    prompts = take_shapes(make_inputs(opened, "a digit two"))
     noisy, times = torch.zeros(1, channels, 4, 4, device="meta"), torch.ones(1, device="meta")
     model = copy.deepcopy(opened.denoiser).to("meta")
     predicted = opened.family.predict(model, noisy, times, prompts)
@@ -524,7 +523,7 @@ def test_predictions_are_made_on_one_device(opened):
 
 
 @pytest.mark.parametrize("name, clip_skip", [("flux2-klein", None)])
-def test_latents_are_scaled_as_by_the_batch_norm_of_the_vae(opened):
+def test_klein_latents_are_scaled_as_by_the_vaes_batch_norm(opened):
     vae = opened.encoders.vae
     latents = torch.randn(2, 16, 3, 5)
     scale = {name: torch.tensor(x) for name, x in opened.family.describe_scale(vae).items()}
@@ -542,7 +541,7 @@ def draw(pipeline, count, first, arguments):
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @each_family
 @torch.no_grad()
-def test_images_from_embeddings_are_those_from_prompts(opened, scale):
+def test_images_from_embeddings_equal_images_from_prompts(opened, scale):
     """Bit for bit, and by a pipeline that has no text encoder."""
     family, encoders = opened.family, opened.encoders
     prompts = ["a digit two", "one"]
@@ -574,7 +573,7 @@ ADAPTED = [(name, None) for name, family in FAMILIES.items() if family.attention
 
 
 @pytest.mark.parametrize("name, clip_skip", CASES[: len(FAMILIES)])
-def test_the_layers_of_a_lora_exist(opened):
+def test_lora_layers_of_each_family_exist_in_its_model(opened):
     family, model = opened.family, opened.denoiser
     chosen = {which: family.choose_layers(model, which) for which in ("attention", "all")}
     assert {*family.attention} <= {*chosen["attention"]} <= {*chosen["all"]}
@@ -587,7 +586,7 @@ def test_the_layers_of_a_lora_exist(opened):
 
 @pytest.mark.parametrize("name, clip_skip", ADAPTED)
 @pytest.mark.parametrize("which", ["attention", "all"])
-def test_a_lora_is_read_back_and_by_the_pipeline(tmp_path, opened, which):
+def test_a_saved_lora_is_read_back_also_by_the_pipeline(tmp_path, opened, which):
     family, flags = opened.family, {"rank": 2, "lora_alpha": 3, "use_dora": False}
     args = Namespace(**flags, lora_dropout=0.0, lora_layers=which)
     models = []
@@ -639,7 +638,7 @@ def name_originals(family, model, program):
 @pytest.mark.parametrize("name", ["z-image", "flux2-klein", "qwen-image"])
 @pytest.mark.parametrize("clip_skip", [None])
 @pytest.mark.parametrize("program", ["ai-toolkit", "kohya", "ComfyUI"])
-def test_loras_of_other_programs_have_their_effect(tmp_path, opened, program):
+def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, program):
     family, model = opened.family, copy.deepcopy(opened.denoiser)
     layers = dict(model.named_modules())
     weights, expected = {}, {}

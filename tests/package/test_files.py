@@ -46,7 +46,7 @@ def fill(folder):
     (folder / "mine.txt").write_text("mine")
 
 
-def test_what_is_saved_takes_the_place_of_its_namesakes_only(tmp_path):
+def test_saving_replaces_only_files_of_the_same_name(tmp_path):
     fill(tmp_path / "out")
     (tmp_path / "out/unet/left.bin").write_text("old")
     save(tmp_path / "out", "new")
@@ -55,7 +55,7 @@ def test_what_is_saved_takes_the_place_of_its_namesakes_only(tmp_path):
     assert not list((tmp_path / "out").rglob(".tmp*"))
 
 
-def test_killed_before_any_change_of_a_file_each_item_is_whole(tmp_path, monkeypatch):
+def test_a_kill_at_any_file_change_leaves_complete_files(tmp_path, monkeypatch):
     """The next start restores half-moved files, and the next save succeeds."""
     changes, limit = 0, 0
 
@@ -103,7 +103,7 @@ def test_killed_before_any_change_of_a_file_each_item_is_whole(tmp_path, monkeyp
     assert tree(tmp_path / "out") == {**dict.fromkeys(found, "new"), "mine.txt": "mine"}
 
 
-def test_what_a_kill_left_half_moved_is_put_back(tmp_path):
+def test_clean_restores_files_half_moved_at_a_kill(tmp_path):
     for name in (".tmp-old-metrics.jsonl", ".tmp-old-run.args"):
         (tmp_path / name).write_text("old")
     (tmp_path / "run.args").write_text("new")
@@ -115,7 +115,7 @@ def test_what_a_kill_left_half_moved_is_put_back(tmp_path):
     )
 
 
-def test_a_half_written_folder_is_in_nobodys_way(tmp_path):
+def test_saving_succeeds_despite_a_half_written_folder(tmp_path):
     fill(tmp_path / "out")
     (tmp_path / "out/.tmp-saving/unet").mkdir(parents=True)
     (tmp_path / "out/.tmp-saving/half.png").write_text("half")
@@ -123,7 +123,7 @@ def test_a_half_written_folder_is_in_nobodys_way(tmp_path):
     assert len(tree(tmp_path / "out")) == 4 and not list((tmp_path / "out").glob("*half*"))
 
 
-def test_a_failure_is_one_sentence_and_changes_nothing(tmp_path, monkeypatch):
+def test_a_failed_save_ends_in_one_sentence_and_changes_no_file(tmp_path, monkeypatch):
     fill(tmp_path / "out")
     before = tree(tmp_path / "out")
     with pytest.raises(
@@ -148,7 +148,7 @@ def test_a_failure_is_one_sentence_and_changes_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
-def test_an_error_of_the_disk_at_any_item_leaves_each_whole(tmp_path, monkeypatch, number):
+def test_a_disk_error_while_saving_leaves_the_old_files_complete(tmp_path, monkeypatch, number):
     fill(tmp_path / "out")
 
     def refuse(*args):
@@ -165,7 +165,7 @@ def test_an_error_of_the_disk_at_any_item_leaves_each_whole(tmp_path, monkeypatc
         )
 
 
-def test_links_are_replaced_and_what_they_lead_to_stays(tmp_path):
+def test_saving_replaces_links_and_keeps_their_targets(tmp_path):
     """For example, a folder was moved to a larger disk and linked back."""
     fill(tmp_path / "out")
     for name in ("unet", "index.json"):
@@ -184,7 +184,7 @@ def test_links_are_replaced_and_what_they_lead_to_stays(tmp_path):
     delete(tmp_path / "out/nothing")
 
 
-def test_checksums_tell_of_every_file_but_their_own(tmp_path):
+def test_checksum_files_covers_all_files_except_trainer_state(tmp_path):
     fill(tmp_path / "out")
     (tmp_path / "out/trainer_state.json").write_text("{}")
     before = checksum_files(tmp_path / "out")
@@ -195,7 +195,7 @@ def test_checksums_tell_of_every_file_but_their_own(tmp_path):
     assert [name for name in before if before[name] != after[name]] == ["unet/weights"]
 
 
-def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+def test_write_file_replaces_a_file_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "run.args"
     write_file(path, "größer")
     assert path.read_bytes() == "größer".encode()
@@ -204,7 +204,7 @@ def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         write_file(path, b"new")
     assert digest_file(path) == digest and digest_file(tmp_path / "gone") is None
-    # as after a kill, the temporary file is left
+    # a kill leaves the temporary file
     assert len([name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]) == 1
     for error in (OSError(28, "No space left on device"), MemoryError()):
         monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(error))
@@ -218,7 +218,7 @@ def check(output_dir, **flags):
     check_output_dir({"output_dir": str(output_dir), **flags})
 
 
-def test_what_is_written_can_not_become_what_is_read(tmp_path):
+def test_an_output_dir_inside_an_input_folder_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "data")
     for flag in (
@@ -244,12 +244,12 @@ def test_what_is_written_can_not_become_what_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [{}, {"logging_dir": "\udce4"}, {"prompts": ["a", "\udce4"]}])
-def test_what_is_no_text_is_refused(tmp_path, flags):
+def test_flags_that_are_not_valid_text_are_refused(tmp_path, flags):
     with pytest.raises(SystemExit, match="can't be read as text: rename it, or write it in UTF-8"):
         check(tmp_path / ("out" if flags else "out\udce4"), **flags)
 
 
-def test_differences_are_named_with_both_values():
+def test_find_differences_names_each_setting_with_both_values():
     before = {
         "vae": {"scaling_factor": 0.18215, "class": "AutoencoderKL"},
         "latents": "moments",
@@ -265,7 +265,7 @@ def test_differences_are_named_with_both_values():
     assert find_differences(before, now) == expected
 
 
-def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+def test_files_are_synced_to_disk_before_they_are_renamed(tmp_path, monkeypatch):
     """Otherwise a power cut leaves empty files."""
     calls, fsync, replace = [], os.fsync, os.replace
 
@@ -282,7 +282,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatc
     assert calls == ["fsync", "replace"]
 
 
-def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):
+def test_a_hub_name_is_not_taken_for_an_input_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check("beans/out", dataset_name="beans")
     (tmp_path / "beans").mkdir()
@@ -290,7 +290,7 @@ def test_a_name_on_the_hub_is_no_folder_that_is_read(tmp_path, monkeypatch):
         check("beans/out", dataset_name="beans")
 
 
-def test_a_folder_is_made_with_its_parents_and_hidden_files_are_nobodys(tmp_path):
+def test_lock_folder_creates_parents_and_ignores_hidden_files(tmp_path):
     folder = tmp_path / "a/b"
     lock_folder(folder, folder, lambda names: False, "run of this script").release()
     (folder / ".DS_Store").touch()

@@ -26,7 +26,7 @@ def filtered(tmp_path, name="new"):
 
 
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
-def test_chosen_rows_are_a_cache(tmp_path, text_cache):
+def test_rows_chosen_with_datasets_become_a_cache(tmp_path, text_cache):
     make_cache(tmp_path / "cache", f"--text_cache={text_cache}")
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
     chosen = rows.filter(lambda row: row["key"] != rows["key"][1]).add_column("score", [1] * 5)
@@ -41,8 +41,8 @@ def test_chosen_rows_are_a_cache(tmp_path, text_cache):
     assert datasets.load_from_disk(str(tmp_path / "new"))["key"][:] == chosen["key"][:]
 
 
-def test_rows_that_went_through_torch_are_a_cache(tmp_path):
-    """They have other precisions, and checksums that do not fit their columns."""
+def test_rows_mapped_through_torch_become_a_cache(tmp_path):
+    """These rows have another precision, and checksums that do not fit."""
     make_cache(tmp_path / "cache")
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
     rows.with_format("torch").map(dict).save_to_disk(tmp_path / "chosen")
@@ -50,7 +50,7 @@ def test_rows_that_went_through_torch_are_a_cache(tmp_path):
     assert torch.equal(after["latents"], before["latents"])
 
 
-def test_a_command_that_was_ended_can_be_run_again(tmp_path, monkeypatch):
+def test_an_interrupted_filter_command_can_be_run_again(tmp_path, monkeypatch):
     make_cache(tmp_path / "cache")
     datasets.load_from_disk(str(tmp_path / "cache")).save_to_disk(tmp_path / "chosen")
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
@@ -64,7 +64,7 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-def test_rows_of_another_kind_are_refused(tmp_path, capfd):
+def test_filtered_rows_that_do_not_fit_the_cache_are_refused(tmp_path, capfd):
     make_cache(tmp_path / "cache")
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
     for chosen, said in [

@@ -26,7 +26,7 @@ COLUMNS |= {"text": ["a cat", "a dog", None, "a cat"], "nsfw": [False, False, Tr
     ("  width != 100 and (text == 'a cat' or nsfw)", [0, 3]),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["numbers", "text"])
-def test_rows_are_those_that_an_expression_names(where, expected, kind):
+def test_make_filter_chooses_the_rows_of_an_expression(where, expected, kind):
     """CSV columns are text, and are converted to compare them with a number.
 
     A missing value fulfils no comparison; `is None` asks for it.
@@ -42,7 +42,7 @@ def test_rows_are_those_that_an_expression_names(where, expected, kind):
     assert table.filter(make_filter(where, table.schema))["id"].to_pylist() == expected
 
 
-def test_columns_are_those_that_it_names():
+def test_find_columns_lists_the_columns_of_an_expression():
     assert find_columns(None) == []
     assert find_columns("column('aspect ratio') > 1 or b > 1") == ["aspect ratio", "b"]
     table = pa.table({"aspect ratio": ["1", "2", None]})
@@ -50,7 +50,7 @@ def test_columns_are_those_that_it_names():
     assert find_columns(" b > 1 and (a == 'c' or not b in [1, 2])") == ["a", "b"]
 
 
-def test_a_text_that_is_compared_with_a_number_and_is_none_is_named_with_its_column():
+def test_text_compared_with_a_number_is_named_with_its_column():
     columns = {"text": ["a", "b"], "width": ["7", "wide"], "id": [1, 2]}
     large = {"text": pa.large_string(), "width": pa.large_string(), "id": pa.int64()}  # of polars
     for schema in (None, pa.schema(large)):
@@ -72,6 +72,6 @@ def test_a_text_that_is_compared_with_a_number_and_is_none_is_named_with_its_col
     "f(a) > 1", "column(a) > 1", "x in y", "x in []", "None",
     pytest.param("not " * 3000 + "x", id="deep"),
 ])  # fmt: skip
-def test_all_else_is_refused_and_nothing_is_run(where):
+def test_invalid_filter_expressions_are_refused_and_never_run(where):
     with pytest.raises(ValueError, match="is not a|is nested too deeply"):
         find_columns(where)

@@ -34,13 +34,13 @@ def parse(*argv):
     (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"],
      "--find_lr_min 1.0 is not below --find_lr_max 0.1"),
 ])  # fmt: skip
-def test_bad_values_end_with_one_line(argv, sentence, capsys):
+def test_bad_training_flags_end_with_one_line(argv, sentence, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(*argv)
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
 
 
-def test_8_bits_have_two_names_and_need_bitsandbytes(monkeypatch, capsys):
+def test_8_bit_adam_has_two_flags_and_needs_bitsandbytes(monkeypatch, capsys):
     assert parse().optimizer == "adamw" and parse("--optimizer=adafactor").optimizer == "adafactor"
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else name
@@ -53,7 +53,7 @@ def test_8_bits_have_two_names_and_need_bitsandbytes(monkeypatch, capsys):
     assert parse("--use_8bit_adam").optimizer == "adamw8bit"
 
 
-def test_good_values_are_taken():
+def test_good_training_flags_are_accepted():
     assert parse(
         "--lr_scheduler=piecewise_constant", "--lr_step_rules=1:1000,0.1:2000,0.01"
     ).lr_step_rules
@@ -64,7 +64,7 @@ def test_good_values_are_taken():
     assert parse("--push_to_hub").push_to_hub and not parse("--find_lr").push_to_hub
 
 
-def test_every_tracker_of_accelerate_is_taken_and_named_when_missing(capsys, monkeypatch):
+def test_report_to_accepts_every_tracker_and_names_a_missing_one(capsys, monkeypatch):
     for name in LOGGER_TYPE_TO_CLASS:
         monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
         with pytest.raises(SystemExit):

@@ -43,7 +43,7 @@ def picture(path):
     Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
 
 
-def test_no_caption_is_lost_to_a_machine_that_opens_no_more_files(tmp_path, monkeypatch):
+def test_too_many_open_files_raise_instead_of_losing_captions(tmp_path, monkeypatch):
     make_images(tmp_path / "images", 2)
     for i in range(2):
         (tmp_path / f"images/{i}.txt").write_text("a dog")
@@ -60,7 +60,7 @@ def test_no_caption_is_lost_to_a_machine_that_opens_no_more_files(tmp_path, monk
                 load(tmp_path / "images")
 
 
-def test_one_caption_is_that_of_all_that_have_none(tmp_path):
+def test_instance_prompt_is_used_for_images_without_caption(tmp_path):
     folder = tmp_path / "images"
     make_images(folder, 3)
     with pytest.raises(SystemExit, match="no column 'text'"):
@@ -87,7 +87,7 @@ def test_one_caption_is_that_of_all_that_have_none(tmp_path):
         load(folder, instance_prompt="a sks dog")
 
 
-def test_folders_say_how_often_and_what(tmp_path):
+def test_folder_repeats_reads_repeats_and_captions_from_folder_names(tmp_path):
     folder = tmp_path / "images"
     for name in ("3_sks dog/a.png", "3_sks dog/deep/b.png", "1_cat/c.png", "plain/d.png"):
         picture(folder / name)
@@ -107,13 +107,13 @@ def test_folders_say_how_often_and_what(tmp_path):
     assert len(again) == 6 and three != one
 
 
-def test_what_has_no_such_folders_is_refused(tmp_path):
+def test_folder_repeats_without_numbered_folders_is_refused(tmp_path):
     make_images(tmp_path / "images", 2)
     with pytest.raises(SystemExit, match="images has no folder with a name like 10_name"):
         load(tmp_path / "images", folder_repeats=True)
 
 
-def test_a_folder_behind_a_link_has_the_same_rows_captions_and_masks(tmp_path):
+def test_a_linked_folder_has_the_same_rows_captions_and_masks(tmp_path):
     for name in ("2_cat/a.png", "2_cat/a.mask.png", "2_cat/b.png"):
         picture(tmp_path / "disk/images" / name)
     (tmp_path / "data").symlink_to("disk")
@@ -125,7 +125,7 @@ def test_a_folder_behind_a_link_has_the_same_rows_captions_and_masks(tmp_path):
     assert rows[0]._fingerprint == rows[1]._fingerprint
 
 
-def test_captions_that_are_not_utf_8_are_said(tmp_path, capsys):
+def test_captions_that_are_not_utf_8_are_reported(tmp_path, capsys):
     make_images(tmp_path / "images", 3)
     for i, text in enumerate((b"a dog", "a café".encode("latin1"))):
         (tmp_path / f"images/{i}.txt").write_bytes(text)

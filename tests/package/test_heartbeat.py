@@ -43,8 +43,8 @@ def start_machines(folder, seconds, after=lambda rank: None):
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, stopped):
-    """Also the machine with the store (0), which then does not even answer."""
+def test_a_silent_machine_ends_the_job_in_one_sentence(tmp_path, quick, stopped):
+    """This includes machine 0, whose store then does not even answer."""
     pids = start_machines(tmp_path, 60)
     wait_until(lambda: (tmp_path / f"met-{stopped}").exists())
     time.sleep(1)  # they have received each other's beats
@@ -62,7 +62,7 @@ def test_a_machine_that_is_silent_ends_the_job_in_a_sentence(tmp_path, quick, st
 
 
 @pytest.mark.ci
-def test_all_that_were_stopped_go_on_together(tmp_path, quick):
+def test_machines_paused_together_continue_together(tmp_path, quick):
     pids = start_machines(tmp_path, 3)
     wait_until(lambda: (tmp_path / "met-1").exists())
     time.sleep(1)
@@ -73,9 +73,7 @@ def test_all_that_were_stopped_go_on_together(tmp_path, quick):
     assert finish(pids) == [0, 0], (tmp_path / "log").read_text()
 
 
-def test_one_that_computes_alone_or_goes_on_after_the_others_have_left_is_not_ended(
-    tmp_path, quick
-):
+def test_a_machine_that_is_busy_or_finishes_last_is_not_ended(tmp_path, quick):
     def work(rank):
         deadline = time.time() + 3 * (rank == 0)
         while time.time() < deadline:  # in Python, which holds the GIL, or outside

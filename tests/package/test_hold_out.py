@@ -19,7 +19,7 @@ from diffusion_training.training.records import Records
 
 
 class Named:
-    """A data set with known names, whose images follow from the row."""
+    """A data set with given names. Each image is random, with its row as the seed."""
 
     def __init__(self, names, broken=()):
         self.all, self.broken, self.asked = list(names), broken, []
@@ -53,7 +53,7 @@ def split(names, holdout, seed=0):
     return {names[row] for row in rows}, {names[row] for row in held}
 
 
-def test_new_images_move_no_other(capsys):
+def test_new_images_do_not_change_which_others_are_held_out(capsys):
     names = [f"{i}.png" for i in range(60)]
     trained, held = split(names, 0.2)
     assert 4 <= len(held) <= 22 and f"Held out: {len(held)} of 60 images" in capsys.readouterr().out
@@ -72,12 +72,12 @@ def test_new_images_move_no_other(capsys):
     assert rows.tolist() == list(range(60)) and nothing == {}
 
 
-def test_which_are_held_out_stays_what_it_is():
+def test_the_choice_of_held_out_images_stays_the_same_in_every_version():
     """A run that resumes with another version must not train on held-out images."""
     assert split([f"{i}.png" for i in range(12)], 4)[1] == {"0.png", "1.png", "5.png", "10.png"}
 
 
-def test_of_rows_of_one_name_all_are_held_out_or_none():
+def test_rows_of_the_same_name_are_held_out_together():
     """--folder_repeats gives an image several rows: all or none of them are held out."""
     names = [f"{i % 10}.png" for i in range(50)]
     for holdout, count in (1, 5), (5, 5), (7, 10), (0.3, 15):
@@ -87,7 +87,7 @@ def test_of_rows_of_one_name_all_are_held_out_or_none():
         split(names, 46)
 
 
-def test_what_is_held_out_is_known_by_its_content_in_any_order():
+def test_describe_held_out_depends_on_content_and_not_on_order():
     dataset = Named("abcd")
     dataset.holds = "images"
     dataset.digest = lambda row: f"image of {dataset.all[row]}"
@@ -107,15 +107,15 @@ def test_what_is_held_out_is_known_by_its_content_in_any_order():
 
 
 @pytest.mark.parametrize("holdout, count", [(1e-9, 0), (12, 12), (99, 99)])
-def test_all_or_nothing_is_refused(holdout, count):
+def test_holding_out_all_or_no_images_is_refused(holdout, count):
     with pytest.raises(
         SystemExit, match=f"sets {count} of 12 images aside: choose another share or number"
     ):
         split([f"{i}.png" for i in range(12)], holdout)
 
 
-class Told(argparse.Namespace):
-    """What a run tells."""
+class FakeRecords(argparse.Namespace):
+    """Keeps the records that a run would write."""
 
     def __init__(self):
         super().__init__(held_out={}, new_skipped={}, records=[])
@@ -135,9 +135,9 @@ def unets(tmp_path_factory):
 
 
 def measure(
-    unets, dataset, held, told=None, prediction_type="epsilon", received=0, prepare=None, step=4
+    unets, dataset, held, fake=None, prediction_type="epsilon", received=0, prepare=None, step=4
 ):
-    told = told or Told()
+    fake = fake or FakeRecords()
     names = ["held_out_loss", "held_out_loss_ema"]
     models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
     predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
@@ -146,24 +146,24 @@ def measure(
         prepare_held_out=prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
     )
     log_held_out_loss(
-        Launch(Accelerator(cpu=True), 1, "no", None, 1), told, dataset, held, models, objective,
+        Launch(Accelerator(cpu=True), 1, "no", None, 1), fake, dataset, held, models, objective,
         argparse.Namespace(poll=lambda: received), step,
     )  # fmt: skip
-    return told
+    return fake
 
 
 HELD = {1: 12345678901234567, 4: 987654321987654321, 6: 55}
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample", "v_prediction"])
-def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_type):
+def test_the_held_out_loss_is_the_epsilon_error_of_uncropped_images(unets, prediction_type):
     """Computed again from the weights and the documented keys, for any prediction type."""
     dataset = Named(range(7))
-    told = measure(unets, dataset, HELD, prediction_type=prediction_type)
-    (record,) = told.records
+    fake = measure(unets, dataset, HELD, prediction_type=prediction_type)
+    (record,) = fake.records
     assert (
         record["step"] == 4
-        and told.held_out == record
+        and fake.held_out == record
         and [unet.training for unet in unets] == [True, False]
     )
     # epoch None: never randomly cropped or mirrored
@@ -193,18 +193,18 @@ def test_the_figure_is_the_error_of_epsilon_of_plain_images(unets, prediction_ty
     assert len(record) == 3 + 9
 
 
-def test_it_is_the_same_each_time_and_once_a_step(unets):
+def test_the_held_out_loss_is_reproducible_and_recorded_once_per_step(unets):
     torch.manual_seed(1)
-    told = measure(unets, Named(range(7)), HELD)
+    fake = measure(unets, Named(range(7)), HELD)
     torch.manual_seed(2)
-    measure(unets, Named(range(7)), HELD, told)  # as after a resume at the same step
-    assert len(told.records) == 1
-    measure(unets, Named(range(7)), HELD, told, step=5)
-    assert [record["step"] for record in told.records] == [4, 5]
-    assert {**told.records[0], "step": 5} == told.records[1]
+    measure(unets, Named(range(7)), HELD, fake)  # as after a resume at the same step
+    assert len(fake.records) == 1
+    measure(unets, Named(range(7)), HELD, fake, step=5)
+    assert [record["step"] for record in fake.records] == [4, 5]
+    assert {**fake.records[0], "step": 5} == fake.records[1]
 
 
-def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(unets):
+def test_held_out_conditions_are_repeated_for_nine_timesteps(unets):
     """Inputs that only the loss needs are not passed."""
     drawn, given = [], []
 
@@ -227,15 +227,15 @@ def test_a_condition_is_given_at_all_nine_timesteps_and_what_is_drawn_has_a_key(
     )
 
 
-def test_a_signal_breaks_off_and_leaves_no_record(unets):
-    told, dataset = Told(), Named(range(7))
-    measure(unets, dataset, HELD, told, received=15)
-    assert told.records == [] and told.held_out == {}
-    measure(unets, dataset, {}, told)  # nothing is held out
-    assert told.records == []
+def test_a_signal_stops_the_held_out_loss_without_a_record(unets):
+    fake, dataset = FakeRecords(), Named(range(7))
+    measure(unets, dataset, HELD, fake, received=15)
+    assert fake.records == [] and fake.held_out == {}
+    measure(unets, dataset, {}, fake)  # nothing is held out
+    assert fake.records == []
 
 
-def test_a_broken_image_is_named_and_left_out_and_all_broken_end_the_run(unets):
+def test_broken_held_out_images_are_skipped_but_all_broken_end_the_run(unets):
     whole = measure(unets, Named(range(7)), {1: HELD[1], 6: HELD[6]})
     less = measure(unets, Named(range(7), broken=[4]), HELD)
     assert less.records[0]["held_out_loss"] == pytest.approx(

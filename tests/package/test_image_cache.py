@@ -29,7 +29,7 @@ def make(args, channels=3, num_workers=1):
     return [decode_image(row[column], channels) for row in cached], left_out
 
 
-def test_it_holds_what_decoding_gives(args, tmp_path):
+def test_cached_images_equal_decoded_images(args, tmp_path):
     rows, column, _ = load_rows(args)
     expected = [shrink(decode_image(row[column], 3), 16, (0.5, 0.5)) for row in rows]
     pixels, left_out = make(args)
@@ -40,7 +40,7 @@ def test_it_holds_what_decoding_gives(args, tmp_path):
     assert [tuple(image.shape) for image in make(args)[0]] == [(3, 16, 19)] * 6
 
 
-def test_it_is_made_once_for_the_same_data_and_transform(args, tmp_path, monkeypatch):
+def test_the_image_cache_is_reused_for_the_same_data_and_transform(args, tmp_path, monkeypatch):
     calls = []
     patch(
         monkeypatch,
@@ -63,7 +63,7 @@ def test_it_is_made_once_for_the_same_data_and_transform(args, tmp_path, monkeyp
     assert count() == 7 and count() == 0
 
 
-def test_many_processes_leave_the_same(args):
+def test_several_processes_make_the_same_image_cache(args):
     alone, _ = make(args)
     os.rename(f"{args.output_dir}/image_cache", f"{args.output_dir}/of-one")
     many, _ = make(args, num_workers=2)
@@ -79,7 +79,7 @@ def test_many_processes_leave_the_same(args):
     lambda path: path.parent.with_suffix(".json").unlink(),
     lambda path: path.unlink(),
 ])  # fmt: skip
-def test_what_is_damaged_or_was_not_finished_is_made_again(args, tmp_path, damage):
+def test_a_damaged_or_unfinished_image_cache_is_made_again(args, tmp_path, damage):
     pixels, _ = make(args)
     path = next((tmp_path / "out/image_cache").glob("*/*.arrow"))
     whole = path.read_bytes()
@@ -91,7 +91,7 @@ def test_what_is_damaged_or_was_not_finished_is_made_again(args, tmp_path, damag
     assert all(torch.equal(one, other) for one, other in zip(pixels, again, strict=True))
 
 
-def test_images_that_can_not_be_decoded_are_named_and_left_out(args, tmp_path, capfd):
+def test_cache_images_names_and_skips_images_that_can_not_be_decoded(args, tmp_path, capfd):
     (tmp_path / "images/2.png").write_bytes(b"no image")
     (tmp_path / "images/4.png").write_bytes(b"no image")
     pixels, left_out = make(args)
@@ -105,7 +105,7 @@ def test_images_that_can_not_be_decoded_are_named_and_left_out(args, tmp_path, c
         make(args)
 
 
-def test_a_row_without_an_image_is_named(capfd):
+def test_cache_batch_names_and_skips_rows_without_an_image(capfd):
     rows = {"image": [None, {"bytes": None, "path": None}]}
     assert cache_batch(rows, [5, 6], "image", 16, True, 3, 0) == {"image": []}
     said = capfd.readouterr().err

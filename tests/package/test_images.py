@@ -40,7 +40,7 @@ def photo(mode="RGB"):
     return Image.fromarray(pixels).convert(mode)
 
 
-def test_every_kind_of_image_decodes_right():
+def test_decode_image_reads_every_format_and_mode():
     rgb = torch.from_numpy(np.array(photo())).permute(2, 0, 1)
     grey = torch.from_numpy(np.array(photo("L")))[None]
 
@@ -78,7 +78,7 @@ def test_every_kind_of_image_decodes_right():
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
-def test_exif_orientation_is_applied(format):
+def test_decode_image_applies_exif_orientation(format):
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was upright: rotate by 90 degrees to the right
     image = decode_image(encoded(photo(), format, exif=exif), 3)
@@ -86,7 +86,7 @@ def test_exif_orientation_is_applied(format):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
+def test_torchcodec_and_pillow_decode_jpegs_alike(orientation, monkeypatch):
     """torchcodec if it is installed, else Pillow. Both rotate as Pillow reads the EXIF."""
     rng, exif = np.random.default_rng(orientation), Image.Exif()
     noise = rng.integers(0, 255, (9, 13, 3)).astype(np.uint8)
@@ -125,14 +125,14 @@ def test_jpegs_are_the_same_from_both_decoders(orientation, monkeypatch):
             ), name
 
 
-def test_a_program_is_never_handed_to_another():
+def test_eps_files_are_not_decoded():
     eps = io.BytesIO()
     photo().save(eps, "EPS")
     with pytest.raises(Image.UnidentifiedImageError):
         decode_image({"bytes": eps.getvalue(), "path": "cat.png"}, 3)
 
 
-def test_transparency_is_laid_onto_white():
+def test_transparent_pixels_become_white():
     image = photo("RGBA")
     image.putalpha(
         Image.fromarray(np.tile(np.repeat([[255, 0]], [6, 6], axis=1), (8, 1)).astype(np.uint8))
@@ -153,7 +153,7 @@ def test_transparency_is_laid_onto_white():
 @pytest.mark.parametrize(
     "format, dtype", [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", "<i4"), ("TIFF", "<f4")]
 )
-def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
+def test_16_bit_grey_is_scaled_to_8_bits_unless_precision_is_kept(format, dtype):
     values = np.linspace(0, 1, 12 * 8).reshape(8, 12)
     scale = 1.0 if dtype == "<f4" else 65535
     data = encoded(Image.fromarray((values * scale).astype(dtype)), format)
@@ -168,14 +168,14 @@ def test_deep_grey_is_scaled_and_kept_on_demand(format, dtype):
 @pytest.mark.parametrize(
     "dtype, value", [("<f4", 250.0), ("<f4", -0.1), ("<f4", np.nan), ("<i4", 70000), ("<i4", -1)]
 )
-def test_deep_grey_beyond_its_range_is_refused_and_not_bleached(dtype, value):
+def test_grey_values_out_of_range_are_refused_and_not_clipped(dtype, value):
     values = np.zeros((8, 12), dtype)
     values[2, 3] = value
     with pytest.raises(ValueError, match="its values are not from 0 to"):
         decode_image(encoded(Image.fromarray(values), "TIFF"), 1)
 
 
-def test_what_is_no_image_says_why(tmp_path):
+def test_files_that_can_not_be_decoded_have_a_reason(tmp_path):
     whole = encoded(photo(), "PNG")["bytes"]
     header = b"IHDR" + struct.pack(">II", 50000, 50000) + whole[24:29]
     bomb = whole[:12] + header + struct.pack(">I", zlib.crc32(header)) + whole[33:]
@@ -195,20 +195,20 @@ def test_what_is_no_image_says_why(tmp_path):
     assert decode_image({"bytes": whole, "path": None}, 3, min_size=8).shape == (3, 8, 12)
 
 
-def test_an_image_lies_wherever_fsspec_reads_and_one_that_is_gone_is_gone(tmp_path):
+def test_decode_image_reads_fsspec_paths_and_raises_for_missing_files(tmp_path):
     fsspec.filesystem("memory").pipe("/there.png", encoded(photo(), "PNG")["bytes"])
     assert decode_image({"bytes": None, "path": "memory://there.png"}, 3).shape == (3, 8, 12)
     with pytest.raises(FileNotFoundError):
         decode_image({"bytes": None, "path": str(tmp_path / "gone.png")}, 3)
 
 
-def test_pixels_that_are_kept_decoded_are_taken_as_they_are():
+def test_decode_image_returns_stored_pixels_unchanged():
     pixels = decode_image(encoded(photo(), "PNG"), 3)
     kept = {"bytes": pixels.numpy().tobytes(), "path": None, "size": (3, 8, 12)}
     assert torch.equal(decode_image(kept, 3), pixels)
 
 
-def test_no_more_than_a_gigabyte_is_read(tmp_path, monkeypatch):
+def test_image_files_above_one_gibibyte_are_refused(tmp_path, monkeypatch):
     class Large(bytes):
         def __len__(self):
             return 2**30 + 1
@@ -228,12 +228,12 @@ def test_no_more_than_a_gigabyte_is_read(tmp_path, monkeypatch):
             decode_image(source, 3)
 
 
-def test_an_image_is_known_by_its_file_or_row():
+def test_name_image_gives_the_file_or_the_row_number():
     assert name_image(3, {"bytes": b"", "path": "a\x1b[31mb.png"}) == "a?[31mb.png"
     assert name_image(3, {"bytes": b"", "path": None}) == name_image(3, None) == "row 3"
 
 
-def test_crops_are_square_and_in_their_place():
+def test_shrink_crops_a_square_at_the_given_place():
     ramp = torch.arange(30, dtype=torch.uint8).expand(3, 10, 30)
     assert shrink(ramp, 10, (0.5, 0.5))[0, 0].tolist() == list(range(10, 20))
     assert shrink(ramp, 10, (0, 1))[0, 0].tolist() == list(range(20, 30))
@@ -249,11 +249,11 @@ def test_crops_are_square_and_in_their_place():
     assert set(few.flatten().tolist()) <= set(range(10))
 
 
-def test_a_crop_has_at_least_a_pixel():
+def test_plan_crop_keeps_at_least_one_pixel():
     assert plan_crop(1, 5, (256, 64), (0, 0)) == plan_crop(5, 1, (64, 256), (0, 0)) == (0, 0, 1, 1)
 
 
-def test_what_is_told_of_sizes_is_of_the_image_as_it_is_seen():
+def test_make_time_ids_gives_sizes_and_crops_of_mirrored_images():
     """20 x 30 pixels become 8 x 12; an 8 x 8 crop that begins at 1 begins at 3 when mirrored.
 
     The crop of a square begins at 0.
@@ -275,7 +275,7 @@ def test_what_is_told_of_sizes_is_of_the_image_as_it_is_seen():
     assert told.tolist() == [1, 5, 0, 256, 256, 64]  # the crop is one pixel
 
 
-def test_a_strip_of_pixels_does_not_fill_the_memory():
+def test_shrink_limits_the_length_of_very_narrow_images():
     strip = torch.zeros(3, 2, 40000, dtype=torch.uint8)
     assert shrink(strip, 64, None).shape == (3, 64, 256) and shrink(
         strip, 64, (0.5, 0.5)
@@ -283,14 +283,14 @@ def test_a_strip_of_pixels_does_not_fill_the_memory():
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_stripes_too_fine_for_the_smaller_image_become_grey(interpolation):
+def test_shrink_averages_stripes_that_are_too_fine_to_grey(interpolation):
     stripes = torch.tensor([0, 255], dtype=torch.uint8).repeat(24).expand(3, 48, 48)
     assert (shrink(stripes, 16, (0.5, 0.5), interpolation)[..., 1:-1].int() - 127).abs().max() < 30
 
 
 @pytest.mark.skipif(images.decode_jpeg is None, reason="needs torchcodec")
 @pytest.mark.parametrize("mark", [b"Exif\0\0", b"Exif\0\xff", b"xxxx\0\0"])
-def test_what_pillow_takes_for_no_exif_turns_nothing(mark):
+def test_malformed_exif_does_not_rotate_jpegs(mark):
     """torchcodec would rotate the image for each of these."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -305,7 +305,7 @@ def test_what_pillow_takes_for_no_exif_turns_nothing(mark):
     ).abs().max() < 4
 
 
-def test_a_jpeg_of_thousands_of_scans_is_not_decoded():
+def test_jpegs_with_thousands_of_scans_are_refused():
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
     data = buffer.getvalue()

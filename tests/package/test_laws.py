@@ -49,7 +49,7 @@ LAUNCH = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))
     st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=8), st.integers(0, 5),
 )  # fmt: skip
 @example(30, 0, 1, [((4, 2, 2), 1), ((3, 1, 1), 99)], 13)  # almost all rows are left over
-def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
+def test_every_row_comes_once_per_epoch_with_any_number_of_resumes(
     num_images, seed, num_epochs, parts, kinds
 ):
     """`parts` are launches in sequence, each killed after some steps; the last runs to the end.
@@ -101,7 +101,7 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
 
 @law(60)
 @given(st.integers(1, 40), st.integers(0, 99), st.integers(0, 120), LAUNCH, LAUNCH)
-def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(
+def test_order_depends_on_seed_and_epoch_not_on_batches_or_processes(
     num_images, seed, images_seen, one, other
 ):
     def take(batch_size, accumulation, num_processes, count=2 * num_images):
@@ -126,9 +126,7 @@ def test_the_order_of_a_step_is_that_of_seed_and_epoch_whoever_takes_it(
 @law(100)
 @given(st.integers(0, 2**63 - 1), *[st.tuples(st.integers(0, 99), st.integers(0, 10**9))] * 2)
 @example(0, (0, 3), (1, 3))
-def test_no_two_rows_or_epochs_draw_the_same_and_what_is_held_out_is_drawn_as_at_first(
-    seed, one, other
-):
+def test_draw_choices_differ_between_rows_and_epochs(seed, one, other):
     assume(one != other)
     assert not set(draw_choices(seed, *one)) & set(draw_choices(seed, *other))
     assert list(draw_choices(seed, None, one[1])) == [
@@ -171,7 +169,7 @@ def parser():
 @given(st.fixed_dictionaries({}, optional=FLAGS))
 @example({"name": "a\nb"})
 @example({"name": "\u2028", "prompts": ["a\x85b", "c\rd"]})
-def test_what_a_run_writes_is_what_it_reads(parser, flags):
+def test_run_args_are_read_back_for_any_text(parser, flags):
     """Any text that argparse accepts.
 
     It does not accept list items that begin with "-" or "@" (a file of flags), nor a value "--".
@@ -193,7 +191,7 @@ def test_what_a_run_writes_is_what_it_reads(parser, flags):
     st.one_of(st.floats().map(repr), st.integers().map(str)),
     st.sampled_from([int, float]),
 )
-def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
+def test_number_accepts_exactly_the_values_within_its_bounds(low, high, text, kind):
     try:
         value = kind(text)
         expected = low <= value <= high  # nan is never within bounds
@@ -213,7 +211,7 @@ def test_a_number_is_within_its_bounds_or_refused(low, high, text, kind):
 @given(st.text(max_size=3), st.characters(categories=["Cs"]), st.text(max_size=3))
 @example("", "\ud800", "")
 @example("", "\udfff", "")
-def test_what_is_no_text_is_refused_in_any_flag(before, odd, after):
+def test_lone_surrogates_are_refused_in_any_flag(before, odd, after):
     for flags in ({"name": before + odd + after}, {"prompts": ["a", before + odd + after]}):
         with pytest.raises(SystemExit, match="can't be read as text"):
             check_output_dir({"output_dir": "out", **flags})
@@ -228,7 +226,7 @@ DICTS = st.dictionaries(st.text("abc", min_size=1, max_size=1), JSON, max_size=3
 
 @law(300)
 @given(DICTS, DICTS)
-def test_differences_are_none_of_the_same_and_the_same_both_ways(before, now):
+def test_find_differences_is_empty_for_equal_settings_and_symmetric(before, now):
     assert find_differences(before, before) == []
     there, back = find_differences(before, now), find_differences(now, before)
     swapped = [
@@ -300,7 +298,7 @@ KINDS = {  # the modes that a format keeps
     st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(0, 99), st.integers(1, 8),
     st.sampled_from([1, 3]),
 )  # fmt: skip
-def test_an_image_is_what_pillow_makes_of_it(kind, size, seed, orientation, channels):
+def test_decode_image_equals_pillow_for_any_image(kind, size, seed, orientation, channels):
     (format, mode), buffer, exif = kind, io.BytesIO(), Image.Exif()
     exif[0x0112] = orientation
     options = {"exif": exif} if format in ("PNG", "WEBP", "TIFF", "JPEG") else {}
@@ -329,7 +327,7 @@ def test_an_image_is_what_pillow_makes_of_it(kind, size, seed, orientation, chan
     st.one_of(st.none(), st.tuples(st.floats(0, 1), st.floats(0, 1))),
     st.sampled_from(["bicubic", "bilinear", "nearest-exact"]),
 )  # fmt: skip
-def test_a_shrunk_image_has_its_size_its_type_and_nothing_beyond_its_values(
+def test_shrink_gives_the_size_and_keeps_dtype_and_value_range(
     height, width, channels, resolution, floating, place, interpolation
 ):
     """From 2 pixels on, because torch 2.15 can't resize three channels to one pixel."""
@@ -385,7 +383,7 @@ def spell(ip):
 
 @law(300)
 @given(st.sampled_from(PRIVATE).flatmap(lambda network: st.ip_addresses(network=network)))
-def test_a_private_address_is_refused_however_it_is_written(ip):
+def test_private_addresses_are_refused_in_every_spelling(ip):
     for address in spell(ip):
         with pytest.raises(PrivateAddress):
             check_address(address, None)
@@ -394,7 +392,7 @@ def test_a_private_address_is_refused_however_it_is_written(ip):
 
 @law(300)
 @given(st.ip_addresses(v=4))
-def test_a_public_address_is_public_however_it_is_written(ip):
+def test_public_addresses_are_allowed_in_every_spelling(ip):
     assume(ip.is_global and not any(ip in network for network in PRIVATE if network.version == 4))
     for address in spell(ip):
         check_address(address, None)

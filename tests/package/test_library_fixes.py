@@ -62,7 +62,7 @@ def make_tar():
 
 @pytest.mark.parametrize("fault", ["cut between two files", "cut in a header", "damaged header"])
 def test_tarfile_reads_a_broken_tar_as_a_shorter_one(fault):
-    """Through `load_rows`: test_a_tar_that_was_cut_off_is_no_shorter_tar."""
+    """Through `load_rows`: test_a_truncated_tar_is_refused_not_read_as_a_shorter_one."""
     whole, begins = make_tar()
     broken = {
         "cut between two files": whole[: begins[2]],
@@ -79,8 +79,8 @@ def test_tarfile_reads_a_broken_tar_as_a_shorter_one(fault):
     assert "was cut off or is damaged at byte 2,048" in error_of(read, broken)
 
 
-def test_torch_waits_for_a_batch_that_a_loader_process_could_not_send():
-    """With the change: test_a_process_that_can_not_hand_over_ends_the_run."""
+def test_torch_hangs_if_a_loader_process_can_not_send_a_batch():
+    """With the change: test_a_loader_process_that_can_not_send_a_batch_ends_the_run."""
 
     class Items(torch.utils.data.Dataset):
         def __getitem__(self, key):
@@ -92,7 +92,7 @@ def test_torch_waits_for_a_batch_that_a_loader_process_could_not_send():
 
 
 def test_datasets_lists_a_folder_for_each_pattern(tmp_path, monkeypatch):
-    """With the change: test_a_folder_is_listed_once_however_many_names_a_split_may_have."""
+    """With the change: test_load_rows_lists_a_folder_only_once."""
     folder = make_images(tmp_path / "images", 2)
     listed, listing = [], LocalFileSystem.ls
     monkeypatch.setattr(
@@ -103,7 +103,7 @@ def test_datasets_lists_a_folder_for_each_pattern(tmp_path, monkeypatch):
 
 
 def test_datasets_reads_a_bracket_in_a_folders_path_as_a_pattern(tmp_path):
-    """With the change: test_a_path_is_taken_literally."""
+    """With the change: test_special_characters_in_folder_paths_are_taken_literally."""
     folder = make_images(tmp_path / "by [artist]", 2)
     error = error_of(datasets.load_dataset_builder, folder)
     assert_has_fault("contain any" in error, "datasets", "glob_in_folder in listed_once")

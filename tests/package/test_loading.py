@@ -33,11 +33,11 @@ def bug():
     raise RuntimeError("a bug of mine")
 
 
-def away():
+def vanished_file():
     raise FileNotFoundError(2, "No such file or directory", "/disk/1.png")
 
 
-class NoRoom:
+class Unpicklable:
     """An item that fails to pickle, as in a container whose /dev/shm is full.
 
     torch's own thread would drop the batch, and the run would wait for ever.
@@ -47,11 +47,11 @@ class NoRoom:
         raise RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
 
 
-def no_room():
-    return {"pixel_values": NoRoom()}
+def unpicklable():
+    return {"pixel_values": Unpicklable()}
 
 
-def guarded(tmp_path, keys, workers):
+def load_in_process(tmp_path, keys, workers):
     """(exit statuses, output) of a process that loads as a trainer does."""
 
     @in_one_sentence
@@ -66,13 +66,13 @@ def guarded(tmp_path, keys, workers):
     return codes, (tmp_path / "log").read_text()
 
 
-def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass(monkeypatch):
+def test_load_batches_reads_ahead_measures_waits_and_raises_errors(monkeypatch):
     threads = threading.active_count()
     read = []
     batches = load_batches(Items(), (read.append(i) or 0.0 for i in range(8)), 0, CPU)
     batch = next(batches)
     assert batch["pixel_values"].item() == 0 and batch["skipped"] == [0]
-    wait_until(lambda: len(read) == 3)  # two more while the device computes
+    wait_until(lambda: len(read) == 3)  # two more are read while the device computes
     batches.close()
     assert threading.active_count() == threads
     assert len(list(load_batches(Items(), [0.0] * 3, 0, CPU))) == 3  # keys may be finite
@@ -95,7 +95,7 @@ def test_batches_come_ahead_with_the_wait_for_them_and_errors_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("given, most", [(None, 2 + 2), (6, 6 + 2)])
-def test_a_process_reads_so_many_ahead(given, most):
+def test_a_loader_process_reads_a_fixed_number_of_batches_ahead(given, most):
     """The thread reads two more. Batches that were taken count too."""
     taken = []
     batches = load_batches(Items(), (taken.append(i) or 0.0 for i in range(99)), 1, CPU, given)
@@ -106,7 +106,7 @@ def test_a_process_reads_so_many_ahead(given, most):
     batches.close()
 
 
-def test_a_signal_while_processes_are_forked_ends_the_run_without_a_traceback(tmp_path):
+def test_a_signal_during_the_fork_of_loaders_leaves_no_traceback(tmp_path):
     """Python would print and drop an exception that is raised during a fork."""
 
     @in_one_sentence
@@ -123,8 +123,8 @@ def test_a_signal_while_processes_are_forked_ends_the_run_without_a_traceback(tm
     assert "Traceback" not in said and "Exception ignored" not in said
 
 
-def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
-    codes, said = guarded(tmp_path, [0.0, bug], 1)
+def test_errors_in_a_loader_process_keep_their_traceback(tmp_path):
+    codes, said = load_in_process(tmp_path, [0.0, bug], 1)
     assert (
         codes == [1]
         and "DataLoader worker process 0" in said
@@ -134,19 +134,19 @@ def test_errors_of_a_loaders_process_keep_their_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_disk_that_goes_away_is_one_sentence(tmp_path, workers):
-    codes, said = guarded(tmp_path, [0.0, away, 0.0], workers)
+def test_files_that_vanish_while_loading_end_in_one_sentence(tmp_path, workers):
+    codes, said = load_in_process(tmp_path, [0.0, vanished_file, 0.0], workers)
     assert codes == [1] and "Traceback" not in said and len(said.strip().splitlines()) == 1
     assert "No such file or directory: '/disk/1.png'; files saved before are complete" in said
 
 
-def test_a_process_that_can_not_hand_over_ends_the_run(tmp_path):
-    codes, said = guarded(tmp_path, [0.0, no_room, *[0.0] * 9], 1)
+def test_a_loader_process_that_can_not_send_a_batch_ends_the_run(tmp_path):
+    codes, said = load_in_process(tmp_path, [0.0, unpicklable, *[0.0] * 9], 1)
     assert codes == [1] and "out of memory or /dev/shm? Try fewer --dataloader_num_workers" in said
 
 
-def test_a_killed_process_ends_the_run_and_leaves_no_other(tmp_path):
-    """As the kernel does when memory runs out: one sentence, status 1, no hang, no orphan."""
+def test_a_killed_loader_process_ends_the_run_and_leaves_no_orphan(tmp_path):
+    """The kernel kills one when memory runs out: one sentence, status 1, no hang, no orphan."""
 
     @in_one_sentence
     def main(args):
@@ -164,7 +164,7 @@ def test_a_killed_process_ends_the_run_and_leaves_no_other(tmp_path):
     wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), timeout=10)
 
 
-def test_processes_ignore_the_signals_that_a_trainer_gets_and_end_with_it(tmp_path):
+def test_loader_processes_ignore_signals_and_end_with_the_trainer(tmp_path):
     @in_one_sentence
     def main(args):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # replaces the trainer's handler
@@ -183,7 +183,7 @@ def test_processes_ignore_the_signals_that_a_trainer_gets_and_end_with_it(tmp_pa
     kill(pids)
 
 
-def test_work_ahead_gives_everything_in_order_and_errors_pass():
+def test_work_ahead_keeps_the_order_and_raises_errors():
     def count(last):
         yield from range(last)
         raise ValueError("at the end")

@@ -33,7 +33,7 @@ def base(tmp_path_factory):
 
 
 def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
-    """A U-Net with an adapter whose B are random, as after training."""
+    """A U-Net with an adapter whose B matrices are random, as after training."""
     flags = {
         "rank": 4,
         "lora_alpha": None,
@@ -63,7 +63,7 @@ def predict(unet):
 
 @pytest.mark.parametrize("layers", ["attention", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_the_adapter_is_trained_and_in_float32(base, layers, dtype):
+def test_only_the_adapter_is_trained_in_float32(base, layers, dtype):
     unet = adapted(base, dtype, lora_layers=layers, use_dora=True)
     for name, weight in unet.named_parameters():
         assert weight.requires_grad == ("lora_" in name) and weight.dtype == (
@@ -80,15 +80,15 @@ def test_only_the_adapter_is_trained_and_in_float32(base, layers, dtype):
     )
 
 
-def test_magnitudes_are_those_of_the_exact_weights(base):
-    """So a DoRA begins equal to its base, also if the base is in bfloat16."""
+def test_dora_magnitudes_are_computed_from_float32_weights(base):
+    """So a DoRA starts equal to its base, also if the base is in bfloat16."""
     exact, half = (adapted(base, dtype, use_dora=True) for dtype in (torch.float32, torch.bfloat16))
     pairs = zip(exact.named_parameters(), half.named_parameters(), strict=True)
     found = [torch.equal(one, other) for (name, one), (_, other) in pairs if "magnitude" in name]
     assert len(found) > 4 and all(found)
 
 
-def test_averages_and_trial_copies_share_what_is_frozen(base):
+def test_ema_and_trial_copies_share_the_frozen_weights(base):
     models = {"unet": adapted(base)}
     averaged = start_average(models)
     for copied in (averaged["unet"], copy_trained(models["unet"])):
@@ -126,9 +126,7 @@ FORMS = [
     "flags, kohya",
     [*((form, kohya) for form in FORMS for kohya in (False, True)), ({"use_dora": True}, False)],
 )
-def test_every_reader_gets_the_trained_model_at_strength_1(
-    tmp_path, base, flags, kohya, monkeypatch
-):
+def test_lora_files_give_the_trained_model_at_strength_1(tmp_path, base, flags, kohya, monkeypatch):
     """For any alpha, through diffusers' own reader, without rounding to float16."""
     unet = adapted(base, **flags)
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
@@ -159,7 +157,7 @@ def test_every_reader_gets_the_trained_model_at_strength_1(
         )
 
 
-def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
+def test_save_lora_writes_the_ema_adapter(tmp_path, base):
     models = {"unet": adapted(base), "unet_ema": adapted(base, seed=1)}
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -170,13 +168,13 @@ def test_the_averaged_adapter_is_what_is_given_away(tmp_path, base):
     )
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     with torch.no_grad():
-        # one number of the average's is beyond float16
+        # one number of the EMA adapter is beyond float16
         list_lora_b(models)[-1].view(-1)[0] = 70000.0
     with pytest.raises(ValueError, match="the weights of the adapter are not finite in float16"):
         save_lora(models, tmp_path, None)
 
 
-def test_a_scale_below_1_makes_the_largest_numbers_equal():
+def test_fold_scale_below_1_balances_the_largest_values_of_a_and_b():
     a, b = torch.randn(2, 5), torch.randn(3, 2)
     b[0] = 0  # some zeros change nothing
     adapter = {"x.lora_A.weight": a, "x.lora_B.weight": b}
@@ -188,13 +186,13 @@ def test_a_scale_below_1_makes_the_largest_numbers_equal():
             torch.testing.assert_close(found_a.abs().max(), found_b.abs().max())
         else:
             assert torch.equal(found_a, a)
-    for name in adapter:  # zeros have no share
+    for name in adapter:  # an adapter of zeros can't be balanced
         nothing = fold_scale(adapter | {name: torch.zeros_like(adapter[name])}, 0.5)
         assert all(value.isfinite().all() for value in nothing.values())
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_what_is_loaded_is_what_was_saved_and_no_base_weight_is_in_it(tmp_path, base, use_dora):
+def test_a_saved_adapter_is_loaded_exactly_and_has_no_base_weights(tmp_path, base, use_dora):
     unet, other = (
         adapted(base, lora_layers="all", use_dora=use_dora, seed=seed) for seed in (0, 1)
     )
@@ -212,7 +210,7 @@ def test_what_is_loaded_is_what_was_saved_and_no_base_weight_is_in_it(tmp_path, 
     {}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all", "use_dora": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["ours", "kohya", "diffusers"])
-def test_an_adapters_file_goes_on_with_the_same_effect_whatever_alpha(
+def test_network_weights_load_with_the_same_effect_for_any_alpha(
     tmp_path, base, flags, form, monkeypatch
 ):
     one = adapted(base, **flags)
@@ -246,7 +244,7 @@ def list_products(unet):
     ]
 
 
-def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
+def test_network_weights_of_other_layers_or_rank_are_refused(tmp_path, base):
     save_lora({"unet": adapted(base)}, tmp_path, None)
     path = tmp_path / "pytorch_lora_weights.safetensors"
     for flags, said in [
@@ -268,7 +266,7 @@ def test_a_file_of_other_layers_or_rank_is_one_sentence(tmp_path, base):
             load_file_into(adapted(base), tmp_path / name)
 
 
-def test_another_base_or_form_is_refused_and_dropout_may_change(tmp_path, base):
+def test_an_adapter_of_another_base_or_form_is_refused(tmp_path, base):
     save_adapter(adapted(base), tmp_path / "unet")
     load_adapter(adapted(base, lora_dropout=0.5), tmp_path / "unet")
     # the same form, written differently
@@ -298,7 +296,7 @@ def test_another_base_or_form_is_refused_and_dropout_may_change(tmp_path, base):
     ({"lora_layers": "attn1"}, "not supported"),
     ({"rank": 9}, "is only 8"),
 ])  # fmt: skip
-def test_layers_that_take_no_adapter_are_one_sentence(base, flags, said):
+def test_lora_layers_that_can_not_be_adapted_are_refused(base, flags, said):
     with pytest.raises(SystemExit, match="can't add adapters of rank") as stop:
         adapted(base, **flags)
     assert said in str(stop.value) and len(str(stop.value)) < 600

@@ -39,7 +39,7 @@ def base(tmp_path_factory):
 
 
 def adapt(unet, layers="attention", seed=0, **flags):
-    """An adapter whose B and magnitudes are random, as after training."""
+    """An adapter whose B matrices and magnitudes are random, as after training."""
     flags = {"rank": 4, "lora_alpha": None, "lora_dropout": 0.0, "use_dora": False} | flags
     args = argparse.Namespace(**flags, lora_layers=layers)
     torch.manual_seed(seed)
@@ -76,21 +76,21 @@ def refused(unet, path):
     return str(stop.value)
 
 
-# ------------------------------------------------------------------- what others look for
+# ------------------------------------------------------------------- files for other programs
 
 
 @pytest.fixture(scope="module")
 def known():
-    """The U-Net of Stable Diffusion 1.5 without numbers."""
+    """The U-Net of Stable Diffusion 1.5, on the meta device."""
     with torch.device("meta"):
         return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
 
 
 @pytest.mark.parametrize("which, plain, layers", [("attention", 0, 128), ("all", 122, 250)])
-def test_comfyui_and_sd_scripts_apply_all_layers_of_the_second_file_only(
+def test_comfyui_and_sd_scripts_apply_all_layers_of_the_kohya_file_only(
     known, which, plain, layers
 ):
-    """So loading the wrong file would be noticed."""
+    """So users notice if they load the wrong file."""
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(known.config)
         adapter = list_adapter(adapt(unet, which))
@@ -117,7 +117,7 @@ def test_comfyui_computes_the_trained_model(tmp_path, base, flags, monkeypatch):
 
 
 @pytest.mark.parametrize("alpha", [1, 1e-3])
-def test_a_small_alpha_keeps_its_bits_in_float16(tmp_path, base, alpha):
+def test_lora_files_with_a_small_alpha_stay_exact_in_float16(tmp_path, base, alpha):
     trained = adapt(open_unet(base), lora_alpha=alpha)
     with torch.no_grad():
         for weight in list_lora_b({"unet": trained}):
@@ -129,7 +129,7 @@ def test_a_small_alpha_keeps_its_bits_in_float16(tmp_path, base, alpha):
             assert (one - other).norm() < 1e-3 * one.norm()
 
 
-# ------------------------------------------------------------------- what others write
+# ------------------------------------------------------------------- files of other programs
 
 
 def save_peft(unet, folder, settings):
@@ -159,7 +159,7 @@ def wrap(base, **settings):
     {"rank_pattern": {"attn2.to_q": 2}, "alpha_pattern": {"attn1.to_v": 3}, "use_rslora": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["peft", "diffusers"])
-def test_a_file_of_peft_has_the_same_effect(tmp_path, base, settings, form):
+def test_lora_files_of_peft_load_with_the_same_effect(tmp_path, base, settings, form):
     model = wrap(base, **settings)
     path = tmp_path / "adapter_model.safetensors"
     if form == "peft":
@@ -177,7 +177,7 @@ def test_a_file_of_peft_has_the_same_effect(tmp_path, base, settings, form):
     torch.testing.assert_close(predict(read), predict(model), rtol=1e-5, atol=1e-5)
 
 
-def test_checkpoints_open_as_a_peftmodel_and_both_spellings_are_read(tmp_path, base):
+def test_adapter_checkpoints_open_in_peft_and_load_with_either_prefix(tmp_path, base):
     trained = adapt(open_unet(base), "all", lora_alpha=3, use_dora=True)
     save_adapter(trained, tmp_path / "unet")
     opened = peft.PeftModel.from_pretrained(open_unet(base), tmp_path / "unet").eval()
@@ -191,7 +191,7 @@ def test_checkpoints_open_as_a_peftmodel_and_both_spellings_are_read(tmp_path, b
         torch.testing.assert_close(predict(read), predict(trained), rtol=1e-5, atol=1e-5)
 
 
-def test_a_plain_lora_goes_on_as_a_dora_and_no_dora_as_a_plain_one(tmp_path, base):
+def test_a_plain_lora_can_continue_as_dora_but_not_the_reverse(tmp_path, base):
     trained = adapt(open_unet(base))
     path = save_peft(trained, tmp_path / "lora", {"r": 4, "lora_alpha": 4})
     read = load(adapt(open_unet(base), seed=1, use_dora=True), path)
@@ -203,7 +203,7 @@ def test_a_plain_lora_goes_on_as_a_dora_and_no_dora_as_a_plain_one(tmp_path, bas
         assert "it is a DoRA: add --use_dora" in refused(adapt(open_unet(base)), path)
 
 
-def test_kohyas_file_with_conv_dim_is_read_by_all_layers(tmp_path, base):
+def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
     """It has layers that `all` does not have, and a lower rank at 3x3 convolutions."""
     unet = open_unet(base)
     inside = set(sd_scripts_names(unet).values())
@@ -236,7 +236,7 @@ def test_kohyas_file_with_conv_dim_is_read_by_all_layers(tmp_path, base):
     torch.testing.assert_close(predict(read), predict(merged), rtol=1e-4, atol=1e-4)
 
 
-def test_sdxls_second_file_has_names_that_comfyui_knows(tmp_path):
+def test_sdxl_kohya_files_have_names_that_comfyui_knows(tmp_path):
     folder = make_sdxl(tmp_path)
     unet = adapt(open_unet(folder), "all")
     save_lora({"unet": unet}, tmp_path, {})
@@ -246,7 +246,7 @@ def test_sdxls_second_file_has_names_that_comfyui_knows(tmp_path):
         assert len(applied) == len(list_lora_b({"unet": unet})) and not left_out
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- refused files
 
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 KOHYA_LAYER = f"lora_unet_{LAYER.replace('.', '_')}"
@@ -275,14 +275,14 @@ def saved(unet, tmp_path_factory):
     (False, f"unet.{LAYER}.lora_B.bias"),
     (False, "transformer.blocks.0.to_q.lora_A.weight"),
 ])  # fmt: skip
-def test_a_key_that_is_not_used_is_refused_by_name(tmp_path, unet, saved, kohya, key):
+def test_lora_files_with_unused_keys_are_refused_by_name(tmp_path, unet, saved, kohya, key):
     path = tmp_path / (KOHYA if kohya else FILE)
     save_file({**load_file(saved / path.name), key: torch.zeros(4)}, path)
     said = refused(unet, path)
     assert f"can't be used (it holds {key.removeprefix('unet.')}, which is not used" in said
 
 
-def test_a_file_with_nan_is_refused(tmp_path, unet, saved):
+def test_lora_files_with_nan_are_refused(tmp_path, unet, saved):
     weights = load_file(saved / FILE)
     weights[f"unet.{LAYER}.lora_B.weight"][0] = float("nan")
     save_file(weights, tmp_path / FILE)
@@ -299,7 +299,7 @@ def test_a_file_with_nan_is_refused(tmp_path, unet, saved):
     ({"something_new": 3}, "its setting something_new is 3"),
     (None, "adapter_config.json, which has its alpha, is not beside it"),
 ])  # fmt: skip
-def test_a_setting_that_is_not_used_is_refused_by_name(tmp_path, unet, settings, said):
+def test_peft_settings_that_are_not_used_are_refused_by_name(tmp_path, unet, settings, said):
     path = save_peft(unet, tmp_path, {"r": 4, "lora_alpha": 4} | (settings or {}))
     if settings is None:
         (tmp_path / "adapter_config.json").unlink()
@@ -307,12 +307,12 @@ def test_a_setting_that_is_not_used_is_refused_by_name(tmp_path, unet, settings,
 
 
 @pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "orthogonal"])
-def test_initializations_that_leave_the_base_alone_are_taken(tmp_path, unet, value):
+def test_peft_initializations_that_keep_the_base_are_accepted(tmp_path, unet, value):
     settings = {"r": 4, "lora_alpha": 4, "init_lora_weights": value}
     load(unet, save_peft(unet, tmp_path, settings))
 
 
-def test_layers_of_sdxl_and_sd_have_their_published_names():
+def test_rename_unet_gives_the_published_names_of_layers():
     """An upsampler comes after a block's attention, if it has any."""
     names = ["up_blocks.0.attentions.0.norm", "up_blocks.0.upsamplers.0.conv"]
     found = rename_unet([*names, "up_blocks.1.upsamplers.0.conv"], 2)
@@ -323,9 +323,7 @@ def test_layers_of_sdxl_and_sd_have_their_published_names():
     }
 
 
-def test_magnitudes_for_inputs_are_refused_and_text_encoders_are_left_out_aloud(
-    tmp_path, base, capsys
-):
+def test_dora_scales_per_input_are_refused_and_text_encoders_skipped(tmp_path, base, capsys):
     save_lora({"unet": adapt(open_unet(base), use_dora=True)}, tmp_path, {})
     path = tmp_path / KOHYA
     weights = load_file(path)

@@ -1,4 +1,4 @@
-"""Folders of images from other programs: with further files and archives."""
+"""Folders of images from other programs, with other files and archives."""
 
 import argparse
 import json
@@ -27,14 +27,14 @@ def load(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "xml", "wav", "mp4", "pdf", "txt", "md"])
-def test_files_of_other_programs_beside_images_are_no_data(tmp_path, load, suffix):
+def test_files_of_other_programs_beside_images_are_ignored(tmp_path, load, suffix):
     folder = Path(make_images(tmp_path / "images", 3))
     for i in range(4):
         (folder / f"photo-{i}.{suffix}").write_text('{"tags": 1}')
     assert len(load(folder).rows) == 3
 
 
-def test_a_caption_extension_that_no_file_has_is_named(tmp_path, load):
+def test_a_caption_extension_without_files_is_named(tmp_path, load):
     folder = Path(make_images(tmp_path / "images", 3))
     for i in range(3):
         (folder / f"{i}.txt").write_text("a dog")
@@ -42,7 +42,7 @@ def test_a_caption_extension_that_no_file_has_is_named(tmp_path, load):
         load(folder, captions=True, caption_extension="caption")
 
 
-def test_a_path_is_taken_literally(tmp_path, load):
+def test_special_characters_in_folder_paths_are_taken_literally(tmp_path, load):
     folder = Path(make_images(tmp_path / "by [artist] *", 2))
     assert len(load(folder).rows) == 2
     (folder / "0.txt").write_text("a dog")
@@ -51,7 +51,7 @@ def test_a_path_is_taken_literally(tmp_path, load):
         load(make_images(tmp_path / "a::b", 2))
 
 
-def test_captions_from_two_places_are_refused(tmp_path, load):
+def test_captions_in_both_metadata_and_text_files_are_refused(tmp_path, load):
     make_captioned(tmp_path / "images", 3)
     (tmp_path / "images/0.txt").write_text("a dog")
     with pytest.raises(SystemExit, match="a metadata file and in .txt files"):
@@ -59,7 +59,7 @@ def test_captions_from_two_places_are_refused(tmp_path, load):
     assert len(load(tmp_path / "images").rows) == 3  # without captions
 
 
-def test_an_image_that_two_metadata_files_name_is_refused(tmp_path, load):
+def test_an_image_named_in_two_metadata_files_is_refused(tmp_path, load):
     make_captioned(tmp_path / "images/sub", 2)
     lines = [json.dumps({"file_name": "sub/1.png", "text": text}) for text in ("one", "two")]
     (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
@@ -70,7 +70,7 @@ def test_an_image_that_two_metadata_files_name_is_refused(tmp_path, load):
     assert load(tmp_path / "images", captions=True).rows["text"][:] == ["one", "two"]
 
 
-def test_a_metadata_file_that_can_not_be_read_is_named(tmp_path, load):
+def test_an_unreadable_metadata_file_is_named(tmp_path, load):
     folder = Path(make_images(tmp_path / "images", 2))
     (folder / "metadata.csv").write_bytes("file_name,text\n0.png,café\n".encode("latin1"))
     with pytest.raises(SystemExit, match=r"\(with .*images/metadata.csv\) can't be loaded"):
@@ -79,7 +79,7 @@ def test_a_metadata_file_that_can_not_be_read_is_named(tmp_path, load):
 
 @pytest.mark.parametrize("suffix", ["png", "PNG", "jpg", "webp"])
 @pytest.mark.parametrize("archived", [False, True])
-def test_a_mask_may_be_any_image_and_in_an_archive(tmp_path, load, suffix, archived):
+def test_masks_may_be_any_image_format_and_in_archives(tmp_path, load, suffix, archived):
     folder = Path(make_images(tmp_path / "images", 3))
     shutil.copy(folder / "0.png", folder / f"1.mask.{suffix}")
     if archived:
@@ -95,7 +95,7 @@ def test_a_mask_may_be_any_image_and_in_an_archive(tmp_path, load, suffix, archi
     assert names == [f"zip://{i}.png::photos.zip" if archived else f"{i}.png" for i in range(3)]
 
 
-def test_an_archive_may_hold_folders_and_files_that_are_no_images(tmp_path, load, capsys):
+def test_archives_may_hold_folders_and_files_other_than_images(tmp_path, load, capsys):
     for name in ("cat", "dog"):
         folder = Path(make_images(tmp_path / "animals" / name, 2))
         (folder / "0.txt").write_text("a caption")
@@ -118,7 +118,7 @@ def test_an_archive_may_hold_folders_and_files_that_are_no_images(tmp_path, load
         ("captions_train.json", "train"),
     ],
 )
-def test_a_file_whose_name_makes_a_split_is_named(tmp_path, load, path, split):
+def test_a_file_name_that_datasets_takes_for_a_split_is_named(tmp_path, load, path, split):
     folder = Path(make_images(tmp_path / "images", 2))
     (folder / path).parent.mkdir(exist_ok=True)
     shutil.copy(folder / "0.png", folder / path)
@@ -136,7 +136,7 @@ def test_files_of_other_splits_are_counted(tmp_path, load, capsys):
     assert capsys.readouterr().out == f"{folder}: {said}\n"
 
 
-def test_two_masks_of_an_image_are_refused(tmp_path, load):
+def test_two_masks_for_one_image_are_refused(tmp_path, load):
     folder = Path(make_images(tmp_path / "images", 2))
     for suffix in ("png", "jpg"):
         shutil.copy(folder / "0.png", folder / f"1.mask.{suffix}")
@@ -144,7 +144,7 @@ def test_two_masks_of_an_image_are_refused(tmp_path, load):
         load(folder)
 
 
-def test_images_that_a_folders_name_leaves_out_are_counted(tmp_path, load, capsys):
+def test_images_in_folders_with_zero_repeats_are_counted(tmp_path, load, capsys):
     for name in ("0_later", "2_cat"):
         make_images(tmp_path / "images" / name, 2)
     assert len(load(tmp_path / "images", captions=True, folder_repeats=True).rows) == 4

@@ -13,8 +13,8 @@ from diffusion_training.models import compile_model, list_parameters, load_weigh
 from diffusion_training.training.checkpoints import read_weights, save_weights
 
 
-def test_averages_are_those_of_diffusers():
-    """For all trained models. The first step copies."""
+def test_update_ema_equals_diffusers_ema():
+    """For all trained models. The first step copies the weights."""
     torch.manual_seed(0)
     models = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
     averaged = {"unet": torch.nn.Linear(5, 5), "projection": torch.nn.Linear(2, 3)}
@@ -37,7 +37,7 @@ def test_averages_are_those_of_diffusers():
         assert all(same) if step == 1 else not any(same)
 
 
-def test_weights_that_are_missing_are_no_random_ones(tmp_path):
+def test_missing_weights_are_refused_not_drawn_at_random(tmp_path):
     unet = UNet2DModel.from_config(UNet2DModel.load_config(make_unet_config(tmp_path)))
     unet.save_pretrained(tmp_path / "unet")
     assert load_weights(UNet2DModel, str(tmp_path), subfolder="unet")
@@ -51,7 +51,7 @@ def test_weights_that_are_missing_are_no_random_ones(tmp_path):
         load_weights(UNet2DModel, tmp_path / "unet")
 
 
-def test_any_module_is_saved_and_read(tmp_path):
+def test_weights_of_any_module_are_saved_and_read(tmp_path):
     one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     save_weights(one, tmp_path / "projection")
     read_weights(other, tmp_path / "projection")
@@ -60,6 +60,6 @@ def test_any_module_is_saved_and_read(tmp_path):
         read_weights(torch.nn.Linear(3, 3), tmp_path / "projection")
 
 
-def test_a_compiler_that_is_not_there_is_one_sentence():
+def test_an_unknown_compiler_backend_ends_in_one_sentence():
     with pytest.raises(SystemExit, match=r"^torch.compile with nosuch is not possible \("):
         compile_model(torch.nn.Linear(1, 1), "nosuch")

@@ -56,7 +56,7 @@ def loss_of(script, model, scheduler, images, weight, **flags):
 @TRAINERS
 @pytest.mark.parametrize("prediction_type", TYPES)
 @pytest.mark.parametrize("snr_gamma", [None, 5.0])
-def test_loss_matches_the_formulas(script, prediction_type, snr_gamma):
+def test_compute_loss_matches_the_papers_formulas(script, prediction_type, snr_gamma):
     scheduler = DDPMScheduler(prediction_type=prediction_type)
     images, weight = torch.rand(4, 3, 8, 8) * 2 - 1, torch.tensor([0.5, 0.25, 0.25, 0.0])
     model = Model(0.1)
@@ -83,7 +83,7 @@ def test_loss_matches_the_formulas(script, prediction_type, snr_gamma):
 
 
 @TRAINERS
-def test_offset_noise_and_perturbation_enter_as_they_should(script):
+def test_noise_offset_changes_the_target_and_input_perturbation_does_not(script):
     scheduler, model = DDPMScheduler(), Model()
     images, weight = torch.zeros(4000, 3, 2, 2), torch.full((4000,), 1 / 4000)
 
@@ -128,7 +128,7 @@ def test_min_snr_keeps_the_pure_noise_of_a_zero_terminal_snr():
     assert weight.tolist() == [0.5, 0.5]
 
 
-def test_the_weight_multiplies_before_it_is_divided():
+def test_min_snr_weight_multiplies_before_it_divides():
     """weight * clamp / snr: weight * (clamp / snr) would change the bits of earlier runs."""
     scheduler, timesteps, weight = DDPMScheduler(), torch.arange(1000), torch.full((1000,), 1 / 3)
     found, snr = (
@@ -139,7 +139,7 @@ def test_the_weight_multiplies_before_it_is_divided():
     assert not torch.equal(found, weight * (snr.clamp(max=5) / snr))
 
 
-def test_a_perfect_prediction_of_any_type_is_the_noise():
+def test_to_epsilon_turns_a_perfect_prediction_into_the_noise():
     images, noise, timesteps = (
         torch.randn(9, 3, 4, 4),
         torch.randn(9, 3, 4, 4),
@@ -153,7 +153,7 @@ def test_a_perfect_prediction_of_any_type_is_the_noise():
         assert torch.allclose(to_epsilon(perfect, noisy, scheduler, timesteps), noise, atol=1e-4)
 
 
-def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
+def test_objective_flags_override_only_what_is_given():
     none = argparse.Namespace(prediction_type=None, rescale_betas_zero_snr=False)
     assert objective_flags(none) == {}
     both = argparse.Namespace(prediction_type="sample", rescale_betas_zero_snr=True)
@@ -177,7 +177,7 @@ def test_flags_that_are_given_win_and_others_are_left_to_the_scheduler():
     ({"betas": [-0.1, 0.2]}, "betas go from -0.1 to 0.2: they must lie between 0 and 1"),
     ({"betas": [0.1, math.nan]}, "betas go from 0.1 to nan"),
 ])  # fmt: skip
-def test_what_can_not_be_trained_is_refused(config, sentence):
+def test_schedulers_that_can_not_be_trained_are_refused(config, sentence):
     plain = {
         "num_train_timesteps": 2,
         "prediction_type": "epsilon",
@@ -194,7 +194,7 @@ def test_what_can_not_be_trained_is_refused(config, sentence):
 
 
 @TRAINERS
-def test_each_channel_of_each_image_has_an_offset_of_its_own(script):
+def test_noise_offset_is_drawn_for_each_image_and_channel(script):
     scheduler, model = DDPMScheduler(), Model()
     images, weight = torch.zeros(4000, 3, 2, 2), torch.full((4000,), 1 / 4000)
     loss_of(script, model, scheduler, images, weight, noise_offset=5.0)

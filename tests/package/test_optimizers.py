@@ -38,7 +38,7 @@ def train(models, optimizer, steps):
         optimizer.zero_grad()
 
 
-def go_on(optimizer, other):
+def copy_state(optimizer, other):
     """Load the state into `other` through a file, without unpickling."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -56,12 +56,12 @@ def tensors(optimizer):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_goes_on_to_the_bit(kind):
+def test_a_resumed_optimizer_continues_bit_for_bit(kind):
     models, optimizer = make(kind)
     train(models, optimizer, range(3))
     others, other = make(kind, seed=1)
     others["unet"].load_state_dict(models["unet"].state_dict())
-    go_on(optimizer, other)
+    copy_state(optimizer, other)
     for one, copied in ((models, optimizer), (others, other)):
         train(one, copied, range(3, 6))
     pairs = zip(models["unet"].parameters(), others["unet"].parameters(), strict=True)
@@ -76,13 +76,13 @@ def test_it_goes_on_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_flags_of_this_run_count_and_all_else_is_loaded_whole(kind):
+def test_load_optimizer_takes_this_runs_flags_and_the_saved_state(kind):
     models, optimizer = make(kind)
     train(models, optimizer, range(1))
     optimizer.param_groups[0]["d_of_prodigy"] = 0.7  # an optimizer's own value
     flags = {"learning_rate": 3e-4, "adam_beta1": 0.5, "adam_epsilon": 1e-3}
     _, other = make(kind, **flags)
-    go_on(optimizer, other)
+    copy_state(optimizer, other)
     (group,) = other.param_groups
     assert group["lr"] == 3e-4 and group["weight_decay"] == 0.1
     assert group["d_of_prodigy"] == 0.7
@@ -90,11 +90,11 @@ def test_the_flags_of_this_run_count_and_all_else_is_loaded_whole(kind):
         assert tuple(group["betas"]) == (0.5, 0.99) and group["eps"] == 1e-3
 
 
-def test_with_a_scaler_nothing_is_fused_also_if_it_was():
+def test_adamw_is_not_fused_with_a_scaler_even_if_saved_so():
     models, optimizer = make("adamw")
     train(models, optimizer, range(1))
     _, other = make("adamw", scaler="one")
-    go_on(optimizer, other)
+    copy_state(optimizer, other)
     assert optimizer.param_groups[0]["fused"] and not other.param_groups[0]["fused"]
 
 
@@ -117,20 +117,20 @@ def test_moments_get_the_layout_of_their_parameters(kind):
     assert weight.stride() == before
     other = {"unet": torch.nn.Sequential(torch.nn.Conv2d(70, 70, 3), *models["unet"][1:])}
     copied = make_optimizer(other, None, flags)
-    go_on(optimizer, copied)
+    copy_state(optimizer, copied)
     for name, value in copied.state[other["unet"][0].weight].items():
         if torch.is_tensor(value) and value.shape == weight.shape:
             assert value.is_contiguous() and torch.equal(value, optimizer.state[weight][name])
 
 
-def test_another_model_is_an_error():
+def test_load_optimizer_refuses_another_model():
     _, optimizer = make("adamw")
     other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError):
-        go_on(optimizer, other)
+        copy_state(optimizer, other)
 
 
-def test_any_optimizer_that_somebody_puts_there_has_a_schedule_and_goes_on_with_it():
+def test_any_torch_optimizer_works_with_the_lr_schedule_and_resumes():
     args = argparse.Namespace(
         lr_scheduler="linear", lr_warmup_steps=0, max_train_steps=9, lr_step_rules=None
     )
@@ -144,5 +144,5 @@ def test_any_optimizer_that_somebody_puts_there_has_a_schedule_and_goes_on_with_
         lr_scheduler.step()
     assert rates == pytest.approx([0.9, 0.8, 0.7, 0.6])
     other = torch.optim.SGD([weight], lr=2.0)
-    go_on(optimizer, other)
+    copy_state(optimizer, other)
     assert make_lr_scheduler(other, 2, args).get_last_lr() == pytest.approx([1.4])

@@ -40,7 +40,7 @@ def take_step(ranks, progress):
     return images, step
 
 
-def test_resuming_with_another_batch_repeats_and_skips_no_image():
+def test_resuming_with_another_batch_size_repeats_and_skips_no_image():
     """Resume repeatedly with other batch sizes, accumulations and numbers of processes."""
     rng = random.Random(0)
     for trial in range(200):
@@ -91,7 +91,7 @@ def test_resuming_with_another_batch_repeats_and_skips_no_image():
             assert sorted(found) == sorted(rows.tolist()), (trial, epoch)
 
 
-def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
+def test_micro_batches_are_full_and_shared_in_turns_by_processes():
     """11 images in steps of 2 micro-batches of 2 on 2 processes: first 8, then 3."""
     progress = progress_at(0, 11, 2, accumulation=2, num_processes=2)
     ranks = [step_batches(Order(range(11), 0), progress, rank, 2) for rank in range(2)]
@@ -117,10 +117,10 @@ def test_micro_batches_are_as_large_as_said_and_shared_in_turns():
     "num_images, batch_size, accumulation, num_processes",
     [(6, 1, 1, 1), (10, 4, 3, 1), (10, 4, 3, 2), (5, 1, 2, 2), (1, 4, 1, 2), (33, 2, 3, 4)],
 )
-def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
+def test_step_batches_cover_each_epoch_once_from_any_start(
     num_images, batch_size, accumulation, num_processes
 ):
-    """The order depends on seed and epoch only, whichever image a run resumes at."""
+    """The order depends only on seed and epoch, at whichever image a run resumes."""
     orders = {
         (seed, e): np.random.default_rng(step_seed("epoch", seed, e))
         .permutation(num_images)
@@ -147,7 +147,7 @@ def test_sampler_covers_each_epoch_once_weighs_exactly_and_starts_anywhere(
             } == {epoch}
 
 
-def test_an_epoch_may_choose_its_rows():
+def test_an_order_may_choose_other_rows_in_each_epoch():
     choose = lambda epoch: np.array([[3, 4], [5, 6], [7, 8]][epoch])
     batches = step_batches(Order(choose, 0), progress_at(1, 2, 2), 0, 1)
     assert [sorted(key[:2] for key in next(batches)) for _ in range(3)][1:] == [
@@ -156,7 +156,7 @@ def test_an_epoch_may_choose_its_rows():
     ]
 
 
-def test_the_order_of_many_rows_is_held_as_numbers():
+def test_the_order_of_many_rows_takes_nine_bytes_per_row():
     rows = np.arange(10**6)
     tracemalloc.start()
     first = next(step_batches(Order(rows, 0), progress_at(0, len(rows), 4), 0, 1))
@@ -165,7 +165,7 @@ def test_the_order_of_many_rows_is_held_as_numbers():
     assert len(first) == 4 and most < 9 * len(rows)  # bytes; a list of them takes 40
 
 
-def test_seeds_and_choices_follow_from_their_key_alone():
+def test_seeds_and_choices_stay_the_same_in_every_version():
     """They never change: a run that resumes with another version must draw the same."""
     assert step_seed("step", 0, 1, 2, 3) == 3475452031678130806
     keys = [
@@ -206,7 +206,7 @@ def take(rows, images_seen, batch_size, count, rank=0, num_processes=1):
     return [key for _ in range(count) for key in next(batches)]
 
 
-def test_a_stream_gives_every_image_once_a_pass_and_goes_on_where_it_was():
+def test_a_stream_gives_every_image_once_per_pass_and_resumes():
     keys = take(stream(6), 0, 4, 3)
     numbers = [key[3]["number"] for key in keys]
     assert (
@@ -230,7 +230,7 @@ def test_processes_read_their_own_share_of_a_stream():
     ]
 
 
-def test_a_stream_with_nothing_for_a_process_is_told():
+def test_a_stream_without_images_for_a_process_is_refused():
     with pytest.raises(SystemExit, match="process 1 finds no image in the stream") as stop:
         take(
             datasets.Dataset.from_dict({"number": [1]}).to_iterable_dataset(),
@@ -243,12 +243,12 @@ def test_a_stream_with_nothing_for_a_process_is_told():
     assert stop.value.alone  # the process with an image prints nothing
 
 
-def test_a_stream_of_the_first_images_is_the_same_every_pass():
+def test_a_limited_stream_gives_the_same_images_in_each_pass():
     numbers = [key[3]["number"] for key in take(stream(20).take(3), 0, 3, 4)]
     assert {tuple(sorted(numbers[start : start + 3])) for start in range(0, 12, 3)} == {(0, 1, 2)}
 
 
-def test_a_stream_is_shuffled_within_its_window_only():
+def test_a_stream_is_shuffled_only_within_its_window():
     progress, rows = (
         progress_at(0, 10**9, 1),
         datasets.Dataset.from_dict({"number": range(50)}).to_iterable_dataset(),
@@ -261,11 +261,11 @@ def test_a_stream_is_shuffled_within_its_window_only():
         assert sorted(numbers) == list(range(50)) and late < window and (early > 0) == (window > 1)
 
 
-def test_a_stream_that_breaks_off_is_told_by_whoever_meets_it():
+def test_a_stream_error_is_reported_by_the_process_that_meets_it():
     def read():
         yield {"number": 0}
         raise OSError("cut off")
 
     with pytest.raises(SystemExit, match=r"reading the stream failed \(cut off\)") as stop:
         take(datasets.IterableDataset.from_generator(read), 0, 1, 2)
-    assert stop.value.alone  # the other processes have enough
+    assert stop.value.alone  # the other processes print nothing

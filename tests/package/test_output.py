@@ -1,4 +1,4 @@
-"""The folder of a run: used only if it is free and its own; files in it are complete."""
+"""The output folder of a run: only an empty one or that of a run is used; files are complete."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def open_folder(args):
     return open_run(launch, "somewhere/train_unconditional.py", args)
 
 
-def take(args):
+def use_folder(args):
     """Open the folder and release it. Returns the checkpoint to resume from."""
     run = open_folder(args)
     begin_run(run, Path(args.output_dir))
@@ -47,14 +47,14 @@ def take(args):
     return run.checkpoint
 
 
-def test_a_run_leaves_its_command(tmp_path, args):
+def test_a_run_writes_run_args_and_removes_old_samples_and_best(tmp_path, args):
     flags = [
         "--random_flip",
         "--no-use_ema",
         "--tracker_project_name=it's a # test",
         "--lr_power=0.30000000000000004",
     ]
-    assert take(args(*flags)) is None
+    assert use_folder(args(*flags)) is None
     path = tmp_path / "out/run.args"
     assert path.read_text().startswith("# accelerate launch train_unconditional.py @run.args\n")
     assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
@@ -62,18 +62,18 @@ def test_a_run_leaves_its_command(tmp_path, args):
     for name in ("best/held_out.json", "samples/step-0000001.png"):
         (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "out" / name).write_text('{"step": 1, "held_out_loss": 0.5}')
-    open_folder(args("--learning_rate=1")).lock.release(force=True)  # and it fails
+    open_folder(args("--learning_rate=1")).lock.release(force=True)  # fails before begin_run
     assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
     assert (tmp_path / "out/best").exists() and list((tmp_path / "out/samples").iterdir())
-    take(args())
+    use_folder(args())
     assert not (tmp_path / "out/best").exists() and not list((tmp_path / "out/samples").iterdir())
     (tmp_path / "out/samples/step-0000001 (good).png").touch()  # the user's
-    take(args())
+    use_folder(args())
     assert len(list((tmp_path / "out/samples").iterdir())) == 1
 
 
-def test_folders_of_others_are_left_alone(tmp_path, args):
-    """An output folder is empty, or has a run in it."""
+def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args):
+    """An output folder must be empty, or hold a run."""
     for name in ("README.md", "unet/notes.txt", "photo.jpg", "cache.json"):
         folder = tmp_path / name.split(".")[0]
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
         if name == "cache.json":
             (folder / "run.args").write_text("mine")
         with pytest.raises(SystemExit, match="and no run of this script: choose another folder"):
-            take(args(f"--output_dir={folder}"))
+            use_folder(args(f"--output_dir={folder}"))
         assert {
             path.read_text()
             for path in folder.rglob("*")
@@ -89,28 +89,28 @@ def test_folders_of_others_are_left_alone(tmp_path, args):
         } == {"mine"}
     for inside in ("images", "images/out"):  # the output would become training data
         with pytest.raises(SystemExit, match="lies in --train_data_dir"):
-            take(args(f"--output_dir={tmp_path / inside}"))
+            use_folder(args(f"--output_dir={tmp_path / inside}"))
     with pytest.raises(SystemExit, match="is not a path on a disk"):
-        take(args("--output_dir=s3://bucket/x"))
+        use_folder(args("--output_dir=s3://bucket/x"))
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="can't be written to"):
-        take(args(f"--output_dir={tmp_path / 'file'}"))
+        use_folder(args(f"--output_dir={tmp_path / 'file'}"))
     # every run leaves at least one of these
     for name in ("metrics.jsonl", "find_lr.json", "run.args", "image_cache"):
         own = tmp_path / f"own-{name}"
         own.mkdir()
         (own / name).touch()
         (own / "README.md").touch()
-        assert take(args(f"--output_dir={own}")) is None
+        assert use_folder(args(f"--output_dir={own}")) is None
     kept = tmp_path / "copied/checkpoint-3"
     kept.mkdir(parents=True)
     (kept / "trainer_state.json").touch()
     # the error is not that the folder belongs to another run
     with pytest.raises(SystemExit, match="checkpoint-3 is damaged"):
-        take(args(f"--output_dir={tmp_path / 'copied'}", "--resume_from_checkpoint=latest"))
+        use_folder(args(f"--output_dir={tmp_path / 'copied'}", "--resume_from_checkpoint=latest"))
 
 
-def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
+def test_two_runs_can_not_use_one_output_dir(tmp_path, args):
     def hold():
         held = open_folder(args())
         (tmp_path / "held").write_text(str(held))
@@ -121,31 +121,31 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path, args):
     with pytest.raises(
         SystemExit, match="another process is .*/out: end it, or choose another --output_dir"
     ):
-        take(args("--resume_from_checkpoint=latest"))
+        use_folder(args("--resume_from_checkpoint=latest"))
     os.kill(pid, signal.SIGKILL)
     assert finish([pid]) == [-signal.SIGKILL]
-    take(args("--resume_from_checkpoint=latest"))
+    use_folder(args("--resume_from_checkpoint=latest"))
     with FileLock(tmp_path / "out/.lock", timeout=0):
         pass
 
 
-def test_a_failure_that_is_looked_at_in_a_notebook_does_not_lock_the_folder(tmp_path, args):
+def test_a_failed_run_in_the_same_process_leaves_no_lock(tmp_path, args):
     # a traceback would keep a reference to the lock
     run = open_folder(args())
-    assert run.lock.is_locked and take(args()) is None
+    assert run.lock.is_locked and use_folder(args()) is None
     with FileLock(tmp_path / "out/.lock", timeout=0):
         pass
 
 
-def test_what_a_kill_left_is_tidied_up(tmp_path, args):
-    take(args())
+def test_temporary_files_of_a_killed_run_are_removed(tmp_path, args):
+    use_folder(args())
     (tmp_path / "out/.tmp-saving").mkdir()
     (tmp_path / "out/.tmp-old-metrics.jsonl").write_text("old")
-    take(args())
+    use_folder(args())
     assert sorted(os.listdir(tmp_path / "out")) == [".lock", "metrics.jsonl", "run.args"]
 
 
-def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeypatch):
+def test_push_to_hub_creates_the_repository_before_training(tmp_path, args, monkeypatch):
     made, info = [], argparse.Namespace(private=True)
 
     def create_repo(name, **options):
@@ -156,13 +156,13 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
     monkeypatch.setattr(hub, "repo_info", lambda name: info)
     run = open_folder(args("--push_to_hub", "--hub_private_repo"))
     run.lock.release(force=True)
-    take(args("--push_to_hub", "--hub_model_id=it"))
+    use_folder(args("--push_to_hub", "--hub_model_id=it"))
     assert made == [("out", True), ("it", None)] and run.hub_model_id == "me/out"
     info.private = False
     with pytest.raises(
         SystemExit, match="--hub_private_repo: me/public exists and is public: make it private, or"
     ):
-        take(args("--push_to_hub", "--hub_private_repo", "--hub_model_id=public"))
+        use_folder(args("--push_to_hub", "--hub_private_repo", "--hub_model_id=public"))
 
     def no_login(*args, **options):
         raise ValueError("401 Unauthorized")
@@ -172,7 +172,7 @@ def test_a_repository_is_made_before_anything_is_trained(tmp_path, args, monkeyp
         SystemExit,
         match=r"--push_to_hub can't use out: run `hf auth login`, or remove the flag \(401",
     ):
-        take(args("--push_to_hub"))
+        use_folder(args("--push_to_hub"))
 
 
 class Pipeline:
@@ -203,7 +203,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["unet"]
 
 
-def test_samples_are_whole_or_not_there_and_passed_to_trackers(tmp_path, monkeypatch):
+def test_samples_are_complete_or_absent_and_passed_to_trackers(tmp_path, monkeypatch):
     shown, picture = [], Image.new("RGB", (8, 4))
 
     def log_images(images, step, **layout):
@@ -228,7 +228,7 @@ def test_samples_are_whole_or_not_there_and_passed_to_trackers(tmp_path, monkeyp
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-0000012.png"]
 
 
-def test_a_row_of_pictures_stands_beside_its_prompt_however_long():
+def test_draw_grid_labels_each_row_with_its_prompt_of_any_length():
     begin, images = time.time(), np.zeros((2, 3, 8, 8, 1), np.uint8)
     images[1, 2] = 255
     grid = np.array(draw_grid(images, ["w " * 500_000, "a"]))
@@ -239,4 +239,4 @@ def test_a_row_of_pictures_stands_beside_its_prompt_however_long():
     label = np.array(draw_grid(large, ["a"]))[:, : -2 * 516]
     assert 20 < (label.min(axis=(1, 2)) < 99).sum() < 51
     wide = np.array(draw_grid(np.zeros((1, 1, 80, 80, 3), np.uint8), ["a"]))
-    assert (wide[:80, -84:-4] == 0).all()  # no larger than that
+    assert (wide[:80, -84:-4] == 0).all()  # small images are not enlarged further

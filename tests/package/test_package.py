@@ -92,7 +92,7 @@ def find_imports(path):
     return found
 
 
-def test_modules_import_from_layers_above_only():
+def test_modules_import_only_from_layers_above():
     layers = [line.split() for line in LAYERS.strip().splitlines()]
     layer = {name: i for i, names in enumerate(layers) for name in names}
     assert layer.keys() == MODULES.keys()
@@ -101,7 +101,7 @@ def test_modules_import_from_layers_above_only():
             assert layer[other] < layer[name], f"{name} imports {other}"
 
 
-def test_caches_are_made_without_what_trains():
+def test_latents_modules_do_not_import_training_modules():
     """`latents/` does not import `training/`, directly or indirectly."""
     reached, waiting = set(), [name for name in MODULES if name.startswith("latents.")]
     while waiting:
@@ -112,13 +112,13 @@ def test_caches_are_made_without_what_trains():
     assert not [name for name in reached if name.startswith("training.")]
 
 
-def test_scripts_import_no_script_but_the_one_on_ray():
+def test_only_precompute_latents_ray_imports_another_script():
     for script in SCRIPTS:
         others = find_imports(ROOT / f"{script}.py").keys() & set(SCRIPTS)
         assert others == ({"precompute_latents"} if script == "precompute_latents_ray" else set())
 
 
-def test_libraries_are_changed_in_one_module():
+def test_only_library_fixes_changes_libraries():
     """No other code assigns to an attribute of what it imports."""
     for path in [*MODULES.values(), *(ROOT / f"{script}.py" for script in SCRIPTS)]:
         if path.stem == "library_fixes":
@@ -133,7 +133,7 @@ def test_libraries_are_changed_in_one_module():
                 assert changed.split(".")[0] not in imported, f"{path.name} changes {changed}"
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     for name, path in MODULES.items():
         first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
         assert len(first) > 20 and first.endswith("."), name
@@ -153,7 +153,7 @@ def calls(node):
 
 
 @pytest.mark.parametrize("script", TRAINERS)
-def test_a_trainer_shows_its_run(script):
+def test_main_of_each_trainer_has_the_accelerator_and_the_loop(script):
     """`main` makes the Accelerator, prepares models and optimizer, and has the loop itself."""
     (main,) = (node for node in definitions(ROOT / f"{script}.py") if node.name == "main")
     assert {"Accelerator", "accelerator.prepare"} <= calls(main)
@@ -161,7 +161,7 @@ def test_a_trainer_shows_its_run(script):
     assert {"train_step", "training.save_checkpoint", "evaluate"} <= calls(loop)
 
 
-def test_downloads_import_no_torch():
+def test_download_modules_import_no_torch():
     names = ", ".join(f"diffusion_training.{name}" for name in LIGHT)
     code = (
         f"import {names}, download_images, sys; "
@@ -171,7 +171,7 @@ def test_downloads_import_no_torch():
     assert said.stdout == "[]\n", said.stderr
 
 
-def test_what_is_imported_is_required():
+def test_every_imported_package_is_in_the_requirements():
     named = set(re.findall(r"^([a-z_]+)", (ROOT / "requirements.txt").read_text(), re.M))
     named |= {"bitsandbytes"}  # for one --optimizer, which names it if it is missing
     ray = (
@@ -200,7 +200,7 @@ def test_what_is_imported_is_required():
     assert {"wandb", "tensorboard"} <= named
 
 
-def test_the_package_is_what_is_installed_and_needs_what_is_required():
+def test_pyproject_takes_version_and_requirements_from_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["name"] == "diffusion_training"
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {
@@ -214,7 +214,7 @@ def test_the_package_is_what_is_installed_and_needs_what_is_required():
 @pytest.mark.parametrize(
     "version, fits", [("0.1.0", True), ("0.1.9", True), ("0.2.0", False), ("1.1.0", False)]
 )
-def test_a_script_of_another_version_says_so(version, fits, monkeypatch):
+def test_check_version_refuses_another_version(version, fits, monkeypatch):
     monkeypatch.setattr(diffusion_training, "__version__", "0.1.3")
     if fits:
         diffusion_training.check_version(version, "mine.py")
@@ -225,7 +225,7 @@ def test_a_script_of_another_version_says_so(version, fits, monkeypatch):
             diffusion_training.check_version(version, "mine.py")
 
 
-def test_every_script_is_of_this_version_and_looks_before_it_imports_more():
+def test_every_script_calls_check_version_before_other_imports():
     for script in SCRIPTS:
         look, text = (
             f'check_version("{diffusion_training.__version__}", Path(',
@@ -238,7 +238,7 @@ def test_every_script_is_of_this_version_and_looks_before_it_imports_more():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_bare_copy_says_what_to_do(script, tmp_path):
+def test_a_script_without_the_package_says_how_to_install_it(script, tmp_path):
     shutil.copy(ROOT / f"{script}.py", tmp_path)
     command = [sys.executable, "-I", "-X", "importtime", tmp_path / f"{script}.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -249,7 +249,7 @@ def test_a_bare_copy_says_what_to_do(script, tmp_path):
     assert not any(line.split()[-1] in ("torch", "numpy", "pyarrow") for line in imports)
 
 
-def test_a_package_that_lacks_what_a_script_imports_is_one_sentence(tmp_path):
+def test_a_script_with_an_older_package_ends_in_one_sentence(tmp_path):
     older = (PACKAGE / "__init__.py").read_text().replace(diffusion_training.__version__, "0.0.9")
     (tmp_path / "diffusion_training").mkdir()
     (tmp_path / "diffusion_training/__init__.py").write_text(older)
@@ -288,7 +288,7 @@ def find_parser(script):
     return found[0]
 
 
-def test_flags_of_the_same_name_mean_the_same():
+def test_flags_of_the_same_name_are_equal_in_all_scripts():
     """In the scripts that train or make caches. The download has other flags."""
     seen, differ = {}, set()
     for script in SCRIPTS[1:]:
@@ -304,7 +304,7 @@ def test_flags_of_the_same_name_mean_the_same():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_number_has_bounds_and_every_flag_a_chapter(script):
+def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
     parser = find_parser(script)
     chapters = [group.title for group in parser._action_groups[2:]]
     assert len(chapters) >= 3

@@ -1,4 +1,4 @@
-"""Downloaded files -> complete images, perhaps shrunk as the trainers shrink them."""
+"""Downloaded files become complete images, resized as in the trainers if asked."""
 
 import contextlib
 import hashlib
@@ -45,7 +45,7 @@ def compare(pixels, expected):
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "CMYK", "RGBA", "LA", "I;16"])
-def test_shrunk_images_are_those_of_the_other_scripts(mode):
+def test_resized_images_equal_those_of_the_trainers(mode):
     data = encode(photograph(mode), "JPEG" if mode == "CMYK" else "PNG")
     stored, width, height = module.check_image(
         data, make_args("--resize_to", 64, "--jpeg_quality", 100)
@@ -58,7 +58,7 @@ def test_shrunk_images_are_those_of_the_other_scripts(mode):
     assert difference.mean() < (4 if mode == "1" else 1) and difference.max() < 16  # "1": dots
 
 
-def test_fine_rings_become_grey_and_no_others_appear():
+def test_resizing_fine_rings_causes_no_aliasing():
     y, x = np.mgrid[:200, :300]
     rings = Image.fromarray(
         (127.5 + 127.5 * np.cos(((x - 150) ** 2 + (y - 100) ** 2) / 95)).astype(np.uint8)
@@ -72,7 +72,7 @@ def test_fine_rings_become_grey_and_no_others_appear():
 
 
 @pytest.mark.parametrize("orientation", [1, 2, 6])
-def test_large_jpegs_are_decoded_smaller_and_look_the_same(orientation):
+def test_large_jpegs_are_decoded_at_reduced_size_and_look_the_same(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(photograph(size=(1500, 1000)), "JPEG", exif=exif, quality=95)
@@ -93,7 +93,7 @@ def test_large_jpegs_are_decoded_smaller_and_look_the_same(orientation):
     assert sizes[0] == ((375, 250) if orientation < 5 else (250, 375))
 
 
-def test_shrinking_rotates_and_never_enlarges():
+def test_resize_to_applies_exif_and_never_enlarges():
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encode(photograph(), "JPEG", exif=exif)
@@ -107,7 +107,7 @@ def test_shrinking_rotates_and_never_enlarges():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
-def test_files_that_were_cut_are_no_images(kind):
+def test_truncated_image_files_are_refused(kind):
     data = encode(photograph(), kind)
     assert module.check_image(data, make_args()) == (data, 300, 200)
     for flags in ([], ["--resize_to", 64]):
@@ -120,7 +120,7 @@ def test_files_that_were_cut_are_no_images(kind):
     (["--max_aspect_ratio", 1.4], "aspect ratio: 300 x 200"),
     (["--min_size", 200, "--max_aspect_ratio", 1.5], None),
 ])  # fmt: skip
-def test_size_and_aspect_ratio(flags, reason):
+def test_min_size_and_max_aspect_ratio_are_enforced(flags, reason):
     with pytest.raises(module.Failure, match=reason) if reason else contextlib.nullcontext():
         module.check_image(encode(photograph()), make_args(*flags))
 
@@ -137,7 +137,7 @@ def test_decompression_bombs_are_not_decoded():
         assert time.monotonic() - before < 0.5
 
 
-def test_deep_grey_counts_four_times(monkeypatch):
+def test_16_bit_grey_counts_four_times_in_the_pixel_limit(monkeypatch):
     """It is decoded to float32, and again for its values."""
     data = encode(photograph("I;16", (30, 20)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4 * 30 * 20)
@@ -147,7 +147,7 @@ def test_deep_grey_counts_four_times(monkeypatch):
         module.check_image(data, make_args())
 
 
-def test_one_large_image_is_decoded_at_a_time():
+def test_large_images_are_decoded_one_at_a_time():
     for size, times in (((4096, 4096), 0), ((4097, 4096), 1)):
         held = []
         alone = contextlib.ExitStack()
@@ -156,7 +156,7 @@ def test_one_large_image_is_decoded_at_a_time():
         assert len(held) == times
 
 
-def test_a_jpeg_that_stays_is_decoded_at_an_eighth_and_not_if_that_takes_minutes(monkeypatch):
+def test_jpegs_kept_unchanged_are_checked_at_an_eighth_of_their_size(monkeypatch):
     sizes, load = [], Image.Image.load
     monkeypatch.setattr(Image.Image, "load", lambda self: sizes.append(self.size) or load(self))
     data = encode(photograph(size=(1500, 1000)), "JPEG", progressive=True)
@@ -166,7 +166,7 @@ def test_a_jpeg_that_stays_is_decoded_at_an_eighth_and_not_if_that_takes_minutes
         module.check_image(data[:scan] + data[scan:-2] * 5000 + data[-2:], make_args())
 
 
-def test_no_format_that_starts_a_program_is_opened():
+def test_formats_that_start_programs_are_not_opened():
     for data in (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\nshowpage\n",
         encode(photograph(), "PPM"),
@@ -180,7 +180,7 @@ def test_no_format_that_starts_a_program_is_opened():
         assert caught.value.wait is None and "BytesIO" not in str(caught.value)
 
 
-def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_image():
+def test_store_image_records_its_place_and_raises_on_a_full_disk():
     spool, files = io.BytesIO(), [encode(photograph(size=(40 + i, 30))) for i in range(3)]
     stored = [module.store_image(data, spool, make_args()) for data in files]
     for i, (image, data) in enumerate(zip(stored, files, strict=True)):
@@ -203,7 +203,7 @@ def test_what_is_stored_is_found_again_and_a_full_disk_is_no_failure_of_the_imag
 @pytest.mark.parametrize(
     "error", [MemoryError(), OSError(5, "Input/output error"), OSError("broken data stream")]
 )
-def test_want_of_memory_is_no_fault_of_the_image(monkeypatch, error):
+def test_check_image_raises_machine_faults_instead_of_failing_the_image(monkeypatch, error):
     def fail(self):
         raise error
 
@@ -214,7 +214,7 @@ def test_want_of_memory_is_no_fault_of_the_image(monkeypatch, error):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_that_lies_on_its_side_is_measured_as_it_is_displayed(orientation):
+def test_check_image_measures_images_as_exif_displays_them(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(photograph(), "JPEG", exif=exif)
@@ -223,7 +223,7 @@ def test_an_image_that_lies_on_its_side_is_measured_as_it_is_displayed(orientati
     )
 
 
-def test_grey_stays_grey_and_white_white():
+def test_resized_grey_images_stay_grey_and_white_stays_white():
     for image in (photograph("L"), Image.fromarray(np.full((200, 300), 65535, np.uint16))):
         stored = Image.open(
             io.BytesIO(module.check_image(encode(image), make_args("--resize_to", 64))[0])
@@ -231,6 +231,6 @@ def test_grey_stays_grey_and_white_white():
         assert stored.mode == "L" and (image.mode == "L" or stored.getextrema() == (255, 255))
 
 
-def test_as_many_pixels_as_may_be_are_decoded(monkeypatch):
+def test_images_with_exactly_the_pixel_limit_are_decoded(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 200)
     assert module.check_image(encode(photograph()), make_args())[1:] == (300, 200)

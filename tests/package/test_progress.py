@@ -27,7 +27,7 @@ def walk(progress, count):
     return steps
 
 
-def test_the_last_step_of_an_epoch_takes_what_is_left():
+def test_the_last_step_of_an_epoch_takes_the_remaining_images():
     progress = progress_at(num_images=11)
     assert progress.images_per_step == 4 and progress.last_step(2) == 6
     assert walk(progress, 6) == [(4, 2), (4, 2), (3, 2), (4, 2), (4, 2), (3, 2)]
@@ -41,14 +41,14 @@ def test_the_last_step_of_an_epoch_takes_what_is_left():
     ]
 
 
-def test_epochs_are_counted_from_where_the_run_is():
+def test_last_step_counts_epochs_from_the_current_position():
     assert progress_at(3, 10).last_step(1) == 3 and progress_at(3, 10).last_step(3) == 9
     assert progress_at(2, 8).last_step(1) == 3  # 2 images are left
     assert progress_at(9, 30).last_step(1) == 3 < 9  # there is nothing left to train
     assert progress_at(2, 8, skipped=1).last_step(1) == 4  # a skipped step used its images
 
 
-def test_what_comes_every_so_many_steps_or_epochs():
+def test_is_due_counts_steps_or_epochs():
     progress, due = progress_at(), []
     assert not progress.is_due(1) and progress.is_due(None, 1)  # no step has been done yet
     for _ in range(9):
@@ -66,12 +66,12 @@ def test_what_comes_every_so_many_steps_or_epochs():
     assert not progress.is_due(None)
 
 
-def test_a_skipped_step_moves_the_data_alone():
+def test_a_skipped_step_advances_only_the_data():
     progress = progress_at(3, 10, per_micro=5, accumulation=1)
     assert progress.is_due(3) and progress.is_due(None, 1)
     progress.advance(5, stepped=False)
     assert progress.state() == {"global_step": 3, "data_step": 4, "images_seen": 15}
-    assert not progress.is_due(3)  # again
+    assert not progress.is_due(3)  # it was due before
     progress.advance(5, stepped=False)
     assert progress.is_due(None, 1) and progress.epoch == 2  # an epoch has ended nevertheless
     progress.advance(5, stepped=True)
@@ -82,7 +82,7 @@ def test_a_skipped_step_moves_the_data_alone():
     } and progress.is_due(4)
 
 
-def test_overflows_at_the_start_are_how_the_scaler_finds_its_scale_and_more_end_the_run():
+def test_fp16_overflows_are_allowed_at_the_start_and_too_many_end_the_run():
     progress = progress_at(per_micro=1)
     for _ in range(50):
         progress.advance(1, stepped=False)
@@ -103,14 +103,14 @@ def test_overflows_at_the_start_are_how_the_scaler_finds_its_scale_and_more_end_
         progress.advance(1, stepped=False)
 
 
-def test_its_state_is_what_it_starts_from():
+def test_progress_continues_from_its_state():
     progress = progress_at()
     walk(progress, 4)
     again = Progress(progress.state(), 10, 2, 2)
     assert walk(progress, 7) == walk(again, 7) and progress.state() == again.state()
 
 
-def test_only_an_order_of_several_sizes_is_cut_as_at_the_start():
+def test_state_has_cuts_only_for_orders_of_several_sizes():
     start = {"global_step": 0, "data_step": 0, "images_seen": 0}
     squares, two = Order(range(9), 0), Order(range(9), 0, [(8, 8), (8, 16), (8, 8)] * 3)
     assert Progress(start, 9, 2, 2, squares).state() == Progress(start, 9, 2, 2).state() == start
@@ -118,7 +118,7 @@ def test_only_an_order_of_several_sizes_is_cut_as_at_the_start():
     assert state == {**start, "cuts": (4, 2)} == Progress(state, 9, 3, 1, two).state()
 
 
-def test_what_comes_every_step_comes_after_the_first():
+def test_is_due_every_step_begins_after_the_first_step():
     progress = progress_at()
     progress.advance(4, stepped=True)
     assert progress.is_due(1)

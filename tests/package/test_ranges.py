@@ -37,7 +37,7 @@ def plan_until(end, ranges, *where):
     st.lists(st.tuples(LAUNCH, st.integers(1, 15)), min_size=1, max_size=6),
 )
 @example([3], (0, 8, 1), None, [((4, 2, 2), 1), ((3, 1, 1), 99)])  # fewer rows than ranges
-def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
+def test_ranges_give_every_row_once_per_epoch_with_any_number_of_resumes(
     shards, order, data, parts
 ):
     """`parts` are launches in sequence, each killed after some steps.
@@ -75,7 +75,7 @@ def test_every_row_comes_once_an_epoch_however_often_a_run_goes_on_otherwise(
 
 @law(100)
 @given(SHARDS, ORDER, st.integers(0, 200), LAUNCH, LAUNCH)
-def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(
+def test_order_of_ranges_depends_on_seed_and_epoch_not_on_processes(
     shards, order, images_seen, one, other
 ):
     def take(batch_size, accumulation, num_processes):
@@ -97,7 +97,7 @@ def test_the_order_is_that_of_seed_and_epoch_whoever_takes_it(
 
 @law(100)
 @given(SHARDS, ORDER, st.integers(0, 3))
-def test_a_place_is_the_row_of_a_range_and_windows_are_shuffled_pieces(shards, order, epoch):
+def test_ranges_are_interleaved_and_cut_into_shuffled_windows(shards, order, epoch):
     """Compute the order again from its description: place p is row p // G of range p % G."""
     seed, num_ranges, window = order
     ranges = Ranges(shards, *order)
@@ -125,7 +125,7 @@ def test_a_place_is_the_row_of_a_range_and_windows_are_shuffled_pieces(shards, o
 @law(60)
 @given(SHARDS, ORDER, st.integers(0, 60), LAUNCH, st.integers(1, 5))
 @example([5] * 12, (0, 4, 1), 0, (2, 1, 1), 4)  # each process has a range of its own
-def test_what_a_process_meets_is_what_its_plan_says(
+def test_rows_of_a_process_come_from_the_shards_of_its_plan(
     shards, order, images_seen, launch, num_processes
 ):
     """Each row's shard is in a window that overlaps the row's step."""
@@ -164,7 +164,7 @@ def test_what_a_process_meets_is_what_its_plan_says(
             assert len({*counts.values()}) == 1
 
 
-def test_shards_are_opened_about_once_an_epoch():
+def test_shards_are_opened_about_once_per_epoch():
     """With 1,000 shards on 8 processes, whose 64 ranges cut some shards in two."""
     ranges = Ranges([50] * 1000, 0, 64, 2)
     end = len(ranges)
@@ -174,7 +174,7 @@ def test_shards_are_opened_about_once_an_epoch():
 
 
 @pytest.mark.parametrize("num_processes", [1, 64])
-def test_a_position_among_a_million_shards_is_found_at_once(num_processes):
+def test_a_position_in_a_million_shards_is_found_in_a_second(num_processes):
     shards = np.full(10**6, 2000)
     ranges = Ranges(shards, 0, 64, 2)
     assert len(ranges) == 2 * 10**9
@@ -191,7 +191,7 @@ def test_a_position_among_a_million_shards_is_found_at_once(num_processes):
     } == {3}
 
 
-def test_neighbours_come_from_shards_far_apart():
+def test_neighbouring_rows_come_from_distant_shards():
     """In a data set sorted by class, batches hold all classes, as with a full shuffle."""
     ranges = Ranges([100] * 640, 0, 64, 2)
     labels = np.arange(len(ranges)) * 10 // len(ranges)  # ten classes, one after the other
@@ -203,14 +203,14 @@ def test_neighbours_come_from_shards_far_apart():
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.05
 
 
-def test_the_order_stays_what_it_is():
+def test_order_of_ranges_stays_the_same_in_every_version():
     """A run that resumes with another version must keep the order."""
     ranges = Ranges([3, 4, 5], 7, 3, 2, held_out=[4])
     expected = [5, 1, 10, 3, 2, 9, 6, 7, 11, 0, 8]
     assert lay_out(ranges, 0) == expected and ranges[5] == expected[5]
 
 
-def test_windows_do_not_all_change_together_and_end_with_their_last_image():
+def test_windows_change_in_turns_and_end_with_their_last_image():
     ranges = Ranges([10] * 64, 0, 4, 4)
     for number in range(4):
         pieces, bounds, rows = ranges.cut_windows(0, number)

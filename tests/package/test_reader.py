@@ -63,11 +63,11 @@ def rewrite(cache, change):
     (cache / "state.json").write_text(json.dumps(state))
 
 
-# ------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------- reading rows
 
 
 @pytest.mark.parametrize("text", ["prompt_embeds", "input_ids"])
-def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, text):
+def test_caches_are_read_correctly_across_shards_and_folders(tmp_path, text):
     flags = ["--text_cache=ids"] if text == "input_ids" else []
     for seed, name in enumerate(("cache", "other")):
         make_cache(tmp_path / name, *flags, seed=seed)
@@ -108,20 +108,20 @@ def test_the_cache_is_read_right_across_shards_and_folders(tmp_path, text):
     assert np.array_equal(plain, columns["latents"][[row for _, row, _ in keys]])
 
 
-def test_a_batch_in_any_order_is_its_rows(cache):
+def test_a_batch_in_any_order_equals_its_single_rows(cache):
     keys, data = [(1, row, row / 10) for row in KEYS], open_caches(cache)
     batch, alone = data[keys], [data[[key]] for key in keys]
     for name in ("latents", "prompt_embeds", "weight"):
         assert torch.equal(batch[name], torch.cat([one[name] for one in alone]))
 
 
-def test_other_seeds_mirror_other_rows(cache):
+def test_the_seed_decides_which_rows_are_mirrored(cache):
     keys = [(epoch, row, 1.0) for epoch in range(8) for row in range(6)]
     one, again, other = (open_caches(cache, seed=seed)[keys]["latents"] for seed in (0, 0, 1))
     assert torch.equal(one, again) and not torch.equal(one, other)
 
 
-def test_a_cache_with_mirrored_latents_may_stand_beside_one_without(tmp_path, cache):
+def test_caches_with_and_without_mirrored_latents_can_be_combined(tmp_path, cache):
     make_cache(tmp_path / "plain", "--no-random_flip", seed=1)
     data = open_caches(tmp_path / "plain", cache, random_flip=False)
     batch = data[[(0, row, 1.0) for row in range(6, 12)]]
@@ -129,7 +129,7 @@ def test_a_cache_with_mirrored_latents_may_stand_beside_one_without(tmp_path, ca
     assert np.array_equal(batch["latents"], expected) and not batch["flipped"].any()
 
 
-def test_rows_that_come_again_in_an_epoch_are_mirrored_anew(tmp_path, cache):
+def test_repeated_rows_in_an_epoch_are_mirrored_independently(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
     data = open_caches(cache, tmp_path / "other")
     again = data[[(0, 7 + len(data) * k, 1.0) for k in range(8)]]
@@ -139,7 +139,7 @@ def test_rows_that_come_again_in_an_epoch_are_mirrored_anew(tmp_path, cache):
     assert torch.equal(again["prompt_embeds"][7], data[[(0, 7, 1.0)]]["prompt_embeds"][0])
 
 
-def test_a_row_is_digested_by_its_content_wherever_it_stands(tmp_path, cache):
+def test_digests_of_cached_rows_depend_only_on_their_content(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
     one, other, both = (
         open_caches(cache),
@@ -154,7 +154,7 @@ def test_a_row_is_digested_by_its_content_wherever_it_stands(tmp_path, cache):
         assert (found == of_latents) is not batch["flipped"].item()
 
 
-def test_empty_record_batches_are_in_nobodys_way(cache):
+def test_empty_record_batches_in_a_shard_are_skipped(cache):
     expected = read_rows(cache)
     path = cache / "data-00000-of-00003.arrow"
     table = pa.ipc.open_stream(path.read_bytes()).read_all().combine_chunks()
@@ -164,7 +164,7 @@ def test_empty_record_batches_are_in_nobodys_way(cache):
         assert torch.equal(one["latents"], other["latents"])
 
 
-def test_fingerprints_tell_caches_apart(tmp_path, cache):
+def test_fingerprints_of_caches_depend_on_their_content(tmp_path, cache):
     make_cache(tmp_path / "equal")
     make_cache(tmp_path / "other", seed=1)
     one, equal, other = (
@@ -182,7 +182,7 @@ def test_fingerprints_tell_caches_apart(tmp_path, cache):
     )
 
 
-# ------------------------------------------------------------------- which rows an epoch takes
+# ------------------------------------------------------------------- the rows of an epoch
 
 
 def count_rows(epochs, weights, holdout=(), seed=0):
@@ -205,7 +205,7 @@ def count_rows(epochs, weights, holdout=(), seed=0):
     return np.stack([np.bincount(of_epoch % 11, minlength=11) for of_epoch in numbers]), numbers
 
 
-def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
+def test_latents_weights_set_how_often_an_epoch_uses_each_cache():
     counts, numbers = count_rows(3, [1, 3])
     assert (counts[:, :6] == 1).all() and (counts[:, 6:] == 3).all()
     # each repeat has its own number, so it is mirrored on its own
@@ -213,10 +213,10 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
     assert (np.diff(numbers[0]) > 0).all()
     held = {"weights": [0.5, 1.4], "holdout": (0, 1)}
     counts, _ = count_rows(10, **held)
-    assert (counts[:, :2] == 0).all()  # what is held out
+    assert (counts[:, :2] == 0).all()  # the held-out rows
     assert (counts[:, 2:6].sum(axis=1) == 2).all() and (counts[:, 6:].sum(axis=1) == 7).all()
     assert (counts[:, 2:6] <= 1).all() and set(counts[:, 6:].flat) == {1, 2}
-    assert len(np.unique(counts, axis=0)) > 3  # epochs differ, but all rows are as frequent
+    assert len(np.unique(counts, axis=0)) > 3  # epochs differ, but all rows are equally frequent
     assert (counts[:, 2:6].sum(axis=0) == 5).all() and (counts[:, 6:].sum(axis=0) == 14).all()
     # 16.2 and 4.5 of 20.7 rows: epochs round up or down in turns
     counts, _ = count_rows(10, [2.7, 0.9])
@@ -235,15 +235,15 @@ def test_weights_say_how_often_an_epoch_takes_a_caches_rows():
         count_rows(1, [1, 0.01])
 
 
-def test_an_epoch_is_filled_up_by_the_largest_remainder():
+def test_apportion_rounds_by_the_largest_remainder():
     assert module.apportion([1.2, 5.8, 3.0], 1) == [1, 6, 3]
     assert module.apportion([1.2, 5.8, 3.0], 3) == [4, 17, 9]
 
 
-# ------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------- refused caches
 
 
-def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cache):
+def test_missing_unfinished_or_damaged_caches_are_refused(tmp_path, cache):
     refused(
         tmp_path / "nowhere",
         "nowhere/cache.json is missing: make the cache with precompute_latents.py",
@@ -263,7 +263,7 @@ def test_a_cache_that_is_missing_unfinished_or_damaged_is_refused(tmp_path, cach
     refused(cache, f"{cache} is not finished: to finish it, run the command that made it")
 
 
-def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
+def test_too_many_memory_maps_are_not_reported_as_damage(cache, monkeypatch):
     paths, memory_map = [], pa.memory_map
 
     def refuse(path):  # as pyarrow does beyond vm.max_map_count
@@ -285,7 +285,7 @@ def test_more_shards_than_a_process_can_map_are_no_damage(cache, monkeypatch):
 # numpy 2.5 warns where a flipped bit turns a number into a duration
 @pytest.mark.filterwarnings("ignore:The 'generic' unit")
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
-def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_cache):
+def test_every_changed_bit_of_a_cache_is_detected_in_training(tmp_path, text_cache):
     cache, rng, caught = tmp_path / "cache", np.random.default_rng(0), 0
     make_cache(cache, f"--text_cache={text_cache}")
     expected = read_rows(cache)
@@ -326,7 +326,7 @@ def test_no_bit_of_a_cache_that_is_trained_on_can_change_unseen(tmp_path, text_c
                 open_caches(cache)[[(0, 3, 1.0)]]
 
 
-def test_a_row_is_checked_when_it_is_first_read_and_only_then(cache, monkeypatch):
+def test_a_row_is_checked_only_at_its_first_read(cache, monkeypatch):
     checked, checksum_row = [], shards.checksum_row
     monkeypatch.setattr(
         shards, "checksum_row", lambda row: checked.append(sorted(row)) or checksum_row(row)
@@ -338,7 +338,7 @@ def test_a_row_is_checked_when_it_is_first_read_and_only_then(cache, monkeypatch
     assert checked == [["latents", "latents_flipped", "prompt_embeds"]] * 5
 
 
-def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_path, cache):
+def test_exchanged_shards_and_wrong_layouts_are_refused(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
     one, two = cache / "data-00000-of-00003.arrow", cache / "data-00001-of-00003.arrow"
     first, second = one.read_bytes(), two.read_bytes()
@@ -363,14 +363,14 @@ def test_shards_that_are_exchanged_and_layouts_that_do_not_fit_are_refused(tmp_p
     write_rows(two, table.set_column(0, "latents", holes).to_batches(), table.schema)
     refused(cache, f"{two} is damaged (latents does not have 128 numbers in each row)")
     two.write_bytes(second)
-    # A name that leads out of the folder
+    # a name that points outside the folder
     shutil.copytree(cache, tmp_path / "equal")
     names = [f"../equal/{one.name}", two.name]
     rewrite(cache, lambda content: content["shards"].update(name=names))
     refused(cache, f"{cache} is damaged (it names shards outside the folder)")
 
 
-def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
+def test_a_cache_whose_settings_do_not_fit_its_columns_is_refused(cache):
     for change, said in {
         "latents_shape": ([2, 3, 5], "latents does not have 30 numbers in each row"),
         "prompt_embeds_shape": ([5, 7], "prompt_embeds does not have 35 numbers in each row"),
@@ -385,7 +385,7 @@ def test_a_cache_that_says_what_it_does_not_hold_is_refused(cache):
     assert len(open_caches(cache)) == NUM_ROWS - 1
 
 
-def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
+def test_a_cache_of_another_format_version_is_refused(cache):
     for version in (2, 3, 5):
         rewrite(cache, lambda content, version=version: content.update(format_version=version))
         refused(
@@ -393,7 +393,7 @@ def test_a_cache_of_another_format_is_refused_and_not_misread(cache):
         )
 
 
-# ------------------------------------------------------------------- models and caches that fit
+# ------------------------------------------------------------------- caches that fit the models
 
 
 def read_args(*argv):

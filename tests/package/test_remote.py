@@ -28,7 +28,7 @@ def folder(request, tmp_path):
     return url, files
 
 
-def test_what_is_an_address():
+def test_is_address_recognizes_urls():
     assert (
         module.is_address("s3://a/b")
         and module.is_address("file:///a")
@@ -36,7 +36,7 @@ def test_what_is_an_address():
     )
 
 
-def test_files_are_written_read_listed_and_removed(folder, tmp_path):
+def test_remote_files_are_written_read_listed_and_removed(folder, tmp_path):
     url, files = folder
     for name, data in {"b": b"2", "a": b"1", "x.part": b"3"}.items():
         with module.writing(f"{url}/{name}") as path:
@@ -55,7 +55,7 @@ def test_files_are_written_read_listed_and_removed(folder, tmp_path):
     assert module.list_files(f"{url}/none") == []
 
 
-def test_what_could_not_be_written_leaves_what_was_there(folder):
+def test_a_failed_write_leaves_the_earlier_file(folder):
     url, files = folder
     with module.writing(f"{url}/a") as path:
         path.write_bytes(b"before")
@@ -68,7 +68,7 @@ def test_what_could_not_be_written_leaves_what_was_there(folder):
     assert files() == {"a": b"before"}
 
 
-def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypatch):
+def test_open_folder_returns_a_path_that_its_files_share(folder, tmp_path, monkeypatch):
     url, files = folder
     fs, path, name = module.open_folder(url + "/")
     assert (
@@ -87,7 +87,7 @@ def test_a_folder_is_named_as_files_in_it_are_written(folder, tmp_path, monkeypa
     )
 
 
-def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
+def test_writing_uses_a_temporary_file_in_the_same_folder_and_syncs_it(tmp_path, monkeypatch):
     """The folder for temporary files may lie on another disk."""
     monkeypatch.setattr(module.tempfile, "TemporaryDirectory", None)
     synced, fsync = [], os.fsync
@@ -99,35 +99,35 @@ def test_files_are_written_beside_their_place_and_synced(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    """ask(error, times, *hopeless) does an action that fails `times` times with `error`.
+def persist(monkeypatch):
+    """persist(error, times, *permanent) does an action that fails `times` times with `error`.
 
-    ask.tried keeps the file system of each try, ask.slept the seconds between tries.
+    persist.tried keeps the file system of each try, persist.slept the seconds between tries.
     """
-    ask = lambda error, times, *hopeless: module.persist(
-        "memory://bucket/x", action(error, times), hopeless
+    persist = lambda error, times, *permanent: module.persist(
+        "memory://bucket/x", action(error, times), permanent
     )
-    ask.tried, ask.slept = [], []
-    monkeypatch.setattr(module.time, "sleep", ask.slept.append)
+    persist.tried, persist.slept = [], []
+    monkeypatch.setattr(module.time, "sleep", persist.slept.append)
 
     def action(error, times):
-        ask.tried.clear(), ask.slept.clear()
+        persist.tried.clear(), persist.slept.clear()
 
         def act(fs, path):
-            ask.tried.append(fs)
-            if len(ask.tried) <= times:
+            persist.tried.append(fs)
+            if len(persist.tried) <= times:
                 raise error
             return path
 
         return act
 
-    return ask
+    return persist
 
 
-def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
-    assert ask(OSError("reset by peer"), 0) == "/bucket/x" and ask.slept == []
-    known = ask.tried[0]
-    assert ask(OSError("reset by peer"), 7) == "/bucket/x" and ask.slept == [
+def test_persist_retries_failed_reads_for_a_minute(persist):
+    assert persist(OSError("reset by peer"), 0) == "/bucket/x" and persist.slept == []
+    known = persist.tried[0]
+    assert persist(OSError("reset by peer"), 7) == "/bucket/x" and persist.slept == [
         0.5,
         1,
         2,
@@ -137,25 +137,25 @@ def test_what_can_not_be_read_is_asked_for_again_for_a_minute(ask):
         32,
     ]
     # each further try opens a new file system, which reads the credentials again
-    assert ask.tried[0] is known and len({*map(id, ask.tried)}) == 8
+    assert persist.tried[0] is known and len({*map(id, persist.tried)}) == 8
     with pytest.raises(
         SystemExit, match=r"memory://bucket/x can't be read \(reset by peer\): saved files"
     ) as stop:
-        ask(OSError("reset by peer"), 8)
-    assert stop.value.alone and len(ask.tried) == 8
-    assert ask(FileNotFoundError(), 2) == ask(PermissionError(), 2) == "/bucket/x"
+        persist(OSError("reset by peer"), 8)
+    assert stop.value.alone and len(persist.tried) == 8
+    assert persist(FileNotFoundError(), 2) == persist(PermissionError(), 2) == "/bucket/x"
 
 
 @pytest.mark.parametrize(
     "error", [ImportError("no s3fs"), ModuleNotFoundError("no s3fs"), PermissionError("denied")]
 )
-def test_what_no_waiting_mends_is_said_at_once(ask, error):
+def test_persist_does_not_retry_permanent_errors(persist, error):
     with pytest.raises(SystemExit, match="can't be read .no s3fs|can't be read .denied"):
-        ask(error, 1, "FileNotFoundError", "PermissionError")
-    assert ask.slept == []
+        persist(error, 1, "FileNotFoundError", "PermissionError")
+    assert persist.slept == []
 
 
-def test_small_files_are_read_and_one_that_is_not_there_is_said_at_once(folder, monkeypatch):
+def test_read_bytes_raises_at_once_for_missing_files(folder, monkeypatch):
     url, _ = folder
     monkeypatch.setattr(module.time, "sleep", None)
     with module.writing(f"{url}/a") as path:
@@ -173,7 +173,7 @@ def test_small_files_are_read_and_one_that_is_not_there_is_said_at_once(folder, 
             module.read_bytes(f"{url}/a")
 
 
-def test_an_address_of_no_kind_is_refused_at_once(monkeypatch):
+def test_an_address_with_an_unknown_protocol_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(module.time, "sleep", None)
     with pytest.raises(SystemExit, match="nowhere://x can't be read .*Protocol not known"):
         module.read_bytes("nowhere://x")

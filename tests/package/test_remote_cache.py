@@ -29,14 +29,14 @@ def write_shard(path, encoded):
     return write_each(module.writing_shard_to, {0: str(path)}, encoded)[0]
 
 
-def test_a_shard_is_the_same_wherever_its_folder_lies(folder, tmp_path):
+def test_a_shard_has_the_same_bytes_on_a_disk_and_at_an_address(folder, tmp_path):
     (tmp_path / "one/unfinished").mkdir(parents=True)
     record = write_shard(tmp_path / "one/data.arrow", encode_rows(0, 7))
     assert write_shard(f"{folder}/data.arrow", encode_rows(0, 7)) == record
     assert objects(folder) == contents(tmp_path / "one")
 
 
-def test_a_shard_is_written_whole_or_not_at_all(folder):
+def test_a_shard_whose_encoding_fails_is_not_written_to_an_address(folder):
     def broken():
         yield from encode_rows(0, 2)
         raise RuntimeError("CUDA error: too hot")
@@ -46,7 +46,7 @@ def test_a_shard_is_written_whole_or_not_at_all(folder):
     assert objects(folder) == {}
 
 
-def test_a_cache_at_an_address_is_begun_once_fetched_and_sent_in_order(tmp_path, monkeypatch):
+def test_a_cache_at_an_address_is_begun_once_and_uploaded_in_order(tmp_path, monkeypatch):
     MemoryFileSystem.store.clear()
     url = "memory://bucket/cache"
     (tmp_path / "copy").mkdir()

@@ -49,7 +49,7 @@ def open_rows(folder, *argv):
     return module.RemoteRows(replace(args, train_data_dir=f"file://{folder}/"))
 
 
-def test_the_rows_are_those_of_a_copy_on_a_disk(folder, tmp_path):
+def test_remote_rows_equal_rows_on_a_disk(folder, tmp_path):
     rows = open_rows(folder)
     for name in ("__download__/urls.parquet", ".hidden.parquet", "notes.txt"):
         (folder / name).unlink()
@@ -68,7 +68,7 @@ def test_the_rows_are_those_of_a_copy_on_a_disk(folder, tmp_path):
     assert rows[[9, 10]]["text"][1].startswith("No. 1")
 
 
-def test_workers_get_names_and_counts_and_read_what_they_need(folder, monkeypatch):
+def test_pickled_remote_rows_are_small_and_read_only_needed_columns(folder, monkeypatch):
     rows, read = open_rows(folder), []
     pickled = pickle.dumps(rows)
     assert len(pickled) < 5000
@@ -87,7 +87,7 @@ def test_workers_get_names_and_counts_and_read_what_they_need(folder, monkeypatc
     assert read[1:] == [(6, 1, ("image", "text"))]
 
 
-def test_files_that_change_at_an_address_are_not_mixed(folder):
+def test_remote_rows_refuse_files_that_changed(folder):
     rows = open_rows(folder)
     module.open_parquet.cache_clear(), module.read_group.cache_clear()  # another process
     path = folder / "data-0.parquet"
@@ -108,7 +108,7 @@ def test_files_that_change_at_an_address_are_not_mixed(folder):
         rows[[0]]
 
 
-def test_columns_are_chosen_by_the_flags(folder):
+def test_remote_rows_read_the_columns_of_the_flags(folder):
     table = pq.read_table(folder / "data-0.parquet")
     for path in folder.rglob("*.parquet"):
         path.unlink()
@@ -132,7 +132,7 @@ def test_columns_are_chosen_by_the_flags(folder):
     assert row["mask"] == row["picture"] and row["caption"][0].startswith("No. 3")
 
 
-def test_what_can_not_be_read_is_refused_in_a_sentence(folder, tmp_path):
+def test_unusable_remote_parquet_files_are_refused_in_one_sentence(folder, tmp_path):
     def refused(said, *argv, of=folder):
         with pytest.raises(SystemExit) as stop:
             open_rows(of, *argv)

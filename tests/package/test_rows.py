@@ -55,8 +55,8 @@ def add_member(tar, name, content):
     tar.addfile(info, io.BytesIO(content))
 
 
-def test_a_home_folder_that_is_read_only_is_said(tmp_path, load, monkeypatch):
-    """The cache of `datasets` is there, unless --cache_dir is given."""
+def test_a_datasets_cache_that_is_not_writable_is_reported(tmp_path, load, monkeypatch):
+    """By default the cache of `datasets` is in the home folder."""
     make_images(tmp_path / "images", 2)
     (tmp_path / "home").touch()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", f"{tmp_path}/home/datasets")
@@ -65,7 +65,7 @@ def test_a_home_folder_that_is_read_only_is_said(tmp_path, load, monkeypatch):
         load(tmp_path / "images", cache_dir=None)
 
 
-def test_every_kind_of_folder_gives_its_images(tmp_path, load):
+def test_load_rows_reads_every_kind_of_folder(tmp_path, load):
     """Sub-folders, metadata.jsonl, parquet of images and of plain bytes, webdataset.
 
     The image column may have another name.
@@ -100,7 +100,7 @@ def test_every_kind_of_folder_gives_its_images(tmp_path, load):
     assert load(tmp_path / "parquet", others=["label"]).rows.column_names == ["img", "label"]
 
 
-def test_so_many_images_are_drawn_by_seed_or_the_first_of_a_stream(tmp_path, load):
+def test_max_train_samples_draws_by_seed_or_takes_the_first_of_a_stream(tmp_path, load):
     make_images(tmp_path / "images", 6)
     drawn = [
         load(tmp_path / "images", max_train_samples=4, seed=seed).rows["image"][:]
@@ -112,7 +112,7 @@ def test_so_many_images_are_drawn_by_seed_or_the_first_of_a_stream(tmp_path, loa
     assert [Path(row[column]["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
 
 
-def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
+def test_unreadable_data_sets_and_columns_end_in_one_sentence(tmp_path, load):
     make_captioned(tmp_path / "images", 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match="empty can't be loaded as a data set"):
@@ -138,7 +138,7 @@ def test_what_can_not_be_read_is_one_sentence(tmp_path, load):
         load(tmp_path / "none")
 
 
-def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load, capsys):
+def test_caption_files_beside_images_equal_metadata(tmp_path, load, capsys):
     make_captioned(tmp_path / "images", 6)
     make_images(tmp_path / "beside", 6)
     for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines():
@@ -160,7 +160,7 @@ def test_captions_beside_the_images_are_those_of_metadata(tmp_path, load, capsys
     assert "1 captions have several lines, such as" in capsys.readouterr().out
 
 
-def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, load, monkeypatch):
+def test_load_rows_lists_a_folder_only_once(tmp_path, load, monkeypatch):
     make_images(tmp_path / "images" / "deep", 2)
     listed, listing = [], LocalFileSystem.ls
     monkeypatch.setattr(
@@ -172,7 +172,7 @@ def test_a_folder_is_listed_once_however_many_names_a_split_may_have(tmp_path, l
     assert len(load(tmp_path / "images").rows) == 3  # the next call reads it again
 
 
-def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, capsys, monkeypatch):
+def test_unused_files_are_counted_and_one_is_named(tmp_path, load, capsys, monkeypatch):
     make_captioned(tmp_path / "images", 3)
     for name in (".hidden", "raw.cr2", "more/notes", "more/b.cr2"):
         (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     shutil.copy(tmp_path / "images/0.png", tmp_path / "images/left.png")
     # a link to a folder is not followed
     (tmp_path / "images/linked").symlink_to(tmp_path / "images/more")
-    (tmp_path / "images/shut").mkdir()  # to us
+    (tmp_path / "images/shut").mkdir()  # not accessible
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, *how, **more: "shut" not in f"{path}" and access(path, *how)
@@ -202,45 +202,45 @@ def test_files_that_are_not_used_are_counted_and_one_is_named(tmp_path, load, ca
     assert capsys.readouterr().out == f"{tmp_path / 'all'}: {said}\n"
 
 
-def known(images, folder):
+def make_dataset(images, folder):
     args = argparse.Namespace(train_data_dir=str(folder), dataset_name=None)
     return RowDataset(images, find_source(args))
 
 
-def test_rows_are_known_by_their_file_in_the_folder_or_their_number(tmp_path, load):
+def test_names_of_rows_are_file_paths_or_row_numbers(tmp_path, load):
     make_images(tmp_path / "images/a", 3)
-    assert known(load(tmp_path / "images"), tmp_path / "images").names() == [
+    assert make_dataset(load(tmp_path / "images"), tmp_path / "images").names() == [
         "a/0.png",
         "a/1.png",
         "a/2.png",
     ]
     (tmp_path / "link").symlink_to("images")
-    assert known(load(tmp_path / "link"), tmp_path / "link").names() == [
+    assert make_dataset(load(tmp_path / "link"), tmp_path / "link").names() == [
         "a/0.png",
         "a/1.png",
         "a/2.png",
     ]
     drawn = load(tmp_path / "images", max_train_samples=2, seed=1)
     expected = [Path(row[drawn.column]["path"]).name for row in drawn.rows]
-    found = known(drawn, tmp_path / "images").names()
+    found = make_dataset(drawn, tmp_path / "images").names()
     assert [Path(name).name for name in found] == expected
     (tmp_path / "table").mkdir()
     png = (tmp_path / "images/a/0.png").read_bytes()
     datasets.Dataset.from_dict({"image": [png, png]}).to_parquet(tmp_path / "table/train.parquet")
-    assert known(load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
+    assert make_dataset(load(tmp_path / "table"), tmp_path / "table").names() == ["row 0", "row 1"]
 
 
-def test_a_row_is_digested_by_its_image_and_not_by_name_number_or_caption(tmp_path, load):
+def test_digests_of_rows_depend_only_on_the_image(tmp_path, load):
     make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
-    rows = known(load(tmp_path / "images", others=["text"]), tmp_path / "images")
+    rows = make_dataset(load(tmp_path / "images", others=["text"]), tmp_path / "images")
     digests = [rows.digest(row) for row in range(3)]
     assert len({*digests}) == 3
     pictures = [(tmp_path / f"images/{i}.png").read_bytes() for i in range(3)]
     (tmp_path / "table").mkdir()
-    # another order, and a mended caption
+    # another order, and a corrected caption
     table = datasets.Dataset.from_dict({"image": pictures[::-1], "text": list("cbx")})
     table.to_parquet(tmp_path / "table/train.parquet")
-    of_table = known(load(tmp_path / "table", others=["text"]), tmp_path / "table")
+    of_table = make_dataset(load(tmp_path / "table", others=["text"]), tmp_path / "table")
     assert [of_table.digest(row) for row in range(3)] == digests[::-1]
     (tmp_path / "images/1.png").unlink()
     assert rows.digest(1) not in digests and rows.digest(0) == digests[0]
@@ -254,7 +254,7 @@ def test_a_row_is_digested_by_its_image_and_not_by_name_number_or_caption(tmp_pa
         resource.setrlimit(resource.RLIMIT_NOFILE, full)
 
 
-def test_items_come_in_the_order_of_their_keys(tmp_path, load):
+def test_read_items_keeps_the_order_of_the_keys(tmp_path, load):
     make_captioned(tmp_path / "images", 4, list("abcd"))
     rows = load(tmp_path / "images", others=["text"]).rows
     items = read_items(rows, [(0, row, 1.0) for row in (2, 0, 2)])
@@ -264,7 +264,7 @@ def test_items_come_in_the_order_of_their_keys(tmp_path, load):
 
 
 @pytest.mark.parametrize("end", ["between two files", "in a header"])
-def test_a_tar_that_was_cut_off_is_no_shorter_tar(tmp_path, load, end):
+def test_a_truncated_tar_is_refused_not_read_as_a_shorter_one(tmp_path, load, end):
     """tarfile reads these without an error."""
     make_images(tmp_path / "images", 8)
     (tmp_path / "tars").mkdir()
@@ -283,7 +283,7 @@ def test_a_tar_that_was_cut_off_is_no_shorter_tar(tmp_path, load, end):
         list(load(tmp_path / "tars", streaming=True, image_column="png").rows)
 
 
-def test_a_csv_with_a_stray_quote_has_no_fewer_rows(tmp_path, load, capsys):
+def test_a_csv_file_with_a_stray_quote_loses_no_rows(tmp_path, load, capsys):
     make_images(tmp_path / "images", 6)
     captions = ["a", '"red cat', "b", '"blue', "c", "d"]
     for name, column in {"metadata.csv": "file_name", "train.csv": "image"}.items():
@@ -308,7 +308,7 @@ def test_a_csv_with_a_stray_quote_has_no_fewer_rows(tmp_path, load, capsys):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
+def test_a_truncated_stream_ends_in_one_sentence(tmp_path, load, workers):
     make_images(tmp_path / "images", 12)
     (tmp_path / "tars").mkdir()
     with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
@@ -334,7 +334,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path, load, workers):
     )
 
 
-def test_a_column_of_images_is_no_caption_and_a_row_without_a_file_no_fault(tmp_path, load):
+def test_caption_column_refuses_images_and_rows_may_lack_a_file(tmp_path, load):
     make_captioned(tmp_path / "images", 3, ["a", "b", "c"])
     with pytest.raises(
         SystemExit, match="column 'image' of .* holds images: choose another --caption_column"

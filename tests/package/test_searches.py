@@ -35,7 +35,7 @@ def make_launch(accelerator=None, accumulation=1):
     ("auto", 1, 512, 512), (False, 1, 512, 1), (False, 64, 512, 1), ("auto", 64, 2048, 16),
     ("auto", 2048, 512, 0.5),
 ])  # fmt: skip
-def test_learning_rates_are_scaled_by_rule(scale_lr, base, images, factor, capsys):
+def test_scale_lr_scales_the_learning_rate_by_batch_size(scale_lr, base, images, factor, capsys):
     args = argparse.Namespace(scale_lr=scale_lr, base_batch_size=base, learning_rate=1e-4)
     rate = scale_learning_rate(Accelerator(cpu=True), images, args)
     assert rate == pytest.approx(1e-4 * factor)
@@ -70,11 +70,11 @@ def find(tmp_path, loss_at, steps=200, low=1e-7, high=1.0):
         accelerator, "objective", take_step, {"unet": model}, optimizer, batches, progress, args
     )
     with pytest.raises(StopIteration):
-        next(batches)  # closed, and with it the loader's processes
+        next(batches)  # closed, so the loader's processes have ended
     return json.loads((tmp_path / "find_lr.json").read_text()), seen, said
 
 
-def test_rates_grow_by_the_same_factor_over_real_steps(tmp_path):
+def test_find_lr_raises_the_rate_by_a_constant_factor(tmp_path):
     losses = [(1 + i / 10, 0.5) for i in range(10)]
     found, seen, said = find(tmp_path, losses, steps=10, high=1e-2)
     rates = [10 ** (-7 + 5 * i / 9) for i in range(10)]
@@ -93,14 +93,14 @@ def test_rates_grow_by_the_same_factor_over_real_steps(tmp_path):
     assert Image.open(tmp_path / "find_lr.png").size[0] > 300
 
 
-def test_a_tenth_of_the_best_is_suggested_and_it_ends_when_it_diverges(tmp_path):
+def test_find_lr_suggests_a_tenth_of_the_best_rate_and_stops_at_divergence(tmp_path):
     found, seen, _ = find(tmp_path, lambda rate: (1 + (math.log10(rate) + 3) ** 2, 8), steps=700)
     assert found["suggestion"] == pytest.approx(1e-4, rel=0.3)
     assert 0.054 < found["rates"][-1] < 0.1 and found["smoothed"][-1] > 4 * min(found["smoothed"])
     assert len(seen) == len(found["rates"]) < 700
 
 
-def test_what_can_not_be_decoded_or_is_not_finite_is_no_answer(tmp_path):
+def test_find_lr_ignores_broken_images_and_infinite_losses(tmp_path):
     found, _, _ = find(tmp_path, [(1, 1), (9, 0), (1, 1), (math.inf, 1)], steps=10)
     assert len(found["rates"]) == 2
     (tmp_path / "find_lr.json").unlink()
@@ -158,7 +158,7 @@ class Device:
     (99, 1000, [1, 2, 4, 8, 16, 32, 64]),  # a CPU never runs out of memory here
     (7, 7, [1, 2, 4, 7]), (6, 7, [1, 2, 4, 7, 5, 6]),
 ])  # fmt: skip
-def test_the_largest_is_found_by_doubling_and_bisection_and_nothing_is_trained(most, limit, tried):
+def test_largest_batch_doubles_then_bisects_and_trains_nothing(most, limit, tried):
     device, draw = Device(most), torch.get_rng_state()
     before = [parameter.clone() for parameter in device.model.parameters()]
     assert device.search(limit) == min(most, limit, 64)
@@ -174,20 +174,20 @@ def test_the_largest_is_found_by_doubling_and_bisection_and_nothing_is_trained(m
     assert all(parameter.grad is None for parameter in device.model.parameters())
 
 
-def test_it_is_tried_with_the_optimizer_of_the_run():
+def test_batch_size_search_uses_the_optimizer_of_the_run():
     device = Device(1)
     device.search(2, optimizer="adafactor")
     assert device.optimizer is torch.optim.Adafactor
 
 
-def test_when_nothing_fits_it_is_said_and_another_error_passes():
+def test_batch_size_search_stops_at_errors_other_than_out_of_memory():
     with pytest.raises(SystemExit, match="not even one image fits: try --gradient_checkpointing"):
         Device(0).search(12)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         Device(0, RuntimeError("mat1 and mat2 shapes cannot be multiplied")).search(12)
 
 
-def test_processes_agree_on_the_batch_of_the_smallest_device(tmp_path):
+def test_all_processes_take_the_batch_size_of_the_smallest_device(tmp_path):
     def run():
         rank = Accelerator(cpu=True).process_index
         (tmp_path / f"rank{rank}").write_text(str(Device(5 - 2 * rank).search(12)))
@@ -219,7 +219,7 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
     return found, device
 
 
-def test_a_total_is_held_by_accumulation_and_a_found_size_kept(capsys):
+def test_total_batch_size_sets_accumulation_and_a_found_size_is_kept(capsys):
     assert choose(2, None, 3)[0] == (2, 3)
     assert (
         capsys.readouterr().out == "Batch size: 2 x 3 accumulated x 1 process = 6 images per step\n"
@@ -262,7 +262,7 @@ def plan(*argv, steps=100, seen=0, before=None):
     return 0 if planned.is_done else planned.lr_warmup_steps + 1
 
 
-def test_a_warm_up_may_be_a_share_of_the_run_which_later_steps_do_not_change(capsys):
+def test_lr_warmup_steps_may_be_a_share_that_stays_fixed_on_resume(capsys):
     """1 is one step, also written as 1.0."""
     for flag, steps in (("0.05", 5), ("0.004", 0), ("1", 1), ("1.0", 1), ("0", 0), ("7", 7)):
         assert plan(f"--lr_warmup_steps={flag}") == steps + 1
@@ -278,7 +278,7 @@ def test_a_warm_up_may_be_a_share_of_the_run_which_later_steps_do_not_change(cap
         assert stop.value.code == 2 and f"{wrong} is n" in capsys.readouterr().err
 
 
-def test_a_long_warm_up_a_rate_that_can_not_fall_and_an_end_that_is_passed_are_told(capsys):
+def test_plan_run_warns_of_a_long_warm_up_and_a_finished_run(capsys):
     assert plan("--lr_warmup_steps=11")
     advice = "As a rule it takes a twentieth of a run: --lr_warmup_steps 0.05\n"
     assert f"takes 11 of 100 steps. {advice}" in capsys.readouterr().out

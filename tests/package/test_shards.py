@@ -72,7 +72,7 @@ def test_a_shard_holds_its_images_in_the_order_of_the_table(tmp_path):
     assert isinstance(features["image"], datasets.Image)
 
 
-def test_a_shard_is_read_as_it_was_written(tmp_path):
+def test_read_shard_returns_what_was_written(tmp_path):
     images, spool = make_shard(tmp_path / "data.parquet"), io.BytesIO(b"before")
     spool.seek(6)
     again = read_shard(tmp_path / "data.parquet", spool)
@@ -83,7 +83,7 @@ def test_a_shard_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("failed", [range(FIRST, LAST), (), range(FIRST, LAST - 1)])
-def test_shards_without_an_image_and_without_a_failure(tmp_path, failed):
+def test_shards_with_no_images_or_no_failures_are_read_back(tmp_path, failed):
     make_shard(tmp_path / "data.parquet", failed)
     images = read_shard(tmp_path / "data.parquet")
     assert list(images) == [row for row in range(FIRST, LAST) if row not in failed]
@@ -91,7 +91,7 @@ def test_shards_without_an_image_and_without_a_failure(tmp_path, failed):
     assert parquet.num_row_groups == bool(images)  # never an empty one, which readers reject
 
 
-def test_the_footer_stays_small_whatever_has_failed(tmp_path):
+def test_the_footer_of_a_shard_stays_small_with_many_failures(tmp_path):
     make_shard(tmp_path / "few.parquet", range(2), 0, 3)
     few = pq.ParquetFile(tmp_path / "few.parquet").metadata.serialized_size
     make_shard(tmp_path / "many.parquet", range(1, 100_000), 0, 100_000)
@@ -99,7 +99,7 @@ def test_the_footer_stays_small_whatever_has_failed(tmp_path):
     assert list(read_shard(tmp_path / "many.parquet", first=0, last=100_000)) == [0]
 
 
-def test_row_groups_are_small_enough_for_who_reads_one(tmp_path):
+def test_row_groups_have_at_most_100_rows_and_limited_bytes(tmp_path):
     make_shard(tmp_path / "many.parquet", (), 0, 250)
     make_shard(tmp_path / "large.parquet", (), 0, 5, size=15_000_000)
     for name, expected in {"many": [100, 100, 50], "large": [2, 2, 1]}.items():
@@ -109,8 +109,8 @@ def test_row_groups_are_small_enough_for_who_reads_one(tmp_path):
         ] == expected
 
 
-def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
-    """Missing, cut or changed files, those of another range, and files that are no shards."""
+def test_read_shard_rejects_damaged_files(tmp_path):
+    """Missing, cut off or changed files, another range of rows, and files that are not shards."""
     path = tmp_path / "data.parquet"
     assert read_shard(path) is None
     make_shard(path)
@@ -134,7 +134,7 @@ def test_of_a_damaged_shard_nothing_is_taken(tmp_path):
 
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
-    """(file system, folder, pieces of work) of a finished download of four shards."""
+    """(file system, folder, items) of a finished download of four shards."""
     MemoryFileSystem.store.clear()
     url = f"file://{tmp_path}" if request.param == "disk" else "memory://bucket/out"
     fs, root = fsspec.core.url_to_fs(url)
@@ -165,7 +165,7 @@ REASONS = [
 ]
 
 
-def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
+def test_choose_items_lists_shards_without_record_or_file(folder):
     fs, root, items = folder
     choose = lambda retry=False: [
         items.index(item) for item in module.choose_items(fs, root, items, retry)
@@ -192,7 +192,7 @@ def test_what_is_missing_is_what_has_no_record_or_no_shard(folder):
 @pytest.mark.parametrize("reason", [
     "timed out", "connection: OSError x", "broken off", "host not found", "HTTP 429", "HTTP 503",
 ])  # fmt: skip
-def test_what_may_pass_is_tried_again(reason):
+def test_temporary_failures_are_told_from_permanent_ones(reason):
     assert reason.startswith(module.TEMPORARY)
     assert not any(
         reason.startswith(module.TEMPORARY)
@@ -206,7 +206,7 @@ def gather(fs, root, items):
     )
 
 
-def test_failures_are_gathered_in_order_and_everything_is_counted(folder):
+def test_gather_lists_failures_in_order_and_counts_images(folder):
     fs, root, items = folder
     expected = {"HTTP 404": 2, "opted out": 1, "not an image": 1, "timed out": 1}
     assert gather(fs, root, items) == {"images": 18, "bytes": 406, "failures": expected}
@@ -219,7 +219,7 @@ def test_failures_are_gathered_in_order_and_everything_is_counted(folder):
     assert lines[0] == {"table": "t", "row": 0, "url": "u", "reason": "HTTP 404", "tries": 1}
 
 
-def test_nothing_is_gathered_twice(folder, monkeypatch):
+def test_gather_does_not_read_records_twice(folder, monkeypatch):
     fs, root, items = folder
     first = gather(fs, root, items)
     with monkeypatch.context() as m:
@@ -229,7 +229,7 @@ def test_nothing_is_gathered_twice(folder, monkeypatch):
     assert gather(fs, root, items) == first
 
 
-def test_shards_that_are_not_as_recorded_are_named_to_be_mended(folder):
+def test_gather_names_shards_that_differ_from_their_records(folder):
     fs, root, items = folder
     gather(fs, root, items)
     fs.rm_file(f"{root}/__download__/failures.jsonl")
@@ -248,7 +248,7 @@ def test_shards_that_are_not_as_recorded_are_named_to_be_mended(folder):
     assert not fs.exists(f"{root}/__download__/failures.jsonl")
 
 
-def test_rows_that_can_not_be_asked_for_and_those_to_ask_again():
+def test_choose_urls_skips_unusable_rows_and_retries_failed_ones():
     args = argparse.Namespace(retry_failed=False)
     table = pa.table({"url": ["u0", None, "u2", "u3", "u4"], "text": ["a", "b", None, "d", "e"]})
     failures = {3: {"row": 3, "url": "u3", "reason": "timed out", "tries": 3}}
@@ -270,7 +270,7 @@ def test_rows_that_can_not_be_asked_for_and_those_to_ask_again():
     assert failures == {8: {"row": 8, "url": None, "reason": "not UTF-8", "tries": 0}}
 
 
-def test_what_an_earlier_row_holds_byte_for_byte_is_found(tmp_path):
+def test_find_repeated_finds_byte_for_byte_copies(tmp_path):
     shards = {"a": "xyx", "b": "zyx", "c": "", "d": "w", "e": "wvw"}
     items = [{"name": f"{name}.parquet", "table": "t"} for name in shards]
     for name, files in shards.items():
@@ -291,7 +291,7 @@ def test_what_an_earlier_row_holds_byte_for_byte_is_found(tmp_path):
         module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
 
 
-def test_a_record_describes_the_file_that_is_there(tmp_path):
+def test_describe_shard_gives_size_and_hash_of_the_file(tmp_path):
     (tmp_path / "a").write_bytes(b"12")
     assert module.describe_shard(tmp_path / "a") == {
         "bytes": 2,
@@ -299,7 +299,7 @@ def test_a_record_describes_the_file_that_is_there(tmp_path):
     }
 
 
-def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
+def test_list_sizes_sees_files_written_by_other_machines(folder, monkeypatch):
     """fsspec caches listings of object storage."""
     fs, root, _ = folder
     if type(fs).protocol != "memory":
@@ -314,7 +314,7 @@ def test_what_others_have_written_meanwhile_is_seen(folder, monkeypatch):
     assert "new" in module.list_sizes(fs, root)
 
 
-def test_who_looks_for_repeated_files_takes_a_hundred_bytes_an_image(tmp_path):
+def test_find_repeated_needs_about_a_hundred_bytes_per_image(tmp_path):
     items, count = [{"name": f"{i:03}.parquet"} for i in range(100)], 2000
     for i, item in enumerate(items):
         digests = [

@@ -47,13 +47,13 @@ def few_threads(monkeypatch):
 
 
 def accelerator(rank=0, num_processes=1):
-    told = []
+    printed = []
     return SimpleNamespace(
         process_index=rank,
         num_processes=num_processes,
         local_process_index=rank,
-        print=told.append,
-        told=told,
+        print=printed.append,
+        printed=printed,
     )
 
 
@@ -77,7 +77,7 @@ def list_settings(dataset):
     ).settings()
 
 
-def in_ranges(monkeypatch, ranges=2):
+def use_ranges(monkeypatch, ranges=2):
     monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
     monkeypatch.setattr(stream, "LEAST_RANGES", ranges)
 
@@ -95,10 +95,10 @@ def take_epochs(dataset, rows, epochs=2):
         yield keys[0][1], dataset[keys]
 
 
-# ------------------------------------------------------------------- which order
+# ------------------------------------------------------------------- the order of rows
 
 
-def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypatch):
+def test_small_caches_are_permuted_and_large_ones_ordered_in_ranges(cache, monkeypatch):
     dataset = open_caches(cache)
     assert dataset.order is None and "order" not in list_settings(dataset)
     monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS - 1)
@@ -121,8 +121,8 @@ def test_few_rows_on_a_disk_are_permuted_and_many_come_in_ranges(cache, monkeypa
     assert open_caches(cache, state={}).order is None
 
 
-def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch):
-    in_ranges(monkeypatch)
+def test_changed_shards_are_refused_in_the_middle_of_an_epoch(cache, monkeypatch):
+    use_ranges(monkeypatch)
     kept = open_caches(cache).order
     changed = {"order": {**kept, "shards": "0" * 16}}
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_other_shards_of_as_many_rows_are_refused_in_an_epoch(cache, monkeypatch
     assert open_caches(cache, state=changed).order == kept
 
 
-def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, address):
+def test_a_too_small_shards_size_is_refused_with_the_needed_size(tmp_path, address):
     flags = {"shards_dir": tmp_path / "shards"}
     assert open_caches(address, **flags).order is None  # all of it fits
     total = sum(
@@ -151,10 +151,10 @@ def test_a_folder_that_is_too_small_is_refused_with_what_it_takes(tmp_path, addr
         open_caches(address, **flags, shards_size=total // 2, state={})
 
 
-# ------------------------------------------------------------------- what is opened
+# ------------------------------------------------------------------- open shards
 
 
-def test_shards_are_opened_when_they_are_needed_and_a_damaged_one_is_found_then(cache, monkeypatch):
+def test_shards_are_opened_on_demand_and_damage_is_found_then(cache, monkeypatch):
     monkeypatch.setattr(reader, "FEW_SHARDS", 2)
     (cache / "data-00002-of-00003.arrow").write_bytes(b"0" * 1000)
     dataset = CachedLatents({cache: load_cache(cache)}, 0, False)
@@ -165,9 +165,7 @@ def test_shards_are_opened_when_they_are_needed_and_a_damaged_one_is_found_then(
     assert stop.value.alone
 
 
-def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched_again(
-    tmp_path, address
-):
+def test_a_damaged_local_copy_is_named_and_fetched_again_once_deleted(tmp_path, address):
     expected = read(open_caches(address, shards_dir=tmp_path), range(6))
     (copy,) = tmp_path.glob("whole-*/0-*.arrow")
     whole = copy.read_bytes()
@@ -182,7 +180,7 @@ def test_a_copy_that_was_damaged_on_this_machine_is_named_and_deleted_is_fetched
     assert torch.equal(read(open_caches(address, shards_dir=tmp_path), range(6)), expected)
 
 
-def test_no_more_shards_are_open_than_the_system_maps(cache, monkeypatch):
+def test_open_shards_are_limited_by_most_open(cache, monkeypatch):
     expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
     monkeypatch.setattr(reader, "MOST_OPEN", 1)
     dataset = CachedLatents({cache: load_cache(cache)}, 0, False)
@@ -191,10 +189,10 @@ def test_no_more_shards_are_open_than_the_system_maps(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["disk", "address"])
-def test_in_ranges_a_shard_is_open_while_its_window_is(
+def test_with_ranges_a_shard_is_open_only_during_its_window(
     tmp_path, cache, address, monkeypatch, where
 ):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     expected = read(CachedLatents({cache: load_cache(cache)}, 0, False), range(6))
     folder = cache if where == "disk" else address
     dataset = open_caches(folder, shards_dir=tmp_path / "shards")
@@ -209,16 +207,16 @@ def test_in_ranges_a_shard_is_open_while_its_window_is(
         assert len(dataset.opened) <= 3
 
 
-def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(
+def test_with_ranges_held_out_rows_come_from_shards_of_lowest_hash(
     tmp_path, cache, address, monkeypatch
 ):
-    in_ranges(monkeypatch)
+    use_ranges(monkeypatch)
     found = {}
     for folder in (cache, address):
         dataset = open_caches(folder, shards_dir=tmp_path / "shards", shards_size=10**9)
-        told = accelerator()
-        rows, found[folder] = dataset.hold_out(told, 2, 7)
-        assert told.told == ["Held out: 2 of 6 images"] and len(rows) == 4
+        fake = accelerator()
+        rows, found[folder] = dataset.hold_out(fake, 2, 7)
+        assert fake.printed == ["Held out: 2 of 6 images"] and len(rows) == 4
         opened = {*dataset.opened}
         trained = {row for row, _ in take_epochs(dataset, rows)}
         assert trained == set(range(6)) - found[folder].keys()
@@ -238,7 +236,7 @@ def test_held_out_rows_are_of_the_shards_of_lowest_hash_and_no_other_is_opened(
             dataset.hold_out(accelerator(), count, 7)
 
 
-# ------------------------------------------------------------------- what is fetched
+# ------------------------------------------------------------------- fetched shards
 
 
 class Bucket:
@@ -258,7 +256,7 @@ class Bucket:
         return {int(path.name.split("-")[0]) for path in self.folder.glob("[0-9]*.arrow")}
 
 
-def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(tmp_path):
+def test_shards_are_fetched_ahead_within_shards_size_and_then_deleted(tmp_path):
     bucket = Bucket(tmp_path / "shards", 12, 400)  # four shards to the byte
     fetcher = bucket.fetcher
     fetcher.follow(iter([(2 * i, 2 * i + 4, (i,)) for i in range(10)]))
@@ -271,10 +269,10 @@ def test_shards_come_ahead_as_far_as_the_folder_holds_and_go_with_their_windows(
     wait_until(lambda: bucket.here() == {1, 2, 3, 4})
     assert fetcher.reach(40) == {1, 2, 3, 4}
     assert fetcher.path(9).read_bytes() == bucket.data[9]
-    assert bucket.here() == {2, 3, 4, 9}  # past ones stay while there is room
+    assert bucket.here() == {2, 3, 4, 9}  # passed shards stay while there is room
 
 
-def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path, monkeypatch):
+def test_fetcher_prefers_needed_shards_and_skips_passed_ones(tmp_path, monkeypatch):
     bucket, gate, order = Bucket(tmp_path / "shards", 8, 10**6), threading.Event(), []
     whole = fetch.persist
 
@@ -291,11 +289,11 @@ def test_what_is_needed_now_comes_first_and_what_has_passed_not_at_all(tmp_path,
     assert bucket.fetcher.reach(4) == {0, 1, 2, 3, 7}
     gate.set()
     assert bucket.fetcher.path(5).read_bytes() == bucket.data[5]
-    wait_until(lambda: bucket.here() == {4, 5})  # 0 and 1, which were on their way, are deleted
+    wait_until(lambda: bucket.here() == {4, 5})  # 0 and 1, which were being fetched, are deleted
     assert order[2:] in ([5, 4], [4, 5]) and not needed.done()
 
 
-def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path):
+def test_make_fetch_folder_deletes_only_folders_of_killed_runs(tmp_path):
     dead, gone = "run-0123456789ab", "run-ba9876543210"
     (tmp_path / dead).mkdir()
     (tmp_path / dead / "0.arrow").write_bytes(b"0")
@@ -310,7 +308,7 @@ def test_folders_of_killed_runs_are_deleted_and_those_of_others_are_not(tmp_path
     assert left == {mine.name, f"{mine.name}.lock", other.name, f"{other.name}.lock", *own}
 
 
-def test_a_folder_of_a_run_is_locked_while_it_lives_and_gone_when_it_ends(tmp_path, monkeypatch):
+def test_a_fetch_folder_is_locked_during_the_run_and_deleted_at_its_end(tmp_path, monkeypatch):
     leave = []
     monkeypatch.setattr(fetch.atexit, "register", leave.append)
     mine = fetch.make_fetch_folder(tmp_path / "not/yet")
@@ -323,7 +321,7 @@ def test_a_folder_of_a_run_is_locked_while_it_lives_and_gone_when_it_ends(tmp_pa
         pass
 
 
-def test_another_plan_takes_the_place_of_the_one_before(tmp_path):
+def test_fetcher_replaces_its_plan_by_a_new_one(tmp_path):
     bucket = Bucket(tmp_path / "shards", 6, 10**6)
     bucket.fetcher.follow(iter([(0, 9, (0, 1)), (0, 9, (2,))]))
     bucket.fetcher.reach(0)
@@ -336,7 +334,7 @@ def test_another_plan_takes_the_place_of_the_one_before(tmp_path):
     assert 5 in bucket.fetcher.files and 4 not in bucket.fetcher.files
 
 
-def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypatch):
+def test_a_failed_fetch_of_a_passed_shard_ends_no_thread(tmp_path, monkeypatch):
     others = {*threading.enumerate()}
     bucket, gate, begun = Bucket(tmp_path / "shards", 4, 10**6), threading.Event(), []
     # daemon threads: others would keep the process alive
@@ -360,8 +358,8 @@ def test_a_copy_that_fails_after_it_has_passed_ends_no_thread(tmp_path, monkeypa
     assert bucket.fetcher.request(2).result(10).read_bytes() == bucket.data[2]
 
 
-def test_processes_of_a_machine_share_its_folder(tmp_path, address, monkeypatch):
-    in_ranges(monkeypatch)
+def test_processes_on_one_machine_share_shards_size(tmp_path, address, monkeypatch):
+    use_ranges(monkeypatch)
 
     def needs(num_processes):
         with pytest.raises(SystemExit) as stop:
@@ -375,7 +373,7 @@ def test_processes_of_a_machine_share_its_folder(tmp_path, address, monkeypatch)
     assert dataset.fetcher.max_bytes == 10**11 / 2
 
 
-def test_a_cache_that_fits_comes_whole_before_it_is_asked_for(tmp_path, address):
+def test_a_cache_that_fits_is_fetched_whole_in_advance(tmp_path, address):
     dataset = open_caches(address, shards_dir=tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("whole-*/*.arrow"))) == 3)
     assert not dataset.opened
@@ -383,7 +381,7 @@ def test_a_cache_that_fits_comes_whole_before_it_is_asked_for(tmp_path, address)
     assert stream.estimate_row_bytes(dataset.parts[0]) == pytest.approx(1.05 * largest / 3)
 
 
-def test_a_cache_that_was_made_anew_takes_the_place_of_the_one_before(tmp_path, address, cache):
+def test_a_remade_cache_replaces_the_fetched_copies(tmp_path, address, cache):
     open_caches(address, shards_dir=tmp_path / "shards")
     here = lambda: {path.name for path in (tmp_path / "shards").glob("whole-*/*.arrow")}
     wait_until(lambda: len(here()) == 3)
@@ -395,8 +393,8 @@ def test_a_cache_that_was_made_anew_takes_the_place_of_the_one_before(tmp_path, 
     wait_until(lambda: len(here()) == 3 and not here() & before)
 
 
-def test_in_ranges_shards_that_all_fit_are_fetched_once(tmp_path, address, monkeypatch):
-    in_ranges(monkeypatch)
+def test_with_ranges_shards_that_all_fit_are_fetched_once(tmp_path, address, monkeypatch):
+    use_ranges(monkeypatch)
     got, get_file = [], MemoryFileSystem.get_file
     monkeypatch.setattr(
         MemoryFileSystem, "get_file", lambda fs, *args: got.append(args[0]) or get_file(fs, *args)
@@ -407,7 +405,7 @@ def test_in_ranges_shards_that_all_fit_are_fetched_once(tmp_path, address, monke
     assert len(got) == len({*got}) == 3
 
 
-def test_a_folder_that_can_not_be_written_to_is_named(tmp_path, address, monkeypatch):
+def test_a_shards_dir_that_is_not_writable_is_named(tmp_path, address, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match="--shards_dir .*file can't be written to"):
         open_caches(address, shards_dir=tmp_path / "file")
@@ -422,7 +420,7 @@ def test_a_folder_that_can_not_be_written_to_is_named(tmp_path, address, monkeyp
         read(dataset, [0])
 
 
-def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):
+def test_a_shard_with_a_wrong_hash_leaves_no_partial_file(tmp_path):
     bucket = Bucket(tmp_path / "shards", 1, 10**6)
     MemoryFileSystem().pipe("/bucket/0", b"other bytes")
     with pytest.raises(SystemExit, match="can't be read .its SHA-256 is not the one in cache.json"):
@@ -430,7 +428,7 @@ def test_of_a_shard_that_stays_wrong_no_half_is_left(tmp_path):
     assert {path.name for path in bucket.folder.iterdir()} <= {".0.lock"}
 
 
-def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, tmp_path):
+def test_shard_sizes_are_estimated_if_the_server_gives_none(address, monkeypatch, tmp_path):
     known, info = open_caches(address, shards_dir=tmp_path / "a"), MemoryFileSystem.info
     monkeypatch.setattr(
         MemoryFileSystem, "info", lambda *args, **options: {**info(*args, **options), "size": None}
@@ -439,7 +437,7 @@ def test_a_server_that_says_no_sizes_is_asked_for_a_shard(address, monkeypatch, 
     assert len(open_caches(address, shards_dir=tmp_path / "b")) == NUM_ROWS
 
 
-def test_a_folder_holds_two_windows_of_each_range_that_a_process_has_and_what_stays(monkeypatch):
+def test_shards_size_must_hold_two_windows_per_range_and_held_out_shards(monkeypatch):
     dataset = stream.StoredLatents.__new__(stream.StoredLatents)
     dataset.order = {"num_ranges": 4, "shuffle_shards": 3}
     dataset.num_processes, dataset.bytes_of = 2, np.full(99, 1000)
@@ -454,6 +452,6 @@ def test_a_folder_holds_two_windows_of_each_range_that_a_process_has_and_what_st
             dataset.check_size(stay)
 
 
-def test_a_share_of_the_rows_is_held_out(cache, monkeypatch):
-    in_ranges(monkeypatch)
+def test_with_ranges_holdout_may_be_a_share(cache, monkeypatch):
+    use_ranges(monkeypatch)
     assert len(open_caches(cache).hold_out(accelerator(), 0.3, 7)[1]) == 2

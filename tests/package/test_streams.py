@@ -1,4 +1,4 @@
-"""The rows of a stream for a cache: each comes once, with any processes and existing shards."""
+"""Streamed rows for a cache: each comes once, with any processes and any existing shards."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def name(shard):
 
 
 def work(opened, missing, many, rank, num_processes, folder, records, stop_after=10**9):
-    """Consume keys as precompute_latents.py does, for at most `stop_after` batches.
+    """Take keys as precompute_latents.py does, for at most `stop_after` batches.
 
     Adds {shard: its rows} to records.
     """
@@ -55,7 +55,7 @@ def work(opened, missing, many, rank, num_processes, folder, records, stop_after
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_row_comes_once_whatever_is_there_killed_or_damaged(tmp_path, seed):
+def test_every_streamed_row_is_cached_once_despite_kills_and_damage(tmp_path, seed):
     rng = random.Random(seed)
     count, per_shard, many = rng.randint(1, 30), rng.randint(1, 7), rng.randint(1, 7)
     stream, records = make_stream(tmp_path / "data", count), {}
@@ -83,7 +83,7 @@ def test_every_row_comes_once_whatever_is_there_killed_or_damaged(tmp_path, seed
     assert [records[each] for each in sorted(records)] == expected
 
 
-def test_a_run_that_goes_on_reads_no_file_that_is_done_with(tmp_path, monkeypatch):
+def test_a_resumed_stream_skips_rows_that_are_done(tmp_path, monkeypatch):
     stream, records = make_stream(tmp_path / "data", 30, files=5), {}
     describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)
     work(describe(), {}, 2, 0, 1, tmp_path, records, stop_after=13)
@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_reads_no_file_that_is_done_with(tmp_path, monkeypatc
     assert passed == list(range(8))
 
 
-def test_processes_take_turns_at_the_shards(tmp_path):
+def test_processes_take_shards_of_a_stream_in_turns(tmp_path):
     stream = make_stream(tmp_path / "data", 30)
     for rank in range(3):
         opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 4}, {})
@@ -129,7 +129,7 @@ class Watched:
             yield item
 
 
-def test_a_stream_of_other_rows_than_before_is_refused(tmp_path):
+def test_a_stream_with_another_number_of_rows_is_refused(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
     describe = lambda cache=None: StreamedRows(
         stream(), tmp_path / "data", {"rows_per_shard": 2, **(cache or {})}, {}
@@ -154,7 +154,7 @@ def test_a_stream_of_other_rows_than_before_is_refused(tmp_path):
     assert [len(keys) for keys in opened.keys({}, 2, 0, 1)] == [1]  # one is enough
 
 
-def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
+def test_a_failed_stream_says_how_to_resume_in_one_sentence(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
     (tmp_path / "data/1.parquet").write_bytes(b"x")
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
@@ -165,7 +165,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(tmp_path):
     assert stop.value.alone
 
 
-def test_skipped_rows_are_a_share_of_what_is_known(tmp_path):
+def test_save_position_returns_the_known_number_of_rows(tmp_path):
     stream = make_stream(tmp_path / "data", 9)
     opened = StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, {})
     assert opened.save_position(0, 0) == 10_000 and opened.save_position(9999, 0) == 20_000
@@ -175,7 +175,7 @@ def test_skipped_rows_are_a_share_of_what_is_known(tmp_path):
     assert opened.save_position(0, 0) == 9
 
 
-def test_a_stream_that_ends_where_a_run_goes_on_is_counted(tmp_path):
+def test_a_stream_that_ends_at_the_resume_position_is_counted(tmp_path):
     stream, records = make_stream(tmp_path / "data", 8), {}
     describe = lambda: StreamedRows(stream(), tmp_path / "data", {"rows_per_shard": 2}, records)
     opened = describe()
@@ -187,7 +187,7 @@ def test_a_stream_that_ends_where_a_run_goes_on_is_counted(tmp_path):
     assert list(describe().keys({}, 2, 0, 1)) == [] and describe().count == 8 and describe().ended
 
 
-def test_flags_of_a_stream(capsys):
+def test_streaming_caches_have_no_shuffle_buffer_and_one_resolution(capsys):
     own = ["--streaming", "--train_data_dir=.", "--pretrained_model_name_or_path=sd"]
     assert train_text_to_image.parse_args([*own, "--max_train_steps=1"]).shuffle_buffer == 1000
     assert "shuffle_buffer" not in precompute_latents.parse_args(own)  # a cache keeps the order

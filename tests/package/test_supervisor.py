@@ -36,7 +36,7 @@ os.rename(f"{folder}/.pids", f"{folder}/pids")
 while True:
     time.sleep(60)
 """
-SAID = "\ufffd\ntrainer.py: a sentence\n"  # its stderr, whose first byte is no text
+SAID = "\ufffd\ntrainer.py: a sentence\n"  # its stderr, whose first byte is not valid UTF-8
 
 
 class Worker:
@@ -60,7 +60,7 @@ class Worker:
         wait_until(lambda: (folder / "pids").exists())
         self.trainer, self.loader, self.supervisor = json.loads((folder / "pids").read_text())
 
-    def is_left(self):
+    def list_alive(self):
         """Which of trainer, loader and supervisor are alive."""
         left = []
         for name in ("trainer", "loader", "supervisor"):
@@ -79,7 +79,7 @@ def worker(tmp_path):
     made = []
     yield lambda **options: made.append(Worker(tmp_path, **options)) or made[0]
     kill([made[0].pid])
-    for name in made[0].is_left():
+    for name in made[0].list_alive():
         os.kill(getattr(made[0], name), signal.SIGKILL)
 
 
@@ -88,42 +88,42 @@ def test_a_killed_worker_lets_the_trainer_save_and_leaves_no_process(worker):
     assert not wait_until_free(it.lock, 0)
     os.kill(it.pid, signal.SIGKILL)
     assert wait_until_free(it.lock, 10)  # a new group waits for this
-    wait_until(lambda: not it.is_left(), 5)
+    wait_until(lambda: not it.list_alive(), 5)
     assert (it.folder / "saved").exists()
 
 
-def test_a_trainer_that_does_not_end_is_killed(worker):
+def test_a_trainer_that_ignores_sigterm_is_killed(worker):
     it = worker(stubborn=True, save_seconds=1)
     begin = time.time()
     os.kill(it.pid, signal.SIGKILL)
-    wait_until(lambda: not it.is_left(), 10)
+    wait_until(lambda: not it.list_alive(), 10)
     assert (it.folder / "saved").exists() and 0.9 < time.time() - begin < 5
 
 
-def test_a_job_that_is_over_ends_the_trainer(worker):
+def test_the_end_of_a_job_ends_the_trainer(worker):
     it = worker()
     (it.folder / "over").touch()
     assert it.ended() == repr(Ended(143, SAID))
-    assert (it.folder / "saved").exists() and not it.is_left()
+    assert (it.folder / "saved").exists() and not it.list_alive()
 
 
-def test_a_killed_trainer_is_reported_with_what_it_said_and_its_loaders_end(worker):
+def test_a_killed_trainer_is_reported_with_its_output_and_its_loaders_end(worker):
     it = worker()
     os.kill(it.trainer, signal.SIGKILL)
     assert it.ended() == repr(Ended(-9, SAID))
-    wait_until(lambda: not it.is_left(), 5)
+    wait_until(lambda: not it.list_alive(), 5)
     assert (it.folder / "log").read_text(errors="replace") == SAID
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-def test_a_killed_supervisor_takes_the_trainer_with_it(worker):
+def test_a_killed_supervisor_ends_the_trainer(worker):
     it = worker()
     os.kill(it.supervisor, signal.SIGKILL)
     assert it.ended() == "None"
-    wait_until(lambda: "trainer" not in it.is_left(), 5)
+    wait_until(lambda: "trainer" not in it.list_alive(), 5)
 
 
 def test_a_worker_can_tell_the_trainer_to_save(worker):
     it = worker(stops=True)
     assert it.ended() == repr(Ended(143, SAID))
-    assert (it.folder / "saved").exists() and not it.is_left()
+    assert (it.folder / "saved").exists() and not it.list_alive()

@@ -1,4 +1,4 @@
-"""Tables of URLs and captions: found, copied to parquet, read in ranges, refused in a sentence."""
+"""Tables of URLs and captions: found, copied to parquet and read in ranges, or refused."""
 
 import argparse
 import gzip
@@ -45,7 +45,7 @@ def read_copy(table, rows=10):
     return [row for item in items for row in module.read_rows(item).to_pylist()], items
 
 
-def test_tables_of_any_kind_hold_the_same(tmp_path):
+def test_tables_of_all_formats_give_the_same_rows(tmp_path):
     table = make_table(tmp_path / "a.parquet")
     pa.csv.write_csv(table, tmp_path / "a.csv")
     pa.csv.write_csv(table, tmp_path / "a.tsv", pa.csv.WriteOptions(delimiter="\t"))
@@ -78,7 +78,7 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
             items[2]["table"] == opened["source"] == f"file://{tmp_path / name}"
             and items[2]["group"] == 2
         )
-    # A copy is made once; another content has another one
+    # a copy is made once; changed content gets a new copy
     copies = {path: path.stat().st_ino for path in (tmp_path / COPIES).iterdir()}
     assert len(copies) == len(names)
     again = copy_table(tmp_path / "a.csv", tmp_path)
@@ -103,13 +103,13 @@ def test_tables_of_any_kind_hold_the_same(tmp_path):
         module.digest_table(LOCAL, str(tmp_path / "a.parquet"))
         == hashlib.sha256(footer).hexdigest()
     )
-    # The same for other columns and rows
+    # other columns or row counts get a copy of their own
     other = copy_table(tmp_path / "a.csv", tmp_path, ["text", "url"], 4)
     assert other["schema"].names == ["text", "url"] and len(read_copy(other, 4)[1]) == 7
 
 
-def test_columns_of_csv_stay_text_as_they_are(tmp_path):
-    """Also if the first megabyte has only numbers. Unused columns may hold anything."""
+def test_csv_columns_stay_unchanged_text(tmp_path):
+    """This holds even if the first megabyte has only numbers. Unused columns may hold anything."""
     rows = [
         f"http://a/{i},{i if i < 60_000 else 'a word'},{i:07d},{i % 60_000 or 'x'}\n"
         for i in range(60_001)
@@ -123,14 +123,14 @@ def test_columns_of_csv_stay_text_as_they_are(tmp_path):
     ]
 
 
-def test_words_of_csv_that_elsewhere_mean_nothing_are_words(tmp_path):
+def test_csv_words_like_null_and_nan_stay_words(tmp_path):
     words = ["NA", "null", "nan", "N/A", ""]
     (tmp_path / "a.csv").write_text("url,text,id\n" + "".join(f"u,{word},1\n" for word in words))
     rows, _ = read_copy(copy_table(tmp_path / "a.csv", tmp_path))
     assert [row["text"] for row in rows] == [*words[:-1], None]
 
 
-def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
+def test_find_invalid_lists_rows_that_are_not_utf_8(tmp_path):
     (tmp_path / "a.csv").write_bytes(
         b"url,text,id\n"
         + b"".join(
@@ -148,7 +148,7 @@ def test_text_that_is_not_utf_8_is_found_row_by_row(tmp_path):
         assert module.find_invalid(module.read_rows(item), 1000) == {1000 + row for row in expected}
 
 
-def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
+def test_list_tables_accepts_a_file_a_folder_or_a_glob(tmp_path):
     named = [
         "b.parquet",
         "a.csv",
@@ -194,14 +194,14 @@ def test_tables_are_found_by_file_folder_and_glob_in_order(tmp_path):
     ]
 
 
-def of_dataset(name, split="train", config=None):
+def list_dataset_tables(name, split="train", config=None):
     args = argparse.Namespace(
         input=None, dataset_name=str(name), dataset_config_name=config, dataset_split=split
     )
     return module.list_tables(args)
 
 
-def test_the_tables_of_a_data_set_are_those_of_its_split_and_configuration(tmp_path):
+def test_list_tables_takes_the_split_and_config_of_a_data_set(tmp_path):
     for name in (
         "data/train-0.parquet",
         "data/train-1.parquet",
@@ -211,7 +211,9 @@ def test_the_tables_of_a_data_set_are_those_of_its_split_and_configuration(tmp_p
         (tmp_path / name).parent.mkdir(exist_ok=True)
         make_table(tmp_path / name)
     (tmp_path / "more/train.csv").write_text("url,text\n")
-    paths = lambda *more: [path.removeprefix(f"{tmp_path}/") for path in of_dataset(*more)[1]]
+    paths = lambda *more: [
+        path.removeprefix(f"{tmp_path}/") for path in list_dataset_tables(*more)[1]
+    ]
     assert paths(tmp_path / "data") == ["data/train-0.parquet", "data/train-1.parquet"]
     assert paths(tmp_path / "data", "test") == ["data/test-0.parquet"]
     configs = (
@@ -224,23 +226,23 @@ def test_the_tables_of_a_data_set_are_those_of_its_split_and_configuration(tmp_p
         SystemExit,
         match="--dataset_name .* can't be read .it has no split 'dev'; its splits: train",
     ):
-        of_dataset(tmp_path / "data", "dev")
+        list_dataset_tables(tmp_path / "data", "dev")
     with pytest.raises(SystemExit, match="can't be read .*Config name is missing"):
-        of_dataset(tmp_path)
+        list_dataset_tables(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("no table")
     with pytest.raises(
         SystemExit, match="a.txt is not a table of URLs, whose name ends in .parquet"
     ):
-        of_dataset(tmp_path / "text")
+        list_dataset_tables(tmp_path / "text")
 
 
-def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
-    """Through its listing, which names the commit, and which workers open without the data set."""
+def test_hub_data_sets_are_read_at_one_commit(monkeypatch):
+    """The listing names the commit. Workers open the files without loading the data set."""
     urls = [f"hf://datasets/a/b@0123abc/data/{i}.parquet" for i in range(2)]
     said = argparse.Namespace(config=argparse.Namespace(data_files={"train": urls}))
     monkeypatch.setattr(module.datasets, "load_dataset_builder", lambda name, config: said)
-    fs, paths = of_dataset("a/b")
+    fs, paths = list_dataset_tables("a/b")
     assert [fs.unstrip_protocol(path) for path in paths] == urls and type(
         fs
     ).__name__ == "HfFileSystem"
@@ -260,7 +262,7 @@ def test_a_data_set_of_the_hub_is_read_where_it_lies_at_one_commit(monkeypatch):
      "a.csv.gz can't be used"),
     ("a.csv", b"url,text,id,text\na,b,1,c\n", "two columns 'text' among 'url', 'text', 'id', 'te"),
 ])  # fmt: skip
-def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
+def test_bad_tables_end_in_one_sentence(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as stop:
         copy_table(tmp_path / name, tmp_path)
@@ -271,7 +273,7 @@ def test_bad_tables_end_in_a_sentence(tmp_path, name, content, said):
     assert not list((tmp_path / COPIES).iterdir())
 
 
-def test_what_is_no_parquet_or_was_cut_off_is_named_as_such(tmp_path):
+def test_broken_parquet_files_are_named(tmp_path):
     pq.write_table(pa.table({"url": ["a"] * 99}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     for content in (whole[:-9], whole[:9], b"version https://git-lfs.github.com/spec/v1"):
@@ -289,7 +291,7 @@ def make_schema(tables, keep=("id",)):
     )
 
 
-def test_columns_of_shards_are_images_to_datasets():
+def test_make_schema_gives_columns_that_datasets_reads():
     table = pa.schema({"url": pa.string(), "text": pa.list_(pa.string()), "id": pa.int64()})
     features = datasets.Features.from_arrow_schema(make_schema([table, table]))
     assert isinstance(features["image"], datasets.Image)
@@ -327,7 +329,7 @@ def test_columns_of_shards_are_images_to_datasets():
             make_schema([table, changed] if change == "other" else [changed])
 
 
-def test_every_row_is_in_one_piece_of_work():
+def test_list_items_covers_every_row_once():
     tables = [
         {"source": name, "copy": f"copy-{name}", "rows": rows}
         for name, rows in {"a": 10, "b": 0, "c": 7}.items()
@@ -343,14 +345,14 @@ def test_every_row_is_in_one_piece_of_work():
     assert (items[256]["copy"], items[256]["group"]) == ("copy-a", 256)
 
 
-def test_a_copy_that_is_not_as_it_was_written_is_named(tmp_path):
+def test_a_changed_table_copy_is_named(tmp_path):
     make_table(tmp_path / "a.parquet", 10)
     (item,) = module.list_items([copy_table(tmp_path / "a.parquet", tmp_path)], 10)
     with pytest.raises(OSError, match=".parquet has changed since it was written: delete it"):
         module.read_rows(item | {"last": 12})
 
 
-def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
+def test_a_half_written_table_copy_is_made_again(tmp_path, monkeypatch):
     pa.csv.write_csv(make_table(tmp_path / "a.parquet"), tmp_path / "a.csv")
 
     def killed(self, group, size, write=pq.ParquetWriter.write_table):
@@ -365,7 +367,7 @@ def test_a_half_made_copy_is_none(tmp_path, monkeypatch):
     assert len(read_copy(copy_table(tmp_path / "a.csv", tmp_path))[0]) == 25
 
 
-def test_rows_are_chosen_and_counted_while_a_table_is_copied(tmp_path):
+def test_copy_tables_applies_where_and_the_row_limit(tmp_path):
     (tmp_path / COPIES).mkdir(parents=True)
     for name in ("a", "b", "c"):
         make_table(tmp_path / f"{name}.parquet", 10)
@@ -399,7 +401,7 @@ def test_rows_are_chosen_and_counted_while_a_table_is_copied(tmp_path):
     assert len(list((tmp_path / COPIES).iterdir())) == 3 + 3 + 1 + 3 + 3 + 2 + 3
 
 
-def test_what_the_download_has_written_at_an_address_is_no_table_of_it():
+def test_list_tables_ignores_the_downloads_own_files_at_an_address():
     fs = fsspec.filesystem("memory")
     for name in (
         "a.parquet",
@@ -412,7 +414,7 @@ def test_what_the_download_has_written_at_an_address_is_no_table_of_it():
     assert module.list_tables(args)[1] == ["/tables/a.parquet", "/tables/other/b.csv"]
 
 
-def test_so_many_rows_are_taken_however_they_come():
+def test_filter_rows_takes_a_number_of_rows_from_any_batches():
     table = pa.table({"id": range(7), "url": range(7)})
     batches = table.to_batches(max_chunksize=2)
     for where, whole in ((None, [*range(7)]), ("id != 2", [0, 1, 3, 4, 5, 6])):
@@ -423,7 +425,7 @@ def test_so_many_rows_are_taken_however_they_come():
             assert all(len(group) == 3 for group in groups[:-1]) and len(groups[-1]) in (1, 2, 3)
 
 
-def test_lines_may_end_within_the_captions_of_a_large_table(tmp_path):
+def test_captions_with_newlines_are_kept_in_large_csv_tables(tmp_path):
     captions = [f"{i}: " + "a line\n" * 100 for i in range(3000)]
     pa.csv.write_csv(
         pa.table({"url": captions, "text": captions, "id": captions}), tmp_path / "a.csv"
