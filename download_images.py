@@ -51,6 +51,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import ipaddress
 import itertools
 import json
@@ -72,7 +73,6 @@ from diffusion_training.cluster.connection import check_kept, connect, find_modu
 from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import is_address, open_folder, reading, remove, writing
-from diffusion_training.web.downloads import fetch_rows
 from diffusion_training.web.filters import find_columns
 from diffusion_training.web.pictures import THREADS
 from diffusion_training.web.shards import (
@@ -99,6 +99,7 @@ from diffusion_training.web.tables import (
     read_rows,
 )
 
+DOWNLOADS = "diffusion_training.web.downloads"  # not imported above: --help needs no aiohttp
 MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
 # full disk.
@@ -347,7 +348,8 @@ def download_shard(
                     "reason": "repeated: an earlier row has the same file",
                 }
             urls = choose_urls(table, first, images, failures, args)
-            downloaded, refused, received = asyncio.run(fetch_rows(urls, spool, args))
+            downloads = importlib.import_module(DOWNLOADS)
+            downloaded, refused, received = asyncio.run(downloads.fetch_rows(urls, spool, args))
             for row, failure in refused.items():
                 failures[row] = {"row": row, "url": urls[row], **failure}
             if downloaded or repeated or is_missing:
@@ -373,7 +375,7 @@ def connect_to_ray(args: Namespace) -> Callable[[], float]:
     """Connect to Ray until `main` ends. Returns a function that counts the tasks to submit."""
     import ray
 
-    modules = find_modules(download_shard, fetch_rows)
+    modules = find_modules(download_shard, fail)
     CHANGED.callback(connect(args.address, modules, num_cpus=args.num_cpus))
     # read each time, because nodes may join the cluster
     return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
@@ -515,6 +517,10 @@ def main(args: Namespace) -> None:
 
     Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
+    for package in ("aiohttp", "ray"):
+        if importlib.util.find_spec(package) is None:
+            fail(f"{package} is missing: pip install -r requirements-ray.txt")
+
     # Open the output folder, or make it.
     tables_fs, paths = list_tables(args)
     with explained(f"--output_dir {args.output_dir} can't be written to"):

@@ -41,7 +41,7 @@ def test_find_modules_lists_the_package_and_scripts_for_ray_workers():
         download_images.download_shard, precompute_latents.TransformedRows, Refused
     )
     assert found == sorted([package, *scripts]) and all(map(os.path.exists, found))
-    assert module.find_modules(Refused, download_images.fetch_rows) == [package]
+    assert module.find_modules(Refused, download_images.fail) == [package]
 
 
 def test_connect_starts_ray_with_the_modules_and_shuts_it_down(calls):

@@ -333,3 +333,20 @@ def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
                 action.type(value)
         assert action.type(str(low)) == low and type(action.type(str(low))) is kind
         assert action.default is None or low <= action.default <= high
+
+
+def test_download_images_names_the_missing_package_and_shows_its_help_without_it(tmp_path):
+    """Its packages are in requirements-ray.txt alone."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['aiohttp'] = None")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*flags):
+        command = [sys.executable, str(ROOT / "download_images.py"), *flags]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    done = run("--help")
+    assert done.returncode == 0 and "--input" in done.stdout, done.stderr
+    done = run("--input", "urls.csv", "--output_dir", str(tmp_path / "out"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "aiohttp is missing: pip install -r requirements-ray.txt" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -64,7 +64,7 @@ def ray_folder():
 def local_ray(ray_folder, storage):
     """A Ray of two cores, which all tests share; its address."""
     # as the script does
-    sent = {"py_modules": find_modules(script.download_shard, script.fetch_rows)}
+    sent = {"py_modules": find_modules(script.download_shard, script.fail)}
     options = {
         "num_cpus": 2,
         "object_store_memory": 80 * 2**20,
