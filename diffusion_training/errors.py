@@ -42,6 +42,7 @@ UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is an
 SIGNALS: list[int] = []
 # restores the settings of the process that a run changed, when `main` ends or fails
 CHANGED = contextlib.ExitStack()
+WARNINGS: set[str] = set()  # those of `surviving`
 
 
 class Refused(SystemExit):
@@ -191,18 +192,24 @@ def is_local_main() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def list_stop_signals() -> list[int]:
+    """Ctrl-C, SIGTERM, and SIGHUP, which a terminal sends when it closes, unless nohup is used."""
+    stop = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        stop.append(signal.SIGHUP)
+    return [int(number) for number in stop]
+
+
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Let `handler` handle Ctrl-C and SIGTERM inside the block.
+    """Let `handler` handle the stop signals inside the block.
 
     In another thread this does nothing, because Python delivers signals only to the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {
-        number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {number: signal.signal(number, handler) for number in list_stop_signals()}
     try:
         yield
     finally:
@@ -212,7 +219,7 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_signals() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block.
+    """Delay the stop signals until the end of the block.
 
     Use it to fork processes. An exception during a fork would be printed and lost, and the new
     process, which inherits the handlers, would print another traceback.
@@ -244,6 +251,61 @@ def end_if_stopped() -> None:
         raise SystemExit(128 + SIGNALS[-1])
 
 
+class LastingStream:
+    """stdout or stderr. What can't be written is lost, so that it does not end a run.
+
+    For example, the reader of a pipe has ended, or the disk of a log is full.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+@contextlib.contextmanager
+def outlasting_the_terminal() -> Iterator[None]:
+    """Let the block print to `LastingStream`s."""
+    streams = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for a name that is not ASCII
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream in filter(None, streams):
+            try:
+                stream.flush()
+            except OSError:  # Python would fail to write the rest when it exits, with status 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            except ValueError:  # it is closed
+                pass
+
+
+@contextlib.contextmanager
+def surviving(what: str) -> Iterator[None]:
+    """Turn an error of the block, which a run can do without, into a line on stderr, once."""
+    try:
+        yield
+    except Exception as error:
+        sentence = f"\n{what} ({explain(error)})"
+        if sentence not in WARNINGS:
+            print(sentence, file=sys.stderr)
+        WARNINGS.add(sentence)
+
+
 def in_one_sentence(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
@@ -254,12 +316,11 @@ def in_one_sentence(
     script = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
+    @outlasting_the_terminal()
     def guarded(args: argparse.Namespace) -> None:
-        # printing a name that is not ASCII must not end a run
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
         SIGNALS.clear()
         UNDO.clear()
+        WARNINGS.clear()
         try:
             with handling(end_at_once), CHANGED:
                 main(args)
