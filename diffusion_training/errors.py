@@ -273,25 +273,28 @@ class LastingStream:
             self.stream.flush()
 
 
+def flush_or_discard(stream: Any) -> None:
+    """Write out a stream. If that fails, discard the rest, or Python would exit with status 120."""
+    with contextlib.suppress(ValueError):  # it is closed
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 @contextlib.contextmanager
 def outlasting_the_terminal() -> Iterator[None]:
     """Let the block print to `LastingStream`s."""
-    streams = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):  # for a name that is not ASCII
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
-    try:
+    with contextlib.ExitStack() as stack:
+        redirects = contextlib.redirect_stdout, contextlib.redirect_stderr
+        for redirect, stream in zip(redirects, (sys.stdout, sys.stderr), strict=True):
+            if stream:  # None if the program has no terminal
+                stack.callback(flush_or_discard, stream)
+                stack.enter_context(redirect(LastingStream(stream)))
         yield
-    finally:
-        sys.stdout, sys.stderr = streams
-        for stream in filter(None, streams):
-            try:
-                stream.flush()
-            except OSError:  # Python would fail to write the rest when it exits, with status 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            except ValueError:  # it is closed
-                pass
 
 
 @contextlib.contextmanager
