@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -251,8 +252,21 @@ def end_if_stopped() -> None:
         raise SystemExit(128 + SIGNALS[-1])
 
 
+def hide_secrets(value: Any) -> Any:
+    """Cut passwords and queries, such as signatures, out of addresses in a text or a list of texts.
+
+    All that a run prints or records goes through this.
+    """
+    if isinstance(value, list | tuple):
+        return [hide_secrets(item) for item in value]
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    value = re.sub(r"(?<=://)[^/\s@]+@", "***@", value)
+    return re.sub(r"(://[^\s?]*\?)[^\s'\")]*=[^\s'\")]*", r"\1***", value)
+
+
 class LastingStream:
-    """stdout or stderr. What can't be written is lost, so that it does not end a run.
+    """stdout or stderr, without secrets. What can't be written is lost, and does not end a run.
 
     For example, the reader of a pipe has ended, or the disk of a log is full.
     """
@@ -265,7 +279,7 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-            self.stream.write(text)
+            self.stream.write(hide_secrets(text))
         return len(text)
 
     def flush(self) -> None:

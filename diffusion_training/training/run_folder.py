@@ -12,7 +12,7 @@ from typing import Any
 from filelock import BaseFileLock
 
 from diffusion_training.arguments import Flags, format_args
-from diffusion_training.errors import UNDO, explained, fail, surviving
+from diffusion_training.errors import UNDO, explained, fail, hide_secrets, surviving
 from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
 from diffusion_training.launch import Launch
 from diffusion_training.training.best import restore_best
@@ -57,14 +57,15 @@ class Run:
 def complete_args(args: Namespace, *found: Any, **others: Any) -> Flags:
     """The flags with the values that the run found for them, such as --train_batch_size auto.
 
-    Checkpoints, trackers, the report and run.args record them.
+    Checkpoints, trackers, the report and run.args record them, without passwords in addresses.
 
     found: `Launch`, `Run`, `Data`, `Plan`. others: single values.
     """
     completed = dict(vars(args))
     for each in found:
         completed |= each.settings()
-    return Flags(getattr(args, "given", ()), **completed | others)
+    completed = {name: hide_secrets(value) for name, value in (completed | others).items()}
+    return Flags(getattr(args, "given", ()), **completed)
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:

@@ -5,10 +5,13 @@ import signal
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 from accelerate import Accelerator
 from conftest import Script, checkpoints, finish, make_images, metrics, patch, start, wait_until
+from fsspec.implementations.local import LocalFileSystem
 
+from diffusion_training.errors import hide_secrets
 from diffusion_training.training.copies import OWNER, Copies
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -161,3 +164,56 @@ def test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing(tmp_pat
     train(*flags, LATEST, "--max_train_steps=4")
     assert picture.exists() and "could not be written" not in capfd.readouterr().err
     assert "step-best" not in (tmp_path / "out/README.md").read_text()
+
+
+# ------------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize("text, hidden", [
+    ("https://me:PASSWORD@host/a.tar", "https://***@host/a.tar"),
+    ("s3://bucket/run", "s3://bucket/run"),
+    ("see https://host/a.png?sig=SECRET&x=1 (404)", "see https://host/a.png?*** (404)"),
+    ("zip://a.jpg::https://PASSWORD@host/a.zip?t=SECRET", "zip://a.jpg::https://***@host/a.zip?***"),
+    ("s3://bucket/part-??.parquet", "s3://bucket/part-??.parquet"),
+    ("hf://datasets/me/photos@main/a.zip", "hf://datasets/me/photos@main/a.zip"),
+    ("me@host.org, what = 1?", "me@host.org, what = 1?"),
+    (["https://PASSWORD@host", 3], ["https://***@host", 3]),
+])  # fmt: skip
+def test_hide_secrets_cuts_passwords_and_queries(text, hidden):
+    assert hide_secrets(text) == hidden
+
+
+class SecretFiles(LocalFileSystem):
+    """A store whose address holds a password and a signature; its files are in `folder`."""
+
+    protocol = "secret"
+    folder = None
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        is_address = str(path).startswith("secret://")
+        return str(cls.folder) if is_address else super()._strip_protocol(path)
+
+
+def find_secrets(folder):
+    """The files below a folder that hold one of the secrets."""
+    secrets = (b"PASSWORD", b"SIGNATURE")
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in paths if any(secret in path.read_bytes() for secret in secrets)]
+
+
+def test_a_run_records_and_prints_no_password_and_no_signed_query(tmp_path, flags, capfd):
+    fsspec.register_implementation("secret", SecretFiles, clobber=True)
+    SecretFiles.folder = tmp_path / "copies"
+    address = "secret://me:PASSWORD@host/run?sig=SIGNATURE"
+    train(*flags, f"--checkpoints_to={address}", "--report_to=tensorboard")
+    assert (tmp_path / "copies/checkpoint-3/trainer_state.json").exists()
+    said = capfd.readouterr()
+    assert not [secret for secret in ("PASSWORD", "SIGNATURE") if secret in said.out + said.err]
+    assert not find_secrets(tmp_path / "out") and not find_secrets(tmp_path / "copies")
+    assert "secret://***@host/run?***" in (tmp_path / "out/run.args").read_text()
+    (tmp_path / "copies/notes.txt").write_text("mine")
+    for path in (tmp_path / "copies").rglob("checkpoints_to.owner"):
+        path.write_bytes(b"key another")
+    error = train.refused(*flags, f"--checkpoints_to={address}", LATEST)
+    assert "secret://***@host/run?*** holds the run another" in error
