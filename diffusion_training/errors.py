@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -42,6 +43,7 @@ UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is an
 SIGNALS: list[int] = []
 # restores the settings of the process that a run changed, when `main` ends or fails
 CHANGED = contextlib.ExitStack()
+WARNINGS: set[str] = set()  # those of `surviving`
 
 
 class Refused(SystemExit):
@@ -191,18 +193,24 @@ def is_local_main() -> bool:
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def list_stop_signals() -> list[int]:
+    """Ctrl-C, SIGTERM, and SIGHUP, which a terminal sends when it closes, unless nohup is used."""
+    stop = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        stop.append(signal.SIGHUP)
+    return [int(number) for number in stop]
+
+
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Let `handler` handle Ctrl-C and SIGTERM inside the block.
+    """Let `handler` handle the stop signals inside the block.
 
     In another thread this does nothing, because Python delivers signals only to the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {
-        number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {number: signal.signal(number, handler) for number in list_stop_signals()}
     try:
         yield
     finally:
@@ -212,7 +220,7 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def holding_signals() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block.
+    """Delay the stop signals until the end of the block.
 
     Use it to fork processes. An exception during a fork would be printed and lost, and the new
     process, which inherits the handlers, would print another traceback.
@@ -244,6 +252,77 @@ def end_if_stopped() -> None:
         raise SystemExit(128 + SIGNALS[-1])
 
 
+def hide_secrets(value: Any) -> Any:
+    """Cut passwords and queries, such as signatures, out of addresses in a text or a list of texts.
+
+    All that a run prints or records goes through this.
+    """
+    if isinstance(value, list | tuple):
+        return [hide_secrets(item) for item in value]
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    value = re.sub(r"(?<=://)[^/\s@]+@", "***@", value)
+    return re.sub(r"(://[^\s?]*\?)[^\s'\")]*=[^\s'\")]*", r"\1***", value)
+
+
+class LastingStream:
+    """stdout or stderr, without secrets. What can't be written is lost, and does not end a run.
+
+    For example, the reader of a pipe has ended, or the disk of a log is full.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            self.stream.write(hide_secrets(text))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+def flush_or_discard(stream: Any) -> None:
+    """Write out a stream. If that fails, discard the rest, or Python would exit with status 120."""
+    with contextlib.suppress(ValueError):  # it is closed
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextlib.contextmanager
+def outlasting_the_terminal() -> Iterator[None]:
+    """Let the block print to `LastingStream`s."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for a name that is not ASCII
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
+    with contextlib.ExitStack() as stack:
+        redirects = contextlib.redirect_stdout, contextlib.redirect_stderr
+        for redirect, stream in zip(redirects, (sys.stdout, sys.stderr), strict=True):
+            if stream:  # None if the program has no terminal
+                stack.callback(flush_or_discard, stream)
+                stack.enter_context(redirect(LastingStream(stream)))
+        yield
+
+
+@contextlib.contextmanager
+def surviving(what: str) -> Iterator[None]:
+    """Turn an error of the block, which a run can do without, into a line on stderr, once."""
+    try:
+        yield
+    except Exception as error:
+        sentence = f"\n{what} ({explain(error)})"
+        if sentence not in WARNINGS:
+            print(sentence, file=sys.stderr)
+        WARNINGS.add(sentence)
+
+
 def in_one_sentence(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
@@ -254,12 +333,11 @@ def in_one_sentence(
     script = Path(main.__code__.co_filename).name
 
     @functools.wraps(main)
+    @outlasting_the_terminal()
     def guarded(args: argparse.Namespace) -> None:
-        # printing a name that is not ASCII must not end a run
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
         SIGNALS.clear()
         UNDO.clear()
+        WARNINGS.clear()
         try:
             with handling(end_at_once), CHANGED:
                 main(args)

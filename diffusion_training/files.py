@@ -14,7 +14,7 @@ import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import list_values
-from diffusion_training.errors import Refused, explain, explained, fail, status_of
+from diffusion_training.errors import Refused, explain, explained, fail, is_loaders_end, status_of
 
 
 @contextlib.contextmanager
@@ -44,7 +44,10 @@ def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
             item.replace(path)
             delete(old)  # last, so that one of the two is always complete
         unfinished.rmdir()
-    except Exception as error:  # torch.save does not report a full disk
+    except Exception as error:
+        if is_loaders_end(error):  # no failure of the block; the next start deletes what is left
+            raise
+        # torch.save does not report a full disk
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -23,7 +23,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from diffusion_training.errors import CHANGED, SIGNALS, amount, explained, fail, handling
+from diffusion_training.errors import CHANGED, SIGNALS, amount, explained, fail, handling, surviving
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.models import DTYPES
 from diffusion_training.quantization import check_quantization
@@ -304,7 +304,7 @@ def keep_memory() -> None:
 
 
 class StopSignal:
-    """Notes Ctrl-C and SIGTERM, which end the run on all processes after the current step.
+    """Notes the stop signals, which end the run on all processes after the current step.
 
     together: whether all processes call the models at the same time, and `poll` equally often.
     """
@@ -351,6 +351,7 @@ def end_stopped(
     where = f"after step {global_step} of {max_train_steps}"
     advice = "the same command with --resume_from_checkpoint latest continues from there"
     accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {advice}")
-    accelerator.end_training()
+    with surviving("the trackers could not be closed"):
+        accelerator.end_training()
     SIGNALS.clear()  # it has been reported
     sys.exit(128 + stop)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from accelerate.utils import send_to_device
 
-from diffusion_training.errors import Refused, holding_signals
+from diffusion_training.errors import Refused, holding_signals, list_stop_signals
 from diffusion_training.library_fixes import exit_if_sending_fails
 
 Ahead = TypeVar("Ahead")
@@ -85,9 +85,9 @@ class WithRefusals:
 
 
 def ignore_signals(worker_id: int) -> None:
-    """Let a loader process ignore Ctrl-C and SIGTERM, because the trainer finishes its step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Let a loader process ignore the stop signals, because the trainer finishes its step."""
+    for number in list_stop_signals():
+        signal.signal(number, signal.SIG_IGN)
     exit_if_sending_fails()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_training.errors import end_if_stopped, explained
+from diffusion_training.errors import end_if_stopped, explained, list_stop_signals
 
 Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies
@@ -49,7 +49,7 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     if ray.is_initialized():
         return lambda: None
     cluster = address or os.environ.get("RAY_ADDRESS", "")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in list_stop_signals()}
     search = f" or found at {cluster}" if cluster else ""
     with explained(f"Ray can't be started{search}"):
         # Ray itself takes minutes to notice that no host answers

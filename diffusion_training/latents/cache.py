@@ -17,7 +17,7 @@ from filelock import BaseFileLock
 from diffusion_training import __version__
 from diffusion_training.arguments import format_args
 from diffusion_training.data.images import describe_decoder
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors import explained, fail, hide_secrets
 from diffusion_training.files import (
     check_output_dir,
     delete,
@@ -205,7 +205,8 @@ def open_cache(
     if differences:
         fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
     path = output_dir / "run.args"
-    content = os.fsencode(format_args(planned.flags, "precompute_latents.py", UNRECORDED_FLAGS))
+    command = format_args(planned.flags, "precompute_latents.py", UNRECORDED_FLAGS)
+    content = os.fsencode(hide_secrets(command))
     if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
         write_file(path, content)
     # not an error: JPEG decoders differ only by a grey level or two

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
 
 from diffusion_training.families.base import Family
 from diffusion_training.files import saving
+from diffusion_training.training.checkpoints import find_samples
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.report import (
     About,
@@ -35,15 +37,18 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
     about = name_run(step, args, local=False)
     described = describe(about, args)
     save_loss(output_dir)
-    samples = sorted((output_dir / "samples").glob("step-*.png"))
+    path = output_dir / "README.md"
+    if path.exists() and not is_unchanged(path.read_text("utf-8", "replace")):
+        print(f"{path} is kept as it is, because it was edited")
+        return
+    samples = find_samples(output_dir)
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
     held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record]
     losses = tabulate("held-out loss", held_out[-1] if held_out else {}, ".4g")
     listed = list_settings(args)
     given = {name: value for name, value in listed.items() if name in args.given}
     defaults = {name: value for name, value in listed.items() if name not in given}
-    with saving(output_dir, "the model card") as unfinished:
-        (unfinished / "README.md").write_text(f"""---
+    text = f"""---
 {describe_for_hub(described, args).to_yaml()}
 ---
 
@@ -66,7 +71,20 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
 
 {tabulate("setting", defaults)}
 </details>
-""", encoding="utf-8")  # fmt: skip
+"""
+    with saving(output_dir, "the model card") as unfinished:
+        (unfinished / "README.md").write_text(text + sign_text(text), encoding="utf-8")
+
+
+def sign_text(text: str) -> str:
+    """A comment for the end of a card that tells whether it was edited."""
+    return f"\n<!-- checksum {xxhash.xxh3_128_hexdigest(text.encode())} -->\n"
+
+
+def is_unchanged(card: str) -> bool:
+    """Whether a card is as `save_model_card` wrote it."""
+    text, _, _ = card.rpartition("\n<!-- checksum ")
+    return card == text + sign_text(text)
 
 
 def tabulate(title: str, values: dict[str, Any], form: str = "") -> str:

@@ -46,6 +46,12 @@ def find_checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(steps, key=lambda path: steps[path])
 
 
+def find_samples(output_dir: str | Path) -> list[Path]:
+    """Return the samples of a run in its folder, oldest first; other pictures are the user's."""
+    paths = sorted(Path(output_dir, "samples").glob("step-*.png"))
+    return [path for path in paths if path.is_file() and path.stem[len("step-") :].isdecimal()]
+
+
 def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
     """Return the checkpoint that --resume_from_checkpoint means, or None to start afresh.
 

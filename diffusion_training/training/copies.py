@@ -26,9 +26,13 @@ from tqdm import tqdm
 from diffusion_training.errors import CHANGED, explain, explained, fail
 from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist, writing
-from diffusion_training.training.checkpoints import find_checkpoints, prune_checkpoints
+from diffusion_training.training.checkpoints import (
+    find_checkpoints,
+    find_samples,
+    prune_checkpoints,
+)
 
-OWNER = "checkpoints_to.owner"  # at the address: the key of the run that writes there
+OWNER = "checkpoints_to.owner"  # at the address: key and name of the run that writes there
 RECORDS = ("run.args", "metrics.jsonl", "report.html")
 ENDS = {  # of the names of markers, and of samples, which are single files
     "checkpoint": "/trainer_state.json",
@@ -91,6 +95,10 @@ class Store:
         else:
             self.fs.put_file(str(source), path)
 
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        return self.fs.cat_file(f"{self.root}/{name}")
+
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
         with tempfile.TemporaryDirectory() as folder:
@@ -114,8 +122,9 @@ class Copies:
 
     A failed copy is tried again later. The training never waits, except in `finish`.
 
-    One run writes to an address: the last one that took it. Others then stop copying, for example a
-    machine that seemed dead but still copies when its successor has begun.
+    An address belongs to runs of one name, the last part of --output_dir. The last one that took it
+    writes there. Others then stop copying, for example a machine that seemed dead but still copies
+    when its successor has begun.
 
     limit: how many checkpoints are kept, None for all.
     """
@@ -124,7 +133,8 @@ class Copies:
         self.url = url
         self.output_dir = output_dir
         self.limit = limit
-        self.key = uuid.uuid4().hex.encode()
+        self.name = output_dir.resolve().name
+        self.key = f"{uuid.uuid4().hex} {self.name}".encode()
         self.there: set[str] = set()  # the files at the address; never changed in place
         self.held: Path | None = None  # the checkpoint that is being copied
         self.holding = threading.Lock()  # while `held` is chosen, and while checkpoints are deleted
@@ -142,10 +152,17 @@ class Copies:
             names = self.store.list()
             self.there = names - find_unfinished(names)
             self.store.delete(".tmp-trial")
+            owner = self.store.read(OWNER) if OWNER in self.there else b""
         if self.there and not self.there & {"run.args", OWNER}:
             fail(
                 f"--checkpoints_to {self.url} holds {min(self.there)} and no run of this script: "
                 "choose another address"
+            )
+        _, _, name = owner.decode("utf-8", "replace").partition(" ")
+        if name not in ("", self.name):
+            fail(
+                f"--checkpoints_to {self.url} holds the run {name}, and this one is {self.name}: "
+                "choose another address, or that name for --output_dir"
             )
 
     def fetch(self, given: str | None) -> None:
@@ -263,7 +280,7 @@ class Copies:
         objects, take the address again. What was being copied may be gone too, so this is an error.
         """
         try:
-            key = self.store.fs.cat_file(f"{self.store.root}/{OWNER}")
+            key = self.store.read(OWNER)
         except FileNotFoundError:
             self.store.write(OWNER, self.key)
             raise FileNotFoundError(f"{OWNER} was deleted there") from None
@@ -275,10 +292,10 @@ class Copies:
         here = find_steps(self.output_dir)
         there = find_whole(self.there, "checkpoint")
         wanted = sorted({*here, *there}, reverse=True)[: self.limit]
-        samples = sorted((self.output_dir / "samples").glob("step-*.png"))
+        samples = find_samples(self.output_dir)
         return [
             *(here[step] for step in wanted if step not in there),
-            *(p for p in samples if p.is_file() and f"samples/{p.name}" not in self.there),
+            *(path for path in samples if f"samples/{path.name}" not in self.there),
         ]
 
     def tidy(self) -> None:

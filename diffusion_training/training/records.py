@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, Prepared, StepSums
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors import explained, fail, surviving
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.training.checkpoints import find_checkpoints
@@ -277,7 +277,8 @@ class Records:
         numbers = {
             key: value for key, value in record.items() if key not in ("step", "signs", "skipped")
         }
-        self.accelerator.log(numbers, step=record["step"])
+        with surviving(f"--report_to {self.args.report_to} failed; metrics.jsonl has all records"):
+            self.accelerator.log(numbers, step=record["step"])
 
 
 def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> None:

@@ -25,6 +25,7 @@ from diffusion_training.arguments import format_args, list_values
 from diffusion_training.errors import amount, explain
 from diffusion_training.files import write_file
 from diffusion_training.training.best import read_best
+from diffusion_training.training.checkpoints import find_samples
 from diffusion_training.training.signs import read_metrics
 
 STYLE = """\
@@ -239,6 +240,8 @@ def save_report(
         given = {name: flags[name] for name in args.given if name in flags}
         again = [f"@{output_dir / 'run.args'}", "--output_dir", f"{output_dir}-again"]
         again += ["--no-push_to_hub"] * bool(flags.get("push_to_hub"))
+        if flags.get("checkpoints_to"):  # an address belongs to one run
+            again += ["--checkpoints_to", flags["checkpoints_to"].rstrip("/") + "-again"]
         start = f"{launcher} {shlex.quote(os.path.relpath(script))}"
         about = {
             "name": flags.get("hub_model_id") or output_dir.resolve().name,
@@ -335,7 +338,7 @@ def make_report(output_dir: str | Path) -> None:
                 f'src="data:image/svg+xml;base64,{svg}">'
                 f"<figcaption>{escape(values)}</figcaption></figure>"
             )
-    paths = sorted((output_dir / "samples").glob("step-*.png"))
+    paths = find_samples(output_dir)
     # samples from before training, to compare; a run with --init_from starts at a later step
     first, last = paths[:-1][:1], paths[-1:]
     if first and first[0].stem != "step-0000000" and "init_from" not in settings:

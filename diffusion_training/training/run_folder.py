@@ -12,13 +12,14 @@ from typing import Any
 from filelock import BaseFileLock
 
 from diffusion_training.arguments import Flags, format_args
-from diffusion_training.errors import UNDO, explained, fail
+from diffusion_training.errors import UNDO, explained, fail, hide_secrets, surviving
 from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
 from diffusion_training.launch import Launch
 from diffusion_training.training.best import restore_best
 from diffusion_training.training.checkpoints import (
     find_checkpoint,
     find_checkpoints,
+    find_samples,
     find_start,
     read_start,
     read_state,
@@ -56,14 +57,15 @@ class Run:
 def complete_args(args: Namespace, *found: Any, **others: Any) -> Flags:
     """The flags with the values that the run found for them, such as --train_batch_size auto.
 
-    Checkpoints, trackers, the report and run.args record them.
+    Checkpoints, trackers, the report and run.args record them, without passwords in addresses.
 
     found: `Launch`, `Run`, `Data`, `Plan`. others: single values.
     """
     completed = dict(vars(args))
     for each in found:
         completed |= each.settings()
-    return Flags(getattr(args, "given", ()), **completed | others)
+    completed = {name: hide_secrets(value) for name, value in (completed | others).items()}
+    return Flags(getattr(args, "given", ()), **completed)
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
@@ -77,11 +79,12 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     given = args.resume_from_checkpoint
     if copies_to and given:
         given = find_name(given, copies_to)
+    command = format_args(vars(complete_args(args, launch)), Path(script).name)
     lock = None
     copies = None
     if launch.is_main:
-        # every run leaves one of these; a cache may too, but it also has cache.json
-        own = {"run.args", "metrics.jsonl", "find_lr.json", "image_cache"}
+        # every run has one of these; a cache may too, but it also has cache.json
+        own = {"run.args", "find_lr.json", "image_cache"}
         # perhaps only checkpoints were copied here
         own |= {path.name for path in find_checkpoints(output_dir)}
         if not output_dir.exists():
@@ -99,6 +102,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
                 )
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
+        # it marks the folder as a run's, before anything is fetched into it
+        if not args.find_lr and not (output_dir / "run.args").exists():
+            write_command(command, output_dir)
         if copies_to:
             copies = Copies(copies_to, output_dir, args.checkpoints_total_limit)
             copies.open()
@@ -113,12 +119,8 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     checkpoint = find_checkpoint(given, str(folder))
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
-    command = format_args(vars(complete_args(args, launch)), Path(script).name)
-    if launch.is_main and not args.find_lr:
-        if not (output_dir / "run.args").exists():  # it marks the folder as a run's
-            write_command(command, output_dir)
-        if args.push_to_hub:
-            hub_model_id = make_repository(args)
+    if launch.is_main and args.push_to_hub and not args.find_lr:
+        hub_model_id = make_repository(args)
     init_from = vars(args).get("init_from")
     start = None if checkpoint else find_start(init_from)
     configs = (checkpoint or start) if init_from else None
@@ -152,9 +154,8 @@ def begin_run(run: Run, output_dir: Path) -> None:
     Call it on the first process.
     """
     if run.checkpoint is None:
-        for old in (output_dir / "samples").glob("step-*.png"):
-            if old.stem.removeprefix("step-").isdecimal():  # else it is a copy of the user's
-                old.unlink()
+        for old in find_samples(output_dir):
+            old.unlink()
     restore_best(output_dir, run.reached)
     write_command(run.command, output_dir)
 
@@ -176,4 +177,5 @@ def end_run(launch: Launch, run: Run, done: str, files: list[str], args: Namespa
     accelerator.print(done)
     if run.lock is not None:
         run.lock.release(force=True)
-    accelerator.end_training()
+    with surviving("the trackers could not be closed"):
+        accelerator.end_training()

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 
+from diffusion_training.errors import surviving
 from diffusion_training.files import saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
@@ -36,7 +37,8 @@ def save_samples(
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
+            with surviving(f"{tracker.name} did not take samples; the folder samples/ has them"):
+                tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 
 class Interrupted(Exception):

@@ -309,14 +309,15 @@ def test_fetch_brings_checkpoint_records_samples_and_best_weights(
     copies.begin(-1)
     wait_until(lambda: list_steps() == [1, 2], 20)
     held = Hold(monkeypatch, "checkpoint-3/", OSError("killed"))
-    save(out, 3, best=3)
+    with copies.holding:  # so that no copy is chosen when half of it is there
+        save(out, 3, best=3)
     copies.news.set()
     held.reached.wait(20)
     copies.close()
     assert list_steps("best") == [1, 3]
     Store(copies.url).write("samples/.tmp-1-step-0000001.png", b"unfinished")
-    new = tmp_path / "new"
-    new.mkdir()
+    new = tmp_path / "new/out"
+    new.mkdir(parents=True)
     make(folder=new).fetch("latest")
     assert checksum_files(new / "checkpoint-2") == checksum_files(out / "checkpoint-2")
     assert (new / "best/weights").read_text() == "best weights of step 1"
@@ -353,9 +354,9 @@ def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
     finish(copies)
 
     def fetch(given, *here):
-        folder = tmp_path / "fetched"
+        folder = tmp_path / "fetched/out"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder.mkdir(parents=True)
         for step in here:
             save(folder, step)
         copies = make(folder=folder)
@@ -369,7 +370,7 @@ def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
     assert fetch("latest") == [two]
     assert fetch("latest", 1) == [one, two]
     assert fetch("latest", 3) == [three]
-    assert fetch(two) == fetch(f"{two}/") == fetch(str(tmp_path / "fetched" / two)) == [two]
+    assert fetch(two) == fetch(f"{two}/") == fetch(str(tmp_path / "fetched/out" / two)) == [two]
     assert fetch(three, 3) == [three]
     for given, here in ((one, []), (one, [1]), (str(out / two), []), ("elsewhere", [])):
         with pytest.raises(SystemExit, match=f"checkpoint-2 at .* is newer than {given}, or of an"):

@@ -300,3 +300,11 @@ def test_lock_folder_creates_parents_and_ignores_hidden_files(tmp_path):
         SystemExit, match="holds photo.png and no run of this script: choose another folder"
     ):
         lock_folder(folder, folder, lambda names: False, "run of this script")
+
+
+def test_saving_leaves_the_end_of_a_loader_process_to_its_own_sentence(tmp_path):
+    """torch raises it in the main thread at any moment, so also while a checkpoint is written."""
+    with pytest.raises(RuntimeError, match="DataLoader worker"), saving(tmp_path, "it"):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+    clean(tmp_path)
+    assert not list(tmp_path.iterdir())

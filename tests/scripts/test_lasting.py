@@ -1,0 +1,219 @@
+"""A run outlives its terminal and its trackers; folders and addresses keep what is not a run's."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+from accelerate import Accelerator
+from conftest import Script, checkpoints, finish, make_images, metrics, patch, start, wait_until
+from fsspec.implementations.local import LocalFileSystem
+
+from diffusion_training.errors import hide_secrets
+from diffusion_training.training.copies import OWNER, Copies
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+train = Script("train_unconditional")
+LATEST = "--resume_from_checkpoint=latest"
+
+
+@pytest.fixture
+def flags(tmp_path, unet_config):
+    """A run of 3 steps."""
+    make_images(tmp_path / "images", 3)
+    return train.flags(
+        tmp_path / "out",
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--max_train_steps=3",
+    )
+
+
+def close_terminal():
+    """Let stdout and stderr be a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    os.close(reader)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("terminal", ["closed pipe", "full disk"])
+def test_run_outlives_a_terminal_that_takes_no_output(tmp_path, flags, terminal, num_processes):
+    def run():
+        if terminal == "closed pipe":
+            close_terminal()
+        train(*flags)
+
+    log = "/dev/full" if terminal == "full disk" else os.devnull
+    assert {*finish(start(run, num_processes, log))} == {0}
+    assert (tmp_path / "out/unet").is_dir() and len(checkpoints(tmp_path / "out")) == 1
+    assert metrics(tmp_path / "out")
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sighup_ends_a_run_with_a_checkpoint_unless_nohup_ignores_it(tmp_path, flags, ignored):
+    def run():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        train(*flags, f"--max_train_steps={40 if ignored else 100_000}")
+
+    pids = start(run)
+    records = tmp_path / "out/metrics.jsonl"
+    wait_until(lambda: records.exists() and records.read_bytes())
+    os.kill(pids[0], signal.SIGHUP)
+    assert finish(pids) == [0 if ignored else 129]
+    assert len(checkpoints(tmp_path / "out")) == 1
+    assert (tmp_path / "out/unet").exists() == ignored
+
+
+def test_run_goes_on_without_a_tracker_that_fails(tmp_path, flags, monkeypatch, capfd):
+    def lose(*args, **options):
+        raise BrokenPipeError("the tracker's process has ended")
+
+    monkeypatch.setattr(Accelerator, "log", lose)
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log_images", lose)
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.finish", lose)
+    train(*flags, "--report_to=tensorboard")
+    said = capfd.readouterr().err
+    sentence = "--report_to tensorboard failed; metrics.jsonl has all records (the tracker's proc"
+    assert said.count(sentence) == 1 and said.count("the trackers could not be closed") == 1
+    assert said.count("tensorboard did not take samples; the folder samples/ has them") == 1
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3]
+    assert (tmp_path / "out/unet").is_dir()
+
+
+# ------------------------------------------------------------------- whose folder is it?
+
+
+def test_folder_with_records_of_another_program_is_left_alone(tmp_path, flags):
+    (tmp_path / "out/unet").mkdir(parents=True)
+    for name in ("metrics.jsonl", "README.md", "unet/mine"):
+        (tmp_path / "out" / name).write_text("mine")
+    error = train.refused(*flags)
+    assert "holds README.md and no run of this script: choose another folder" in error
+    for name in ("metrics.jsonl", "README.md", "unet/mine"):
+        assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_run_stopped_while_it_fetches_its_checkpoint_starts_again(tmp_path, flags, monkeypatch):
+    flags = [*flags, f"--checkpoints_to={tmp_path / 'copies'}", LATEST]
+    train(*flags)
+    (tmp_path / "out").rename(tmp_path / "lost")
+    fetched = []
+
+    def stop(url, names, step, folder):
+        (folder / "samples").mkdir()
+        fetched.append(step)
+        raise SystemExit(143)
+
+    with monkeypatch.context() as stopped:
+        patch(stopped, "fetch_checkpoint", stop)
+        with pytest.raises(SystemExit):
+            train(*flags)
+    assert fetched == [3] and (tmp_path / "out/samples").exists()
+    train(*flags, "--max_train_steps=4")
+    assert checkpoints(tmp_path / "out") == {"checkpoint-3", "checkpoint-4"}
+
+
+def test_an_address_belongs_to_the_runs_of_one_name(tmp_path, flags):
+    address = f"--checkpoints_to={tmp_path / 'copies'}"
+    train(*flags, address)
+    there = {path: path.read_bytes() for path in (tmp_path / "copies").rglob("*") if path.is_file()}
+    for more in ([], [LATEST]):
+        error = train.refused(*flags, address, f"--output_dir={tmp_path / 'seed-1'}", *more)
+        assert "copies holds the run out, and this one is seed-1: choose another address" in error
+    assert {path: path.read_bytes() for path in there} == there
+    # the same name on another machine
+    other = f"--output_dir={tmp_path / 'machine/out'}"
+    train(*flags, address, other, LATEST, "--max_train_steps=4")
+    assert checkpoints(tmp_path / "machine/out") == {"checkpoint-3", "checkpoint-4"}
+    assert (
+        f"--checkpoints_to {tmp_path / 'copies'}-again"
+        in (tmp_path / "out/report.html").read_text()
+    )
+
+
+def test_an_address_whose_owner_has_no_name_is_taken_up_again(tmp_path):
+    """An owner file of before names were written there."""
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / OWNER).write_bytes(b"0123456789abcdef")
+    Copies(str(tmp_path / "copies"), tmp_path / "any", None).open()
+
+
+def test_an_edited_model_card_is_kept(tmp_path, flags, capfd):
+    card = tmp_path / "out/README.md"
+    train(*flags)
+    written = card.read_text()
+    train(*flags, LATEST, "--max_train_steps=4")
+    assert card.read_text() != written and "is kept" not in capfd.readouterr().out
+    card.write_text(card.read_text().replace("# out", "# My model"))
+    edited = card.read_text()
+    train(*flags, LATEST, "--max_train_steps=5")
+    assert card.read_text() == edited
+    assert capfd.readouterr().out.count("README.md is kept as it is, because it was edited") == 1
+
+
+def test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing(tmp_path, flags, capfd):
+    train(*flags)
+    picture = tmp_path / "out/samples/step-best.png"
+    picture.write_bytes(Path(tmp_path / "images/0.png").read_bytes())
+    train(*flags, LATEST, "--max_train_steps=4")
+    assert picture.exists() and "could not be written" not in capfd.readouterr().err
+    assert "step-best" not in (tmp_path / "out/README.md").read_text()
+
+
+# ------------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize("text, hidden", [
+    ("https://me:PASSWORD@host/a.tar", "https://***@host/a.tar"),
+    ("s3://bucket/run", "s3://bucket/run"),
+    ("see https://host/a.png?sig=SECRET&x=1 (404)", "see https://host/a.png?*** (404)"),
+    ("zip://a.jpg::https://PASSWORD@host/a.zip?t=SECRET", "zip://a.jpg::https://***@host/a.zip?***"),
+    ("s3://bucket/part-??.parquet", "s3://bucket/part-??.parquet"),
+    ("hf://datasets/me/photos@main/a.zip", "hf://datasets/me/photos@main/a.zip"),
+    ("me@host.org, what = 1?", "me@host.org, what = 1?"),
+    (["https://PASSWORD@host", 3], ["https://***@host", 3]),
+])  # fmt: skip
+def test_hide_secrets_cuts_passwords_and_queries(text, hidden):
+    assert hide_secrets(text) == hidden
+
+
+class SecretFiles(LocalFileSystem):
+    """A store whose address holds a password and a signature; its files are in `folder`."""
+
+    protocol = "secret"
+    folder = None
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        is_address = str(path).startswith("secret://")
+        return str(cls.folder) if is_address else super()._strip_protocol(path)
+
+
+def find_secrets(folder):
+    """The files below a folder that hold one of the secrets."""
+    secrets = (b"PASSWORD", b"SIGNATURE")
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in paths if any(secret in path.read_bytes() for secret in secrets)]
+
+
+def test_a_run_records_and_prints_no_password_and_no_signed_query(tmp_path, flags, capfd):
+    fsspec.register_implementation("secret", SecretFiles, clobber=True)
+    SecretFiles.folder = tmp_path / "copies"
+    address = "secret://me:PASSWORD@host/run?sig=SIGNATURE"
+    train(*flags, f"--checkpoints_to={address}", "--report_to=tensorboard")
+    assert (tmp_path / "copies/checkpoint-3/trainer_state.json").exists()
+    said = capfd.readouterr()
+    assert not [secret for secret in ("PASSWORD", "SIGNATURE") if secret in said.out + said.err]
+    assert not find_secrets(tmp_path / "out") and not find_secrets(tmp_path / "copies")
+    assert "secret://***@host/run?***" in (tmp_path / "out/run.args").read_text()
+    (tmp_path / "copies/notes.txt").write_text("mine")
+    for path in (tmp_path / "copies").rglob("checkpoints_to.owner"):
+        path.write_bytes(b"key another")
+    error = train.refused(*flags, f"--checkpoints_to={address}", LATEST)
+    assert "secret://***@host/run?*** holds the run another" in error
