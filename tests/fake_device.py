@@ -17,17 +17,21 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
-from conftest import ROOT, finish, start
+from conftest import ROOT, finish, patch, start
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "gpu"
 DEVICE = f"{NAME}:0"
-WAITS = collections.Counter()  # {(step, operator, place): how often}; see `count_wait`
-STEP = [0]  # a test sets the number of the step that runs
+# How often something waited, by the number of optimizer steps before it, the operator, and the
+# innermost line of this repository: of the code, else of a test
+Wait = collections.namedtuple("Wait", "steps operator path line function")
+WAITS = collections.Counter()
 
 # These operators need a number from the device before they can return.
 WAITING = {
@@ -41,17 +45,44 @@ INDEXING = {f"aten::{name}" for name in ("index", "index_put", "index_put_", "_i
 
 
 def count_wait(operator):
-    """Count a wait, at the innermost line of this repository: of the code, else of a test."""
     places = []
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(f"{ROOT}/") and "/site-packages/" not in path and path != __file__:
-            places.append((os.path.relpath(path, ROOT), frame.f_lineno))
+        code = frame.f_code
+        if is_ours(code.co_filename):
+            path = os.path.relpath(code.co_filename, ROOT)
+            places.append((path, frame.f_lineno, code.co_name))
         frame = frame.f_back
-    ours = [place for place in places if not place[0].startswith("tests/")] or places
-    path, line = ours[0] if ours else ("?", 0)
-    WAITS[STEP[0], operator.removeprefix("aten::"), f"{path}:{line}"] += 1
+    of_code = [place for place in places if not place[0].startswith("tests/")]
+    place = next(iter(of_code or places), ("?", 0, "?"))
+    WAITS[Wait(STEPS.number, operator.removeprefix("aten::"), *place)] += 1
+
+
+@functools.cache
+def is_ours(path):
+    """Whether a file is of this repository, and not this one or in a virtual environment."""
+    return path.startswith(f"{ROOT}/") and "/site-packages/" not in path and path != __file__
+
+
+class Steps:
+    """Counts the steps of the first optimizer that takes one."""
+
+    def __init__(self):
+        self.number = 0
+        self.optimizer = None
+
+    def __call__(self, optimizer, args, kwargs):
+        """To be called after each step of any optimizer, of which one may contain others."""
+        self.optimizer = self.optimizer or optimizer
+        self.number += optimizer is self.optimizer
+
+
+STEPS = Steps()
+
+
+def forget_waits():
+    WAITS.clear()
+    STEPS.__init__()
 
 
 class GpuTensor(torch.Tensor):
@@ -490,7 +521,10 @@ def copy_from(source, target, non_blocking=False):
 
 
 def switch_on():
-    """Add the device "gpu" to torch, for the rest of the process; Accelerate chooses it."""
+    """Add the device "gpu" to torch, for the rest of the process; Accelerate chooses it.
+
+    The package takes it for a GPU, and its branches for CUDA run.
+    """
     _setup_privateuseone_for_python_backend(NAME, GpuModule())
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
@@ -509,6 +543,8 @@ def switch_on():
     torch.utils._foreach_utils._foreach_supported_types.append(GpuTensor)
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned
     torch.Generator = Generator
+    register_optimizer_step_post_hook(STEPS)
+    patch(pytest.MonkeyPatch(), "is_gpu", lambda device: device.type == NAME)
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
 
 

@@ -2,16 +2,18 @@
 
 import copy
 import io
-import os
-import sys
+import linecache
 
 import diffusers
 import fake_device
 import pytest
 import safetensors.torch
 import torch
+from accelerate import Accelerator
 from fake_device import DEVICE, WAITS, forked
 from torch.nn import functional as F
+
+from diffusion_training import memory
 
 
 def is_on_gpu(tensor):
@@ -23,7 +25,7 @@ def assert_waits(count, call):
     WAITS.clear()
     call()
     assert sum(WAITS.values()) == count, WAITS
-    assert all(place.startswith("tests/package/test_fake_device.py:") for *_, place in WAITS)
+    assert {wait.path for wait in WAITS} <= {"tests/package/test_fake_device.py"}
 
 
 # operators that wait, with a tensor of six numbers, a mask and indices, all on the device
@@ -94,11 +96,23 @@ def test_waits_are_counted_with_their_line():
             mask = index % 2 == 0
             print(name)
             assert_waits(count, lambda: call(x, mask, index))
-    x = torch.ones(2, device=DEVICE)
-    WAITS.clear()
-    fake_device.STEP[0] = 3
-    x.sum().item(); line = sys._getframe().f_lineno  # fmt: skip  # noqa: E702
-    assert WAITS == {(3, "_local_scalar_dense", f"tests/package/test_fake_device.py:{line}"): 1}
+
+
+@forked
+def test_steps_before_a_wait_are_counted():
+    layer = torch.nn.Linear(2, 2, device=DEVICE)
+    optimizer, other = (torch.optim.AdamW(layer.parameters(), fused=True) for _ in range(2))
+    layer(torch.ones(1, 2, device=DEVICE)).sum().backward()
+    for _ in range(2):
+        optimizer.step()
+        other.step()  # such as a second one inside the first
+        layer.weight.sum().item()
+    assert [(wait.steps, wait.function) for wait in WAITS] == [
+        (number, "test_steps_before_a_wait_are_counted") for number in (1, 2)
+    ]
+    assert set(WAITS.values()) == {1}
+    fake_device.forget_waits()
+    assert not WAITS and fake_device.STEPS.number == 0
 
 
 @forked
@@ -115,9 +129,9 @@ def test_a_wait_in_the_backward_pass_has_our_line():
 
     x = torch.ones(2, device=DEVICE, requires_grad=True)
     assert_waits(1, lambda: Doubled.apply(x).sum().backward())
-    ((*_, place),) = WAITS
-    lines = open(__file__).read().splitlines()
-    assert lines[int(place.rpartition(":")[2]) - 1].strip() == "gradient.sum().item()"
+    (wait,) = WAITS
+    assert linecache.getline(__file__, wait.line).strip() == "gradient.sum().item()"
+    assert wait.function == "backward"
 
 
 @forked
@@ -269,7 +283,8 @@ def test_the_module_has_cudas_functions():
     assert torch.accelerator.current_accelerator().type == device.type
     loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2, pin_memory=True)
     assert all(batch.is_pinned() for batch in loader)
-    assert os.environ["ACCELERATE_TORCH_DEVICE"] == DEVICE
+    assert memory.is_gpu(device) and memory.measure_memory(device) == (2 * 10**9, 3 * 10**9)
+    assert str(Accelerator().device) == DEVICE
 
 
 @forked
