@@ -516,6 +516,11 @@ def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory
     return to_gpu(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
 
+def infer(is_on):
+    """In place of inference mode, in which a view of a tensor like ours can't be made."""
+    return torch.no_grad() if is_on else contextlib.nullcontext()
+
+
 def copy_from(source, target, non_blocking=False):
     return copy(target, source, non_blocking)
 
@@ -543,6 +548,7 @@ def switch_on():
     torch.utils._foreach_utils._foreach_supported_types.append(GpuTensor)
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned
     torch.Generator = Generator
+    torch._C._InferenceMode = infer
     register_optimizer_step_post_hook(STEPS)
     patch(pytest.MonkeyPatch(), "is_gpu", lambda device: device.type == NAME)
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE

