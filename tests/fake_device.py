@@ -241,7 +241,7 @@ def convert(function, tensor, *, device=None, non_blocking=False, **options):
 def copy(target, source, non_blocking=False):
     """Run `copy_`. It waits if one side is on the CPU, unless that is pinned."""
     to_cpu, from_cpu = not is_on_gpu(target), is_on_cpu(source)
-    if to_cpu or from_cpu:
+    if (to_cpu or from_cpu) and source.numel():
         if not (non_blocking and is_pinned(target if to_cpu else source)):
             count_wait(f"copy {'to' if to_cpu else 'from'} the CPU")
     numbers = source.numbers if is_on_gpu(source) else source

@@ -83,6 +83,7 @@ NOT_WAITING = {
     ),
     "bfloat16": lambda x, mask, index: x.to(torch.bfloat16),
     "copy": lambda x, mask, index: copy.deepcopy(x),
+    "an empty list": lambda x, mask, index: torch.tensor([], device=DEVICE),
     "event": lambda x, mask, index: fake_device.Event().record(),
 }
 
