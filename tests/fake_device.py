@@ -23,7 +23,7 @@ from conftest import ROOT, finish, patch, start
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "gpu"
@@ -150,44 +150,49 @@ def run_operator(function, args, kwargs):
         return convert(function, *args, **kwargs)
     if name == "aten::copy_":
         return copy(*args, **kwargs)
-    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    values, structure = tree_flatten((args, kwargs))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if name in INDEXING:
         check_indexing(name, args)
     else:
         check_devices(function.name(), tensors)
-    for generator in tree_leaves((args, kwargs)):
-        if isinstance(generator, torch._C.Generator) and generator._cdata not in GENERATORS:
+    for value in values:
+        if isinstance(value, torch._C.Generator) and value._cdata not in GENERATORS:
             raise RuntimeError(f"{name} on {DEVICE} with a generator of the CPU")
     if name in WAITING and not (name == "aten::repeat_interleave" and kwargs.get("output_size")):
         count_wait(name)
     wrapped = {id(value.numbers): value for value in tensors if is_on_gpu(value)}
-
-    def unwrap(value):
-        if is_on_gpu(value):
-            return value.numbers
-        is_device = isinstance(value, torch.device) and value.type == NAME
-        return torch.device("cpu") if is_device else value
-
-    result = function(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    on_cpu, options = tree_unflatten(map(unwrap, values), structure)
+    result = function(*on_cpu, **options)
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != NAME:
         return result
-
-    def wrap(value):
-        if not is_on_cpu(value):
-            return value
-        own = wrapped.get(id(value))  # an operator in place returns its argument
-        if own is None:
-            return to_gpu(value)
-        if own.shape != value.shape:  # such as arange, which has enlarged an empty tensor
-            with torch._C.DisableTorchFunctionSubclass():
-                torch.Tensor.data.__set__(own, to_gpu(value))
-        return own
-
     if torch.Tag.inplace_view in function.tags:  # such as squeeze_, which has changed `numbers`
         with no_dispatch():
             function(*args, **kwargs)
-    return tree_map(wrap, result)
+    return wrap_all(result, wrapped)
+
+
+def unwrap(value):
+    if is_on_gpu(value):
+        return value.numbers
+    is_device = isinstance(value, torch.device) and value.type == NAME
+    return torch.device("cpu") if is_device else value
+
+
+def wrap_all(value, wrapped):
+    """Put results onto the imitated GPU. wrapped: the arguments that an operator may return."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([wrap_all(each, wrapped) for each in value])
+    if not is_on_cpu(value):
+        return value
+    own = wrapped.get(id(value))  # an operator in place returns its argument
+    if own is None:
+        return to_gpu(value)
+    if own.shape != value.shape:  # such as arange, which has enlarged an empty tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(own, to_gpu(value))
+    return own
 
 
 def check_devices(name, tensors):

@@ -212,10 +212,10 @@ def list_twins(folder):
     config = make_unet_config(folder)
     make_prx(folder / "prx-config")
     flags = ["--train_batch_size=2", "--lr_warmup_steps=2", *STEPS]
-    text = [*flags, f"--pretrained_model_name_or_path={base}", "--num_inference_steps=1"]
+    text = [*flags, f"--pretrained_model_name_or_path={base}"]
     models = {
         UNCONDITIONAL: [f"--train_data_dir={folder / 'data'}", "--resolution=16", *flags]
-        + [f"--model_config_name_or_path={config}", "--ddpm_num_inference_steps=1"],
+        + [f"--model_config_name_or_path={config}"],
         TEXT: [*text, f"--latents_dir={folder}/sd-cache"],
         FLOW: [*text, f"--latents_dir={folder}/prx-cache"]
         + [f"--transformer_config_name_or_path={folder / 'prx-config'}"],
@@ -299,10 +299,10 @@ def count_waits(waits, step):
 
 QUICK = {
     "unconditional": list_unconditional,
-    "stable diffusion": list_stable_diffusion,
     "qwen-image": list_family("qwen-image", "qwen_image", known=[wait_for_length()]),
 }
 SLOW = {
+    "stable diffusion": list_stable_diffusion,
     "sdxl": list_sdxl,
     "prx": list_prx,
     "z-image": list_family("z-image", "z_image"),
