@@ -526,6 +526,14 @@ def infer(is_on):
     return torch.no_grad() if is_on else contextlib.nullcontext()
 
 
+def swap_tensors(parameter, moved, swap=torch.utils.swap_tensors):
+    """Let a parameter that is moved keep the attributes that a library has given to it."""
+    for name, value in vars(parameter).items():
+        if name != "numbers":
+            vars(moved).setdefault(name, value)
+    swap(parameter, moved)
+
+
 def copy_from(source, target, non_blocking=False):
     return copy(target, source, non_blocking)
 
@@ -548,6 +556,7 @@ def switch_on():
     LIBRARIES.extend([library, others])
     # so that a module keeps its parameters when it is moved, as on CUDA
     torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = swap_tensors
     # otherwise the backward pass runs in a thread, whose stack does not have our lines
     torch.autograd.set_multithreading_enabled(False)
     torch.utils._foreach_utils._foreach_supported_types.append(GpuTensor)

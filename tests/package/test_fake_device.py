@@ -163,8 +163,9 @@ def test_numbers_and_gradients_of_a_layer_equal_the_cpus():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(5, 3), torch.randn(4, 5)
     other, parameter = copy.deepcopy(layer), layer.weight
+    parameter.label = "a library's"
     layer.to(DEVICE)
-    assert layer.weight is parameter and is_on_gpu(parameter)
+    assert layer.weight is parameter and is_on_gpu(parameter) and parameter.label
     results = []
     for module, inputs in ((layer, x.to(DEVICE)), (other, x)):
         optimizer = torch.optim.AdamW(module.parameters(), fused=True)

@@ -30,6 +30,8 @@ from diffusers import UNet2DConditionModel, UNet2DModel
 from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 
+from diffusion_training import quantization
+
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
 SCRIPTS = {name: Script(name) for name in NAMES}
 UNCONDITIONAL, TEXT, FLOW, PRECOMPUTE = NAMES
@@ -254,6 +256,19 @@ class WithScaler(accelerate.Accelerator):
             self.scaler = torch.amp.GradScaler(fake_device.NAME)
 
 
+def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
+    """Quantize on the CPU, then move: a weight of bitsandbytes can't be a tensor like the device's.
+
+    The moved one has its attributes.
+    """
+    quantize_on_cpu(layer, weight.cpu(), dtype)
+    exact = layer.weight
+    exact.quant_state.to(fake_device.DEVICE)
+    moved = exact.data.to(fake_device.DEVICE)
+    layer.weight = torch.nn.Parameter(moved, requires_grad=False)
+    vars(layer.weight).update(vars(exact))
+
+
 def run_all(runs, folder):
     """Run scripts in a fork on the imitated GPU; returns {run: its waits}."""
     log = folder / "log"
@@ -261,6 +276,7 @@ def run_all(runs, folder):
     def child():
         fake_device.switch_on()
         SCRIPTS[UNCONDITIONAL].module.Accelerator = WithScaler
+        quantization.quantize = quantize
         waits = {}
         for name, run in runs.items():
             print(f"\n---- {name}", flush=True)
