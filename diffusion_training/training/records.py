@@ -152,8 +152,9 @@ class Records:
 
     def gather(self) -> dict[str, float]:
         """Wait for the device. Returns the sums over all processes, by their names."""
-        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones(())]
-        learned = torch.stack([norm.to(self.accelerator.device) for norm in norms]).sum()
+        device = self.accelerator.device
+        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones((), device=device)]
+        learned = torch.stack([norm.to(device) for norm in norms]).sum()
         sums = {"learned": learned, **self.sums, **self.first_images._asdict()}
         values = self.accelerator.reduce(torch.stack(list(sums.values()))).tolist()
         return dict(zip(sums, values, strict=True))

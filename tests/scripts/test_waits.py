@@ -82,6 +82,11 @@ def wait_for_loss():
     return Known("tolist", path, "find_learning_rate", 1, reason)
 
 
+def wait_for_record():
+    reason = "a record reads the sums of its steps, all at once"
+    return Known("tolist", "diffusion_training/training/records.py", "gather", 1, reason)
+
+
 def wait_for_rows(batches):
     reason = "rows are written when they have arrived, while the next ones are computed"
     return Known("Event.synchronize", "precompute_latents.py", "collect", batches, reason)
@@ -105,6 +110,11 @@ def list_unconditional(folder):
     return {
         "plain": Run(UNCONDITIONAL, [*base, *TRAIN]),
         "cached": Run(UNCONDITIONAL, [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]),
+        "records": Run(UNCONDITIONAL, [*base, *STEPS, "--logging_steps=1"], [wait_for_record()]),
+        "workers": Run(
+            UNCONDITIONAL,
+            [*base, *STEPS, "--dataloader_num_workers=1", "--gradient_accumulation_steps=2"],
+        ),
         "adafactor": Run(
             UNCONDITIONAL,
             [*base, *STEPS, "--optimizer=adafactor"],
