@@ -36,7 +36,7 @@ NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute
 SCRIPTS = {name: Script(name) for name in NAMES}
 UNCONDITIONAL, TEXT, FLOW, PRECOMPUTE = NAMES
 Known = namedtuple("Known", "operator path function count reason")
-# known: the waits in each steady step; None if the run has none. In `PRECOMPUTE`, of the whole run.
+# known: the waits in each steady step, or of a whole run of `PRECOMPUTE`; None if no step is steady
 Run = namedtuple("Run", "script flags known", defaults=[()])
 
 STEPS = ("--max_train_steps=4", "--logging_steps=100")
@@ -65,7 +65,7 @@ def wait_for_scaler(path):
 
 
 def wait_for_padding(module, calls=1):
-    reason = "transformers looks twice whether the captions are padded"
+    reason = "the text encoder in transformers looks twice whether captions are padded"
     path = f"diffusion_training/families/{module}.py"
     return Known("_local_scalar_dense", path, "encode", 2 * calls, reason)
 
@@ -90,11 +90,6 @@ def wait_for_record():
 def wait_for_rows(batches):
     reason = "rows are written when they have arrived, while the next ones are computed"
     return Known("Event.synchronize", "precompute_latents.py", "collect", batches, reason)
-
-
-def wait_for_twin(path, copies):
-    reason = "the twins are short, and pin no memory"
-    return Known("copy from the CPU", path, "<module>", copies, reason)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -232,11 +227,7 @@ def list_twins(folder):
         FLOW: [*text, f"--latents_dir={folder}/prx-cache"]
         + [f"--transformer_config_name_or_path={folder / 'prx-config'}"],
     }
-    copies = {UNCONDITIONAL: 1, TEXT: 2, FLOW: 3}
-    return {
-        name: Run(f"minimal/{name}.py", more, [wait_for_twin(f"minimal/{name}.py", copies[name])])
-        for name, more in models.items()
-    }
+    return {name: Run(f"minimal/{name}.py", more) for name, more in models.items()}
 
 
 def list_nf4(folder):
@@ -347,7 +338,12 @@ def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
             continue
         known = {each[:3]: each.count for each in runs[run].known}
         if runs[run].script == PRECOMPUTE:
-            found = [count_waits([wait for wait in waits if wait[4] not in ONCE], 0)]
+            waits = [wait for wait in waits if wait[4] not in ONCE]
+            found = [count_waits(waits, 0)]
         else:
             found = [count_waits(waits, step) for step in (2, 3)]
-        assert found == [known] * len(found), (run, waits)
+        lines = "\n".join(
+            f"{path}:{line} {operator}, {count} times, after {steps} steps"
+            for steps, operator, path, line, _, count in waits
+        )
+        assert found == [known] * len(found), f"{run}:\n{lines}"
