@@ -28,8 +28,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 NAME = "gpu"
 DEVICE = f"{NAME}:0"
-# How often something waited, by the number of optimizer steps before it, the operator, and the
-# innermost line of this repository: of the code, else of a test
+# {Wait: how often}. steps: of the optimizer, before the wait. path, line, function: the innermost
+# ones of this repository's code, or else of its tests
 Wait = collections.namedtuple("Wait", "steps operator path line function")
 WAITS = collections.Counter()
 
@@ -45,6 +45,7 @@ INDEXING = {f"aten::{name}" for name in ("index", "index_put", "index_put_", "_i
 
 
 def count_wait(operator):
+    """Count that an operator waits for the device."""
     places = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -72,7 +73,7 @@ class Steps:
         self.optimizer = None
 
     def __call__(self, optimizer, args, kwargs):
-        """To be called after each step of any optimizer, of which one may contain others."""
+        """Called after each step of any optimizer. An optimizer may contain others."""
         self.optimizer = self.optimizer or optimizer
         self.number += optimizer is self.optimizer
 
@@ -105,10 +106,7 @@ class GpuTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            if function in METHODS:
-                return METHODS[function](*args, **(kwargs or {}))
-            result = function(*args, **(kwargs or {}))
-        return result
+            return METHODS.get(function, function)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -181,12 +179,15 @@ def unwrap(value):
 
 
 def wrap_all(value, wrapped):
-    """Put results onto the imitated GPU. wrapped: the arguments that an operator may return."""
+    """Put results onto the imitated GPU.
+
+    wrapped: {id of their numbers: argument}. An operator in place returns one of them.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)([wrap_all(each, wrapped) for each in value])
     if not is_on_cpu(value):
         return value
-    own = wrapped.get(id(value))  # an operator in place returns its argument
+    own = wrapped.get(id(value))
     if own is None:
         return to_gpu(value)
     if own.shape != value.shape:  # such as arange, which has enlarged an empty tensor
@@ -229,12 +230,10 @@ def convert(function, tensor, *, device=None, non_blocking=False, **options):
 
     With non_blocking, the copy on the CPU is pinned, and nothing waits.
     """
-    on_gpu = is_on_gpu(tensor)
-    numbers = tensor.numbers if on_gpu else tensor
     kind = NAME if device is None else torch.device(device).type
     if kind == "meta":
-        return function(numbers, device=device, **options)
-    result = function(numbers, **options)
+        return function(tensor.numbers, device=device, **options)
+    result = function(tensor.numbers, **options)
     if kind == NAME:
         return to_gpu(result)
     if non_blocking:
@@ -454,7 +453,7 @@ def read_autocast_list(kind):
 
 
 def cast(value, dtype):
-    """Cast a tensor as autocast does: of floats, and not of float64."""
+    """Cast a value as autocast does: only tensors of floats, and not those of float64."""
     if is_on_gpu(value) and value.is_floating_point() and value.dtype != torch.float64:
         return value.to(dtype)
     return value
@@ -522,7 +521,7 @@ def empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory
 
 
 def infer(is_on):
-    """In place of inference mode, in which a view of a tensor like ours can't be made."""
+    """Replace inference mode, in which torch can't make views of a `GpuTensor`."""
     return torch.no_grad() if is_on else contextlib.nullcontext()
 
 
@@ -547,9 +546,7 @@ def switch_on():
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
-    library.impl(
-        "_copy_from", lambda a, b, non_blocking=False: copy(b, a, non_blocking), "PrivateUse1"
-    )
+    library.impl("_copy_from", copy_from, "PrivateUse1")
     register_autocast(library)
     others = torch.library.Library("_", "IMPL")  # autocast leaves all other operators as they are
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

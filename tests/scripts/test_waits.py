@@ -185,26 +185,20 @@ def list_prx(folder):
     }
 
 
-def list_family(name, module, embeddings=(), known=()):
-    """Runs with a published model."""
+def list_family(name, module, *known):
+    """Runs with a published model, whose steps wait for what is known."""
 
     def list_runs(folder):
         base = [f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"]
         base += [f"--model_family={name}"]
         data = describe_masked(folder)
         run = [*base, "--train_batch_size=2", "--caption_dropout=0.3"]
-        padding = wait_for_padding(module)
+        cache = f"--latents_dir={folder / 'cache'}"
+        encoding = [wait_for_rows(2), wait_for_padding(module, 4)]
         return {
-            "cache": Run(
-                PRECOMPUTE, [*base, *data], [wait_for_rows(2), wait_for_padding(module, 4)]
-            ),
-            "ids": Run(PRECOMPUTE, [*base, *data, "--text_cache=ids"], [wait_for_rows(2)]),
-            "whole": Run(
-                FLOW, [*run, *TRAIN, *SAMPLES, *BF16, f"--latents_dir={folder / 'cache'}"], [*known]
-            ),
-            "lora": Run(
-                FLOW, [*run, *STEPS, *LORA, f"--latents_dir={folder / 'ids'}"], [padding, *known]
-            ),
+            "cache": Run(PRECOMPUTE, [*base, *data], encoding),
+            "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache], known),
+            "images": Run(FLOW, [*run, *data, *STEPS, *LORA], [wait_for_padding(module), *known]),
         }
 
     return list_runs
@@ -316,7 +310,7 @@ def count_waits(waits, step):
 
 QUICK = {
     "unconditional": list_unconditional,
-    "qwen-image": list_family("qwen-image", "qwen_image", known=[wait_for_length()]),
+    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
 }
 SLOW = {
     "stable diffusion": list_stable_diffusion,
