@@ -370,6 +370,12 @@ class Event:
         return (other.time - self.time) * 1000
 
 
+def record_event():
+    event = Event()
+    event.record()
+    return event
+
+
 class GpuModule:
     """torch.gpu, with the functions of torch.cuda."""
 
@@ -386,6 +392,9 @@ class GpuModule:
 
     def device_count(self):
         return 1
+
+    def current_stream(self, device=None):
+        return SimpleNamespace(record_event=record_event)
 
     def current_device(self):
         return 0
