@@ -123,6 +123,7 @@ from diffusion_training.latents.passes import EncodedRows, find_batch_size, find
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
 from diffusion_training.order import KEYS, step_seed
 
@@ -409,7 +410,8 @@ def encode(
         ]
     for name, parts in columns.items():
         columns[name] = [part.flatten(1).to("cpu", non_blocking=True) for part in parts]
-    event = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+    gpu = torch.get_device_module(device) if is_gpu(device) else None
+    event = gpu.current_stream().record_event() if gpu else None
     return Encoded(columns, event)
 
 

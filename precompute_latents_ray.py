@@ -102,6 +102,7 @@ from diffusion_training.latents.encoders import describe_models, load_encoders, 
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, plan_caches
 from diffusion_training.launch import keep_memory
+from diffusion_training.memory import send
 from diffusion_training.remote import is_address, reading, remove
 from precompute_latents import (
     DEMO,
@@ -372,10 +373,8 @@ class Encoder:
         """Yield batches like `load_batches`, with their tensors on the way to the device."""
 
         def move(array: np.ndarray) -> torch.Tensor:
-            tensor = torch.tensor(array)  # a copy, because Ray's shared memory is read-only
-            if self.device.type == "cuda":
-                tensor = tensor.pin_memory()
-            return tensor.to(self.device, non_blocking=True)
+            # torch.tensor copies it, because Ray's shared memory is read-only
+            return send(torch.tensor(array), self.device)
 
         self.decode_ahead()
         for part in parts:

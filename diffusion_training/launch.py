@@ -25,6 +25,7 @@ from accelerate.utils import (
 
 from diffusion_training.errors import CHANGED, SIGNALS, amount, explained, fail, handling, surviving
 from diffusion_training.heartbeat import listen_to_machines
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
 from diffusion_training.quantization import check_quantization
 
@@ -71,8 +72,8 @@ class Launch:
     def describe(self) -> str:
         """Describe devices and precision, for the terminal and the report."""
         where = self.device.type
-        if where == "cuda":
-            where += f" ({torch.cuda.get_device_name(self.device)})"
+        if is_gpu(self.device):
+            where += f" ({torch.get_device_module(self.device).get_device_name(self.device)})"
         elif where == "cpu":
             where += f", {amount(torch.get_num_threads(), 'thread')} each"
         return f"{self.num_processes} on {where}; mixed precision: {self.mixed_precision}"
@@ -177,9 +178,9 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
 def advise_precision(device: torch.device, precision: str, args: Namespace) -> str | None:
     """Return advice for a GPU that computes in float32 by default; None if there is none."""
     chosen = args.mixed_precision or vars(args).get("allow_tf32")
-    if precision != "no" or chosen or device.type != "cuda":
+    if precision != "no" or chosen or not is_gpu(device):
         return None
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
+    if not torch.get_device_module(device).is_bf16_supported(including_emulation=False):
         return None
     flags = "--mixed_precision bf16" + " or --allow_tf32" * ("allow_tf32" in args)
     return (

@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 
 from diffusion_training.errors import Refused, holding_signals, list_stop_signals
 from diffusion_training.library_fixes import exit_if_sending_fails
+from diffusion_training.memory import is_gpu
 
 Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
@@ -39,7 +40,7 @@ def load_batches(
         sampler=keys,
         num_workers=num_workers,
         worker_init_fn=ignore_signals,
-        pin_memory=device.type == "cuda",
+        pin_memory=is_gpu(device),
         prefetch_factor=prefetch_factor if num_workers else None,
     )
     try:
@@ -107,9 +108,9 @@ def end_workers() -> None:
 
 def mark_time(device: torch.device) -> Mark:
     """Mark a time: on CUDA, when all work that is queued so far is done; else now."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.get_device_module(device).Event(enable_timing=True)
     event.record()
     return event
 
@@ -132,7 +133,8 @@ def work_ahead(items: Iterator[Ahead], count: int, device: torch.device) -> Iter
 
     def make() -> Ahead | None:
         # each thread has its own current device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        gpu = torch.get_device_module(device) if is_gpu(device) else None
+        with gpu.device(device) if gpu else contextlib.nullcontext():
             return next(items, None)
 
     with ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""Measure a device's memory, and find how many images fit into it."""
+"""Send tensors to a device, measure its memory, and find how many images fit into it."""
 
 import contextlib
 import gc
@@ -16,13 +16,26 @@ from accelerate.utils.memory import should_reduce_batch_size
 from diffusion_training.errors import end_if_stopped
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU with CUDA. Tests say yes to an imitated one."""
+    return device.type == "cuda"
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor from the CPU to a device. A GPU takes it from pinned memory: nothing waits."""
+    if is_gpu(device):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def measure_memory(device: torch.device) -> tuple[int, int]:
     """Return the peak bytes (in use, reserved by torch) of a CUDA device.
 
     On other devices, both are the bytes that this process and its workers hold now.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    if is_gpu(device):
+        gpu = torch.get_device_module(device)
+        return gpu.max_memory_allocated(device), gpu.max_memory_reserved(device)
     held = 0
     for process in (None, *(worker.pid for worker in multiprocessing.active_children())):
         with contextlib.suppress(psutil.Error):  # the process has just ended
@@ -46,20 +59,20 @@ def find_largest(
     steps 0 and 1.
     """
 
-    cuda = device.type == "cuda"
+    gpu = torch.get_device_module(device) if is_gpu(device) else None
 
     def fits(size: int) -> bool:
         full = False
         compute = None
         try:
             compute = prepare(size)
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(device)
+            if gpu:
+                gpu.reset_peak_memory_stats(device)
             for step in range(2):
                 begin = time.perf_counter()
                 compute(step)
-                if cuda:
-                    torch.cuda.synchronize(device)
+                if gpu:
+                    gpu.synchronize(device)
             speed = size / (time.perf_counter() - begin)
             measured = f"{measure_memory(device)[0] / 1e9:12.3g}{speed:10.1f}"
         except RuntimeError as error:
@@ -72,8 +85,8 @@ def find_largest(
         accelerator.print(f"{size:8}{'too many' if full else measured:>12}")
         return not full
 
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(0.9)
+    if gpu:
+        gpu.set_per_process_memory_fraction(0.9)
     most = min(most, 64) if device.type == "cpu" else most
     gc.freeze()  # collecting the garbage of a trial need not visit all other objects
     accelerator.print(f"{'images':>8}{'memory, GB':>12}{'images/s':>10}")
@@ -87,6 +100,6 @@ def find_largest(
         else:
             high = size
     gc.unfreeze()
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    if gpu:
+        gpu.set_per_process_memory_fraction(1.0)
     return low

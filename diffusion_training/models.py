@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from diffusion_training.batches import Models, Predict
 from diffusion_training.errors import explained
 from diffusion_training.library_fixes import raise_recompile_limit
+from diffusion_training.memory import is_gpu
 
 NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
@@ -178,7 +179,7 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     """
     is_for_video = any(weight.dim() == 5 for weight in model.parameters())
-    if device.type == "cuda" and not is_for_video:
+    if is_gpu(device) and not is_for_video:
         return model.to(device, memory_format=torch.channels_last)
     return model.to(device)
 

@@ -126,6 +126,7 @@ if source:
 else:
     transformer = PRXTransformer2DModel.from_pretrained(base, subfolder="transformer")
 layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
 transformer.to(device, memory_format=layout)  # on a GPU, another layout gives other bits
 ema = copy.deepcopy(transformer).eval().requires_grad_(False)
 # Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
@@ -159,8 +160,7 @@ model, optimizer = accelerator.prepare(transformer, optimizer)
 
 # ---- The training.
 transformer.train()
-order, losses = None, []
-per_micro_batch = args.train_batch_size * world
+order, losses, per_micro_batch = None, [], args.train_batch_size * world
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
     # A step takes the next images in the order of the epoch. The last step of an epoch takes those
@@ -184,14 +184,14 @@ while step < args.max_train_steps and not stop:
             flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
             moments = torch.where(flipped[:, None], batch["latents_flipped"], moments)
         torch.manual_seed(key_seed("step", args.seed, step, number, rank))
-        mean, std = moments.to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
+        mean, std = pin(moments).to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
         latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
         latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
         # Captions have different lengths. Padding makes them equal, and the mask is False for it.
         embeds = torch.stack([F.pad(each, (0, tokens * width - len(each))) for each in captions])
-        embeds = embeds.to(device, non_blocking=True).unflatten(1, (tokens, width))
+        embeds = pin(embeds).to(device, non_blocking=True).unflatten(1, (tokens, width))
         lengths = torch.tensor([[len(each) // width] for each in captions])
-        mask = (torch.arange(tokens) < lengths).to(device, non_blocking=True)
+        mask = pin(torch.arange(tokens) < lengths).to(device, non_blocking=True)
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
         dropped = torch.rand(len(own), device=device) < args.caption_dropout
         embeds = torch.where(dropped[:, None, None], embeds[-1], embeds[:-1])

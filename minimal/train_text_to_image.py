@@ -128,6 +128,7 @@ else:
 unet.register_to_config(sample_size=shape[1])  # the size that the pipeline draws
 # On a GPU, convolutions are fastest if the channels of a pixel are neighbours in memory.
 layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
 unet.to(device, memory_format=layout)
 ema = copy.deepcopy(unet).eval().requires_grad_(False)
 # Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
@@ -161,8 +162,7 @@ model, optimizer = accelerator.prepare(unet, optimizer)
 
 # ---- The training.
 unet.train()
-order, losses = None, []
-per_micro_batch = args.train_batch_size * world
+order, losses, per_micro_batch = None, [], args.train_batch_size * world
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
     # A step takes the next images in the order of the epoch. The last step of an epoch takes those
@@ -186,12 +186,12 @@ while step < args.max_train_steps and not stop:
             flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
             moments = torch.where(flipped[:, None], batch["latents_flipped"], moments)
         torch.manual_seed(key_seed("step", args.seed, step, number, rank))
-        mean, std = moments.to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
+        mean, std = pin(moments).to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
         latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
         latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
         dropped = torch.rand(len(own), device=device) < args.caption_dropout
-        prompts = prompts.to(device, non_blocking=True).unflatten(1, empty_prompt.shape)
+        prompts = pin(prompts).to(device, non_blocking=True).unflatten(1, empty_prompt.shape)
         prompts = torch.where(dropped[:, None, None], empty_prompt, prompts)
         # The loss of DDPM (arXiv:2006.11239, eq. 14). Noise is added in float32: in bf16 the first
         # timesteps would get none at all.

@@ -116,6 +116,7 @@ torch.manual_seed(args.seed)  # every process starts from the same weights
 unet = UNet2DModel.from_config(config)
 # On a GPU, convolutions are fastest if the channels of a pixel are neighbours in memory.
 layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
+pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
 unet.to(device, memory_format=layout)
 ema = copy.deepcopy(unet).eval().requires_grad_(False)
 # Betas and weight decay are those of diffusers' script. `fused` updates all weights in one go.
@@ -171,8 +172,7 @@ model, optimizer = accelerator.prepare(unet, optimizer)
 
 # ---- The training.
 unet.train()
-order, losses = None, []
-per_micro_batch = args.train_batch_size * world
+order, losses, per_micro_batch = None, [], args.train_batch_size * world
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
     # A step takes the next images in the order of the epoch. The last step of an epoch takes those
@@ -191,7 +191,7 @@ while step < args.max_train_steps and not stop:
         weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
         sources = rows[own]["image"]
         images = torch.stack([*threads.map(load_image, [epoch] * len(own), own, sources)])
-        images = images.to(device, non_blocking=True) / 127.5 - 1  # in [-1, 1]
+        images = pin(images).to(device, non_blocking=True) / 127.5 - 1  # in [-1, 1]
         # The loss of DDPM (arXiv:2006.11239, eq. 14). Noise is added in float32: in bf16 the first
         # timesteps would get none at all.
         torch.manual_seed(key_seed("step", args.seed, step, number, rank))

@@ -57,7 +57,10 @@ class Flux2Klein(Family):
         ids = torch.where(mask, tokens["input_ids"], tokenizer.pad_token_id)
         # without the head, whose logits would take 0.3 GB per caption
         output = text_encoder.base_model(
-            input_ids=ids, attention_mask=attend_to(mask), output_hidden_states=True
+            input_ids=ids,
+            attention_mask=attend_to(mask),
+            output_hidden_states=True,
+            use_cache=False,
         )
         layers = [output.hidden_states[layer] for layer in TEXT_LAYERS]
         return {"prompt_embeds": torch.cat(layers, dim=-1).float()}

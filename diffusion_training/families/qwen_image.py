@@ -48,7 +48,9 @@ class QwenImage(Family):
         (text_encoder,) = encoders.text_encoders
         mask = tokens["prompt_mask"]
         # without the head, whose logits would take 0.3 GB per caption
-        output = text_encoder.base_model(input_ids=tokens["input_ids"], attention_mask=mask.long())
+        output = text_encoder.base_model(
+            input_ids=tokens["input_ids"], attention_mask=mask.long(), use_cache=False
+        )
         prompts = move_to_front(output.last_hidden_state.float(), mask)
         return {
             "prompt_embeds": prompts["prompt_embeds"][:, self.dropped_tokens :],

@@ -36,7 +36,10 @@ class ZImage(Family):
         (text_encoder,) = encoders.text_encoders
         mask = tokens["prompt_mask"]
         output = text_encoder(
-            input_ids=tokens["input_ids"], attention_mask=attend_to(mask), output_hidden_states=True
+            input_ids=tokens["input_ids"],
+            attention_mask=attend_to(mask),
+            output_hidden_states=True,
+            use_cache=False,
         )
         return move_to_front(output.hidden_states[-2].float(), mask)
 

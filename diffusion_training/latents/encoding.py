@@ -9,6 +9,7 @@ from diffusion_training.data.images import make_time_ids, shrink_masks
 from diffusion_training.families.base import Encoders
 from diffusion_training.latents.encoders import encode_images, encode_prompts
 from diffusion_training.latents.source import Data
+from diffusion_training.memory import send
 
 
 def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) -> Prepared:
@@ -66,7 +67,7 @@ def drop_captions(
         if "input_ids" in batch:  # these lengths include a template
             lengths = lengths - data.family.dropped_tokens
         prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
-        dropped = dropped.to(device, non_blocking=True)
+        dropped = send(dropped, device)
     else:
         dropped = torch.rand(count, device=device) < share
     for name, empty in data.empty_prompt.items():

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffusion_training.batches import Models, Objective, Prepared
 from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
-from diffusion_training.memory import measure_memory
+from diffusion_training.memory import is_gpu, measure_memory
 from diffusion_training.models import is_block_matrix, list_quantized, take_shapes
 from diffusion_training.training.lora import is_adapted
 from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
@@ -83,11 +83,11 @@ class Costs:
         used = {name: getattr(objective, name) for name in ("compute_loss", "predict", "frozen")}
         copies, used = copy_shapes((models, used), models, others)
         self.copies: tuple[Models, Objective] | None = copies, replace(objective, **used)
-        if self.device.type == "cuda":
-            # so that trials before the run do not count
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.total_gb = torch.cuda.get_device_properties(self.device).total_memory / 1e9
-            name = torch.cuda.get_device_name(self.device)
+        if is_gpu(self.device):
+            gpu = torch.get_device_module(self.device)
+            gpu.reset_peak_memory_stats(self.device)  # so that trials before the run do not count
+            self.total_gb = gpu.get_device_properties(self.device).total_memory / 1e9
+            name = gpu.get_device_name(self.device)
             self.peak = find_peak(name, launch.mixed_precision, allow_tf32)
 
     def count_operations(self, prepared: Prepared) -> None:

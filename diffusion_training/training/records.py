@@ -152,8 +152,9 @@ class Records:
 
     def gather(self) -> dict[str, float]:
         """Wait for the device. Returns the sums over all processes, by their names."""
-        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones(())]
-        learned = torch.stack([norm.to(self.accelerator.device) for norm in norms]).sum()
+        device = self.accelerator.device
+        norms = torch._foreach_norm(self.lora_b) if self.lora_b else [torch.ones((), device=device)]
+        learned = torch.stack([norm.to(device) for norm in norms]).sum()
         measured = dict(zip(MEASURED, self.first_images, strict=True))
         sums = {"learned": learned, **self.sums, **measured}
         values = self.accelerator.reduce(torch.stack(list(sums.values()))).tolist()

@@ -26,7 +26,8 @@ TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 # A module imports only from layers above its own line.
 LAYERS = """
 __init__ arguments batches errors library_fixes pillow cluster.supervisor
-csv_files files order loading heartbeat cluster.connection memory models web.pictures web.filters
+csv_files files order heartbeat cluster.connection memory web.pictures web.filters
+loading models
 remote quantization web.downloads families.base families.original_layout
 launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image

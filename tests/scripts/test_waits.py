@@ -1,0 +1,343 @@
+"""On an imitated GPU, no script mixes devices, and no steady step waits for the GPU.
+
+See tests/fake_device.py. A step is steady after the first two, if it writes no record, checkpoint
+or sample. The waits that remain are listed with each run, with a reason.
+"""
+
+import json
+import sys
+from collections import Counter, namedtuple
+
+import accelerate
+import fake_device
+import pytest
+import torch
+from conftest import (
+    MODELS,
+    ROOT,
+    Script,
+    finish,
+    make_captioned,
+    make_images,
+    make_models,
+    make_prx,
+    make_sdxl,
+    make_unet_config,
+    reset,
+    start,
+)
+from diffusers import UNet2DConditionModel, UNet2DModel
+from test_flow_families import MAKE, describe_data
+from test_flow_families import make_images as make_masked
+
+from diffusion_training import quantization
+
+NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
+SCRIPTS = {name: Script(name) for name in NAMES}
+UNCONDITIONAL, TEXT, FLOW, PRECOMPUTE = NAMES
+Known = namedtuple("Known", "operator path function count reason")
+# known: the waits in each steady step, or of a whole run of `PRECOMPUTE`; None if no step is steady
+Run = namedtuple("Run", "script flags known", defaults=[()])
+
+STEPS = ("--max_train_steps=4", "--logging_steps=100")
+TRAIN = (*STEPS, "--use_ema", "--holdout=2")
+SAMPLES = ("--validation_prompts", "a digit zero", "--num_validation_images=1")
+PLAIN = ("--resolution=16", "--dataloader_num_workers=0")
+BF16 = ("--mixed_precision=bf16", "--gradient_checkpointing")
+LORA = ("--rank=2", "--mixed_precision=bf16")
+# Functions in which `PRECOMPUTE` waits only at the start
+ONCE = {"place_encoders", "put_on_device", "place_scale", "describe_scale"}
+
+
+# -------------------------------------------------------------------------------------------------
+# the waits that remain
+
+
+def wait_for_adafactor(num_parameters):
+    reason = "torch's Adafactor reads two numbers of each parameter"
+    path = "train_unconditional.py"
+    return Known("_local_scalar_dense", path, "train_step", 2 * num_parameters, reason)
+
+
+def wait_for_scaler(path):
+    reason = "the scaler of fp16 looks for an overflow, which skips the step"
+    return Known("_local_scalar_dense", path, "train_step", 1, reason)
+
+
+def wait_for_padding(module, calls=1):
+    reason = "the text encoder in transformers looks twice whether captions are padded"
+    path = f"diffusion_training/families/{module}.py"
+    return Known("_local_scalar_dense", path, "encode", 2 * calls, reason)
+
+
+def wait_for_length():
+    reason = "diffusers' transformer of Qwen-Image copies the number of tokens"
+    path = "diffusion_training/families/qwen_image.py"
+    return Known("copy from the CPU", path, "predict", 1, reason)
+
+
+def wait_for_loss():
+    reason = "each loss decides whether the range test goes on"
+    path = "diffusion_training/training/tuning.py"
+    return Known("tolist", path, "find_learning_rate", 1, reason)
+
+
+def wait_for_record():
+    reason = "a record reads the sums of its steps, all at once"
+    return Known("tolist", "diffusion_training/training/records.py", "gather", 1, reason)
+
+
+def wait_for_rows(batches):
+    reason = "rows are written when they have arrived, while the next ones are computed"
+    return Known("Event.synchronize", "precompute_latents.py", "collect", batches, reason)
+
+
+# -------------------------------------------------------------------------------------------------
+# the runs
+
+
+def list_unconditional(folder):
+    make_images(folder / "images", 8)
+    config = make_unet_config(folder)
+    num_parameters = len([*UNet2DModel.from_config(config).parameters()])
+    base = [f"--model_config_name_or_path={config}", f"--train_data_dir={folder / 'images'}"]
+    path = f"{UNCONDITIONAL}.py"
+    return {
+        "plain": Run(UNCONDITIONAL, [*base, *TRAIN]),
+        "cached": Run(UNCONDITIONAL, [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]),
+        "records": Run(UNCONDITIONAL, [*base, *STEPS, "--logging_steps=1"], [wait_for_record()]),
+        "workers": Run(
+            UNCONDITIONAL,
+            [*base, *STEPS, "--dataloader_num_workers=1", "--gradient_accumulation_steps=2"],
+        ),
+        "adafactor": Run(
+            UNCONDITIONAL,
+            [*base, *STEPS, "--optimizer=adafactor"],
+            [wait_for_adafactor(num_parameters)],
+        ),
+        "fp16": Run(
+            UNCONDITIONAL, [*base, *STEPS, "--mixed_precision=fp16"], [wait_for_scaler(path)]
+        ),
+        "range": Run(
+            UNCONDITIONAL, [*base, *STEPS, "--find_lr", "--find_lr_steps=10"], [wait_for_loss()]
+        ),
+        "auto": Run(UNCONDITIONAL, [*base, *STEPS, "--train_batch_size=auto"], None),
+    }
+
+
+def describe_images(folder):
+    make_captioned(folder / "data", 8)
+    return [f"--train_data_dir={folder / 'data'}", *PLAIN]
+
+
+def describe_masked(folder):
+    """Images of several sizes, with masks and two captions each."""
+    (folder / "data").mkdir()
+    make_masked(folder / "data/images")
+    return [flag for flag in describe_data(folder / "data") if not flag.startswith("--pretrained")]
+
+
+def list_stable_diffusion(folder):
+    base = [f"--pretrained_model_name_or_path={make_models(folder)}"]
+    data = describe_images(folder)
+    cache = [*base, f"--latents_dir={folder / 'cache'}"]
+    loss = ["--snr_gamma=5", "--noise_offset=0.1", "--caption_dropout=0.2"]
+    return {
+        "cache": Run(PRECOMPUTE, [*base, *data], [wait_for_rows(4)]),
+        "cached": Run(TEXT, [*cache, *TRAIN, *SAMPLES]),
+        "images": Run(TEXT, [*base, *data, *STEPS, *BF16, *loss]),
+        "lora": Run(TEXT, [*base, *data, *STEPS, *LORA, *SAMPLES]),
+        "dora": Run(TEXT, [*cache, *STEPS, *LORA, "--use_dora", "--gradient_checkpointing"]),
+        "auto": Run(TEXT, [*cache, *STEPS, "--train_batch_size=auto"], None),
+        "resumed": Run(
+            TEXT,
+            [*cache, *TRAIN, "--max_train_steps=8", "--resume_from_checkpoint=latest"]
+            + [f"--output_dir={folder / 'cached'}"],
+        ),
+    }
+
+
+def list_sdxl(folder):
+    base = [f"--pretrained_model_name_or_path={make_sdxl(folder)}"]
+    data = describe_masked(folder)
+    cache = [*base, f"--latents_dir={folder / 'cache'}", "--train_batch_size=2"]
+    return {
+        "cache": Run(PRECOMPUTE, [*base, *data, "--text_cache=ids"], [wait_for_rows(2)]),
+        "cached": Run(TEXT, [*cache, *TRAIN, *SAMPLES, *LORA]),
+        "images": Run(TEXT, [*base, *data, *STEPS, *BF16, "--train_batch_size=2"]),
+    }
+
+
+def list_prx(folder):
+    base = [f"--pretrained_model_name_or_path={MODELS}", "--model_family=prx"]
+    base += [f"--transformer_config_name_or_path={make_prx(folder / 'prx')}"]
+    data = describe_masked(folder)
+    return {
+        "cache": Run(
+            PRECOMPUTE, [*base[:2], *data], [wait_for_rows(2), wait_for_padding("prx", 4)]
+        ),
+        "cached": Run(
+            FLOW,
+            [*base, *TRAIN, *SAMPLES, f"--latents_dir={folder / 'cache'}"]
+            + ["--optimizer=muon", "--mixed_precision=bf16", "--caption_dropout=0.3"],
+        ),
+        "images": Run(FLOW, [*base, *data, *STEPS, *BF16], [wait_for_padding("prx")]),
+    }
+
+
+def list_family(name, module, *known):
+    """Runs with a published model, whose steps wait for what is known."""
+
+    def list_runs(folder):
+        base = [f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"]
+        base += [f"--model_family={name}"]
+        data = describe_masked(folder)
+        run = [*base, "--train_batch_size=2", "--caption_dropout=0.3"]
+        cache = f"--latents_dir={folder / 'cache'}"
+        encoding = [wait_for_rows(2), wait_for_padding(module, 4)]
+        return {
+            "cache": Run(PRECOMPUTE, [*base, *data], encoding),
+            "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache], known),
+            "images": Run(FLOW, [*run, *data, *STEPS, *LORA], [wait_for_padding(module), *known]),
+        }
+
+    return list_runs
+
+
+def list_twins(folder):
+    data = describe_images(folder)
+    base = make_models(folder)
+    for family in ("sd", "prx"):
+        cache = [*data, f"--output_dir={folder}/{family}-cache", f"--model_family={family}"]
+        Script(PRECOMPUTE)(f"--pretrained_model_name_or_path={base}", *cache)
+    config = make_unet_config(folder)
+    make_prx(folder / "prx-config")
+    flags = ["--train_batch_size=2", "--lr_warmup_steps=2", *STEPS]
+    text = [*flags, f"--pretrained_model_name_or_path={base}"]
+    models = {
+        UNCONDITIONAL: [f"--train_data_dir={folder / 'data'}", "--resolution=16", *flags]
+        + [f"--model_config_name_or_path={config}"],
+        TEXT: [*text, f"--latents_dir={folder}/sd-cache"],
+        FLOW: [*text, f"--latents_dir={folder}/prx-cache"]
+        + [f"--transformer_config_name_or_path={folder / 'prx-config'}"],
+    }
+    return {name: Run(f"minimal/{name}.py", more) for name, more in models.items()}
+
+
+def list_nf4(folder):
+    pytest.importorskip("bitsandbytes")
+    base = make_models(folder)
+    config = UNet2DConditionModel.load_config(base / "unet") | {"block_out_channels": [64, 64]}
+    unet = UNet2DConditionModel.from_config(config | {"attention_head_dim": 16})
+    unet.save_pretrained(base / "unet")
+    base = [f"--pretrained_model_name_or_path={base}"]
+    return {
+        "lora": Run(TEXT, [*base, *describe_images(folder), *STEPS, *LORA, "--base_precision=nf4"])
+    }
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+class WithScaler(accelerate.Accelerator):
+    """An Accelerator for fp16, which the usual one refuses on an unknown device."""
+
+    def __init__(self, mixed_precision, **options):
+        precision = "no" if mixed_precision == "fp16" else mixed_precision
+        super().__init__(mixed_precision=precision, **options)
+        if mixed_precision == "fp16":
+            self.state._mixed_precision = mixed_precision
+            self.native_amp = True
+            self.scaler = torch.amp.GradScaler(fake_device.NAME)
+
+
+def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
+    """Quantize on the CPU, then move: a weight of bitsandbytes can't be a tensor like the device's.
+
+    The moved one has its attributes.
+    """
+    quantize_on_cpu(layer, weight.cpu(), dtype)
+    exact = layer.weight
+    exact.quant_state.to(fake_device.DEVICE)
+    moved = exact.data.to(fake_device.DEVICE)
+    layer.weight = torch.nn.Parameter(moved, requires_grad=False)
+    vars(layer.weight).update(vars(exact))
+
+
+def run_all(runs, folder):
+    """Run scripts in a fork on the imitated GPU; returns {run: its waits}."""
+    log = folder / "log"
+
+    def child():
+        fake_device.switch_on()
+        SCRIPTS[UNCONDITIONAL].module.Accelerator = WithScaler
+        quantization.quantize = quantize
+        waits = {}
+        for name, run in runs.items():
+            print(f"\n---- {name}", flush=True)
+            fake_device.forget_waits()
+            if run.script in SCRIPTS:
+                script = SCRIPTS[run.script]
+                script(*script.flags(folder / name, *run.flags))
+            else:
+                run_twin(run.script, *run.flags, f"--output_dir={folder / name}")
+            waits[name] = [[*wait, count] for wait, count in fake_device.WAITS.items()]
+        (folder / "waits.json").write_text(json.dumps(waits))
+
+    codes = finish(start(child, log=str(log)), timeout=300)
+    assert codes == [0], log.read_text()
+    return json.loads((folder / "waits.json").read_text())
+
+
+def run_twin(path, *flags):
+    """Run a twin, which has to take the imitated GPU for one with CUDA."""
+    reset()
+    sys.argv = [path, *map(str, flags)]
+    text = (ROOT / path).read_text().replace('"cuda"', f'"{fake_device.NAME}"')
+    with pytest.raises(SystemExit) as stop:
+        exec(compile(text, ROOT / path, "exec"), {"__file__": path, "__name__": "__main__"})
+    assert stop.value.code == 0, stop.value.code
+
+
+def count_waits(waits, step):
+    """{(operator, path, function): how often} in a step."""
+    found = Counter()
+    for steps, operator, path, _, function, count in waits:
+        if steps == step:
+            found[operator, path, function] += count
+    return found
+
+
+QUICK = {
+    "unconditional": list_unconditional,
+    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
+}
+SLOW = {
+    "stable diffusion": list_stable_diffusion,
+    "sdxl": list_sdxl,
+    "prx": list_prx,
+    "z-image": list_family("z-image", "z_image"),
+    "flux2-klein": list_family("flux2-klein", "flux2"),
+    "twins": list_twins,
+    "nf4": list_nf4,
+}
+
+
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(x, marks=pytest.mark.ci) for x in SLOW)])
+def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
+    runs = (QUICK | SLOW)[name](tmp_path)
+    for run, waits in run_all(runs, tmp_path).items():
+        if runs[run].known is None:
+            continue
+        known = {each[:3]: each.count for each in runs[run].known}
+        if runs[run].script == PRECOMPUTE:
+            waits = [wait for wait in waits if wait[4] not in ONCE]
+            found = [count_waits(waits, 0)]
+        else:
+            found = [count_waits(waits, step) for step in (2, 3)]
+        lines = "\n".join(
+            f"{path}:{line} {operator}, {count} times, after {steps} steps"
+            for steps, operator, path, line, _, count in waits
+        )
+        assert found == [known] * len(found), f"{run}:\n{lines}"
