@@ -5,6 +5,7 @@ import asyncio
 import collections
 import datetime
 import io
+import ipaddress
 import socket
 import ssl
 import tempfile
@@ -13,7 +14,10 @@ import time
 
 import pytest
 from conftest import free_port
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
+from test_laws import law
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs requirements-ray.txt")
 import psutil  # noqa: E402
@@ -541,3 +545,53 @@ def test_each_download_error_has_its_reason(error, reason):
 
     downloads = module.Downloads(argparse.Namespace(get=get), None, None, make_args("--retries", 0))
     assert asyncio.run(downloads.download("http://a/")) == {"reason": reason, "tries": 1}
+
+
+# ------------------------------------------------------------------- addresses
+
+PRIVATE = [ipaddress.ip_network(network) for network in (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12",
+    "192.0.2.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
+    "224.0.0.0/4", "240.0.0.0/4",
+    "168.63.129.16/32", "::/96", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "2001:db8::/32",
+)]  # fmt: skip
+
+
+def spell(ip):
+    """All spellings of an address that `ipaddress` accepts, also inside IPv6 addresses."""
+    inside = []
+    if ip.version == 4:
+        value, mask = int(ip), 0xFFFFFFFF
+        inside = [
+            (0xFFFF << 32) | value,  # ::ffff:a.b.c.d, mapped
+            (0x2002 << 112) | (value << 80) | 1,  # 6to4
+            (0x64FF9B << 96) | value,  # NAT64
+            (0x20010000 << 96) | (0x08080808 << 64) | (value ^ mask),  # Teredo, of a public server
+        ]
+    for one in [ip, *map(ipaddress.IPv6Address, inside)]:
+        yield from {str(one), one.compressed, one.exploded}
+        if one.version == 6:
+            yield from (
+                one.exploded.upper(),
+                f"{one}%eth0",
+                f"{one.exploded.rpartition(':')[0]}:{ipaddress.IPv4Address(int(one) % 2**32)}"
+                if "." in one.exploded  # Python 3.13's form of mapped addresses
+                else f"{one.exploded[:-9]}{ipaddress.IPv4Address(int(one) % 2**32)}",
+            )
+
+
+@law(300)
+@given(st.sampled_from(PRIVATE).flatmap(lambda network: st.ip_addresses(network=network)))
+def test_private_addresses_are_refused_in_every_spelling(ip):
+    for address in spell(ip):
+        with pytest.raises(module.PrivateAddress):
+            module.check_address(address, None)
+        module.check_address(address, [])
+
+
+@law(300)
+@given(st.ip_addresses(v=4))
+def test_public_addresses_are_allowed_in_every_spelling(ip):
+    assume(ip.is_global and not any(ip in network for network in PRIVATE if network.version == 4))
+    for address in spell(ip):
+        module.check_address(address, None)
