@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
@@ -25,7 +26,7 @@ from diffusion_training.training.costs import Costs
 from diffusion_training.training.lora import list_lora_b
 from diffusion_training.training.objective import measure_constant
 from diffusion_training.training.sharding import is_sharded, whole
-from diffusion_training.training.signs import Inputs, find_signs, read_metrics
+from diffusion_training.training.signs import Inputs, find_signs, iterate_metrics, read_metrics
 
 # names of what `measure_images` returns
 MEASURED = (*Inputs._fields, "count")
@@ -54,11 +55,20 @@ class Records:
         self.accelerator = accelerator
         self.output_dir = Path(args.output_dir)
         self.args = args
-        # records of the run that is resumed
-        kept = read_metrics(checkpoint.parent, global_step) if checkpoint else []
-        self.kept = kept
-        self.held_out = next((record for record in reversed(kept) if "held_out_loss" in record), {})
-        self.signs = {kind for record in kept for kind in record.get("signs", ())}
+        self.checkpoint = checkpoint
+        self.first_step = global_step
+        self.held_out: dict[str, float] = {}
+        self.signs: set[str] = set()
+        self.skipped: set[int] = set()  # hashes of their names
+        self.num_records = 0
+        self.epoch_losses: dict[int, tuple[float, int]] = {}  # {epoch: (sum, number of records)}
+        for record in self.read_kept():
+            if "held_out_loss" in record:
+                self.held_out = record
+            self.signs |= record.get("signs", {}).keys()
+            self.skipped |= set(map(hash_name, record.get("skipped", ())))
+            if "loss" in record:
+                self.add_epoch_loss(record["epoch"], record["loss"])
         init_trackers(accelerator, args, global_step if checkpoint else -1)
         self.bar = tqdm(
             total=args.max_train_steps,
@@ -76,13 +86,10 @@ class Records:
         self.waits: list[Any] = []
         self.num_images = 0
         self.start = time.perf_counter()
-        self.skipped: dict[str, str] = {}
-        for record in kept:
-            self.skipped |= record.get("skipped", {})
+        self.example = ""  # a skipped image, for a sentence
         self.unrecorded: dict[str, str] = {}  # those that no record has yet
         self.new_skipped: dict[str, str] = {}  # those that only this process knows
         self.num_left_out = num_left_out
-        self.losses = [(record["epoch"], record["loss"]) for record in kept if "loss" in record]
         self.first_inputs: Prepared | None = None  # some of the first images
         self.objective = objective
         self.any_decoded = checkpoint is not None
@@ -91,12 +98,26 @@ class Records:
         self.costs = costs
         self.has_printed_memory = False
 
+    def read_kept(self) -> Iterator[dict]:
+        """Read the records of the run that is resumed. They may not fit into memory."""
+        if self.checkpoint:
+            yield from iterate_metrics(self.checkpoint.parent, self.first_step)
+
     def begin(self) -> None:
         """Begin metrics.jsonl, without the records after the checkpoint, which come again."""
         if self.accelerator.is_main_process:
-            lines = "".join(json.dumps(record) + "\n" for record in self.kept)
-            with saving(self.output_dir, "metrics.jsonl") as unfinished:
-                (unfinished / "metrics.jsonl").write_text(lines)
+            with (
+                saving(self.output_dir, "metrics.jsonl") as unfinished,
+                (unfinished / "metrics.jsonl").open("w") as file,
+            ):
+                file.writelines(json.dumps(record) + "\n" for record in self.read_kept())
+
+    def add_epoch_loss(self, epoch: int, loss: float) -> None:
+        """Add the loss of a record to its epoch; only the epoch before it is kept, too."""
+        total, count = self.epoch_losses.pop(epoch, (0.0, 0))
+        before = [*self.epoch_losses.items()][-1:]
+        self.epoch_losses = dict([*before, (epoch, (total + loss, count + 1))])
+        self.num_records += 1
 
     def watch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Pass batches on; note images that could not be decoded, and how long each batch took."""
@@ -164,11 +185,12 @@ class Records:
         """Wait for the device, check the steps since the last record, and write one if `log`."""
         sums = self.gather()
         for name, reason in gather_object(sorted(self.new_skipped.items())):
-            if name not in self.skipped:
+            hashed = hash_name(name)
+            if hashed not in self.skipped and self.accelerator.is_main_process:
                 self.unrecorded[name] = reason
-                if self.accelerator.is_main_process:
-                    self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
-            self.skipped[name] = reason
+                self.skipped.add(hashed)
+                self.bar.write(f"Skipped {name} ({reason})", file=sys.stderr)
+            self.example = self.example or f", for example {name} ({reason})"
         self.new_skipped = {}
         self.any_decoded = self.any_decoded or sums["weight"] > 0
         if self.accelerator.is_main_process and not self.has_printed_memory:
@@ -179,7 +201,7 @@ class Records:
             return
         record = self.make_record(step, sums, last)
         more = {"skipped": self.unrecorded}
-        if last or len(self.losses).bit_count() == 1:  # seldom, because all records are read
+        if last or self.num_records.bit_count() == 1:  # seldom, because all records are read
             records = [*read_metrics(self.output_dir), record]
             more = {"signs": self.find_new_signs(records, sums)} | more
         self.write(record | {name: value for name, value in more.items() if value})
@@ -192,9 +214,7 @@ class Records:
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
         """Stop with an error, before saving, if images are unusable or the loss is not finite."""
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
-            first = list(self.skipped.items())[:1]
-            example = "".join(f", for example {name} ({why})" for name, why in first)
-            fail(f"none of the last {self.num_images} images could be used{example}")
+            fail(f"none of the last {self.num_images} images could be used{self.example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
@@ -224,12 +244,13 @@ class Records:
             "data_wait": waited / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
         }
-        self.losses.append((self.epoch, record["loss"]))
-        # the epoch of this record, or of the one before it
-        ended, _ = self.losses[-1] if last else self.losses[-2:][0]
+        self.add_epoch_loss(self.epoch, record["loss"])
+        _, count = self.epoch_losses[self.epoch]
+        # with the first record of an epoch, the epoch before it has ended
+        ended = self.epoch if last or count > 1 else [*self.epoch_losses][0]
         if last or ended != self.epoch:
-            losses = [loss for epoch, loss in self.losses if epoch == ended]
-            record["epoch_loss"] = sum(losses) / len(losses)
+            total, count = self.epoch_losses[ended]
+            record["epoch_loss"] = total / count
         if self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
         # the terminal cuts off its right end
@@ -280,6 +301,11 @@ class Records:
         }
         with surviving(f"--report_to {self.args.report_to} failed; metrics.jsonl has all records"):
             self.accelerator.log(numbers, step=record["step"])
+
+
+def hash_name(name: str) -> int:
+    """A number for an image's name, which takes less memory."""
+    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogateescape"))
 
 
 def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> None:

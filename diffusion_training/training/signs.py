@@ -1,10 +1,11 @@
 """Read metrics.jsonl, and find signs in it that training goes wrong."""
 
 import contextlib
+import itertools
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ NUMBERS = (
 )
 TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # fields of a training record
 HELD_OUT = {"step": int, "held_out_loss": float}
+MOST_RECORDS = 50_000  # training records in memory, some 75 MB
 
 
 def is_valid_field(name: str, value: Any) -> bool:
@@ -34,21 +36,47 @@ def is_valid_field(name: str, value: Any) -> bool:
     return fits(value, int | float) and math.isfinite(value)
 
 
-def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[dict]:
-    """Return the records of metrics.jsonl up to a step.
+def iterate_metrics(output_dir: str | Path, last_step: float = math.inf) -> Iterator[dict]:
+    """Read the records of metrics.jsonl up to a step.
 
     Lines damaged by a kill, a power cut or editing are skipped.
     """
     path = Path(output_dir) / "metrics.jsonl"
-    records = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT))
-            is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
-            if is_valid and record["step"] <= last_step:
-                records.append(record)
-    return records
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT))
+                is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
+                if is_valid and record["step"] <= last_step:
+                    yield record
+
+
+def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[dict]:
+    """Return the records of metrics.jsonl up to a step, or a part of them, for curves and signs.
+
+    Of a long run these are every second, fourth, ... training record and the last one, and the
+    first 100 skipped images, so that memory does not grow with the run.
+    """
+    held_out: dict[int, dict] = {}
+    trained: dict[int, dict] = {}
+    last: dict[int, dict] = {}
+    stride, num_skipped = 1, 0
+    for number, record in enumerate(iterate_metrics(output_dir, last_step)):
+        if skipped := record.get("skipped"):
+            record["skipped"] = dict(itertools.islice(skipped.items(), 100 - num_skipped))
+            num_skipped += len(record["skipped"])
+        last = {number: record}
+        if "loss" not in record or record.keys() & {"signs"}:
+            held_out |= last
+        elif number % stride == 0:
+            trained |= last
+            if len(trained) > MOST_RECORDS:
+                stride *= 2
+                trained = {n: record for n, record in trained.items() if n % stride == 0}
+    return [record for _, record in sorted((held_out | trained | last).items())]
 
 
 class Inputs(NamedTuple):

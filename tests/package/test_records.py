@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -200,6 +201,50 @@ def test_trackers_continue_the_same_run_after_a_resume(run, monkeypatch):
     assert [options["wandb"]["id"] for options in given] == ["of-the-run"] * 2
     assert {options["wandb"]["resume"] for options in given} == {"allow"}
     assert [options["tensorboard"]["purge_step"] for options in given] == [0, 4]
+
+
+def write_metrics(folder, count):
+    """Records of `count` epochs, the last two of which have two each; one skipped image each."""
+    with (folder / "metrics.jsonl").open("w") as file:
+        for i in range(count):
+            record = {"step": i + 1, **dict.fromkeys(NUMBERS, 0.5), "epoch": min(i, count - 2)}
+            record |= {"skipped": {f"photo-{i}.png": "broken"}, "skipped_images": i + 1}
+            record |= {"signs": {"range": "why"}} if i == 7 else {}
+            file.write(json.dumps(record) + "\n")
+            if i % 1000 == 9:
+                file.write(json.dumps({"step": i + 1, "held_out_loss": float(i)}) + "\n")
+
+
+def test_read_metrics_keeps_a_part_of_the_records_of_a_long_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("diffusion_training.training.signs.MOST_RECORDS", 100)
+    write_metrics(tmp_path, 3001)
+    records = read_metrics(tmp_path)
+    trained = [record["step"] for record in records if "loss" in record]
+    assert 50 < len(trained) < 104 and trained[0] == 1 and trained[-1] == 3001
+    assert {*np.diff(trained[2:-1]).tolist()} <= {31, 32}  # evenly; held-out losses count too
+    assert [r["held_out_loss"] for r in records if "held_out_loss" in r] == [9, 1009, 2009]
+    assert [record["step"] for record in records if "signs" in record] == [8]
+    assert sum(len(record.get("skipped", ())) for record in records) <= 100
+    assert [record["step"] for record in records] == sorted(record["step"] for record in records)
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_memory_of_a_resumed_run_does_not_grow_with_its_records(tmp_path, run, count):
+    """Less than 150 bytes for each skipped image, and nothing for a record."""
+    records = run()
+    write_metrics(tmp_path / "out", count)
+    tracemalloc.start()
+    records = run(count)
+    step(records, count + 1)
+    used, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12e6 + 150 * count
+    record = metrics(tmp_path)[-1]
+    assert (record["step"], record["skipped_images"], record["epoch_loss"]) == (
+        count + 1,
+        count,
+        0.5,
+    )
 
 
 # ------------------------------------------------------------------- signs
