@@ -332,13 +332,9 @@ def in_one_sentence(
     """
     script = Path(main.__code__.co_filename).name
 
-    @functools.wraps(main)
-    @outlasting_the_terminal()
-    def guarded(args: argparse.Namespace) -> None:
-        SIGNALS.clear()
-        UNDO.clear()
-        WARNINGS.clear()
+    def run(args: argparse.Namespace, terminal: contextlib.ExitStack) -> None:
         try:
+            terminal.enter_context(outlasting_the_terminal())
             with handling(end_at_once), CHANGED:
                 main(args)
             UNDO.clear()
@@ -372,6 +368,13 @@ def in_one_sentence(
         if alone or is_local_main():
             print(f"\n{script}: {sentence}", file=sys.stderr, flush=True)
         raise SystemExit(status)
+
+    @functools.wraps(main)
+    def guarded(args: argparse.Namespace) -> None:
+        for memory in (SIGNALS, UNDO, WARNINGS):
+            memory.clear()
+        with contextlib.ExitStack() as terminal:
+            run(args, terminal)
 
     return guarded
 

@@ -439,6 +439,12 @@ def make_masked(folder, count=12, masks=True):
     return folder
 
 
+def needs(package):
+    """A mark for a test that needs a package which requirements.txt does not name."""
+    is_missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(is_missing, reason=f"needs {package}, in requirements-dev.txt")
+
+
 def patch(monkeypatch, name, value):
     """Set a name in every module that holds it: a from-import is a copy."""
     ours = re.compile(rf"{re.escape(str(ROOT))}/(diffusion_training/.*|[^/]*)").fullmatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import make_captioned, make_models, metrics, patch, reset
+from conftest import make_captioned, make_models, metrics, needs, patch, reset
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from safetensors.torch import load_file
@@ -86,7 +86,9 @@ def unet_of(base):
 
 
 @pytest.mark.parametrize("lora", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", pytest.param("adamw8bit", marks=needs("bitsandbytes")), "adafactor"]
+)
 def test_estimated_memory_equals_the_storage_that_torch_holds(base, lora, optimizer):
     """Counted by storage, so that weights shared with the average count once."""
     model = adapted(base, lora, lora_layers="all") if lora else unet_of(base)

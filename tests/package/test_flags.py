@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+from conftest import needs
 
 from diffusion_training.flags import (
     add_logging_flags,
@@ -40,6 +41,7 @@ def test_bad_training_flags_end_with_one_line(argv, sentence, capsys):
     assert stop.value.code == 2 and sentence in capsys.readouterr().err.strip().split("\n")[-1]
 
 
+@needs("bitsandbytes")
 def test_8_bit_adam_has_two_flags_and_needs_bitsandbytes(monkeypatch, capsys):
     assert parse().optimizer == "adamw" and parse("--optimizer=adafactor").optimizer == "adafactor"
     monkeypatch.setattr(

@@ -5,10 +5,11 @@ import io
 
 import pytest
 import torch
+from conftest import needs
 
 from diffusion_training.training.optimizers import load_optimizer, make_lr_scheduler, make_optimizer
 
-KINDS = ["adamw", "adamw8bit", "adafactor"]
+KINDS = ["adamw", pytest.param("adamw8bit", marks=needs("bitsandbytes")), "adafactor"]
 
 
 def make(kind, seed=0, scaler=None, **flags):

@@ -13,7 +13,7 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, needs
 
 import diffusion_training
 
@@ -162,6 +162,7 @@ def test_main_of_each_trainer_has_the_accelerator_and_the_loop(script):
     assert {"train_step", "training.save_checkpoint", "evaluate"} <= calls(loop)
 
 
+@needs("aiohttp")
 def test_download_modules_import_no_torch():
     names = ", ".join(f"diffusion_training.{name}" for name in LIGHT)
     code = (
@@ -289,6 +290,7 @@ def find_parser(script):
     return found[0]
 
 
+@needs("ray")
 def test_flags_of_the_same_name_are_equal_in_all_scripts():
     """In the scripts that train or make caches. The download has other flags."""
     seen, differ = {}, set()
@@ -304,7 +306,13 @@ def test_flags_of_the_same_name_are_equal_in_all_scripts():
     assert len(seen) > 100 and differ == DEFAULTS
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+ON_RAY = {"precompute_latents_ray", "train_on_ray"}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(name, marks=needs("ray")) if name in ON_RAY else name for name in SCRIPTS],
+)
 def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
     parser = find_parser(script)
     chapters = [group.title for group in parser._action_groups[2:]]
