@@ -78,7 +78,13 @@ def read_lora_file(
     for key in named:
         if not key.startswith(f"{name}."):
             raise ValueError(f"it holds {key}, which is not used here")
-    own = strip(named, name)
+    own = {
+        # PEFT's own names have the adapter's, such as lora_A.default.weight
+        re.sub(
+            r"(\.lora_[AB])\.\w+(\.weight)$|(_magnitude_vector)\.\w+\.weight$", r"\1\2\3", key
+        ): value
+        for key, value in strip(named, name).items()
+    }
     alphas = strip(alphas, name)
     settings = strip(settings, name)
     if not any(f".{LORA_A}" in key for key in own):  # as diffusers wrote them before PEFT

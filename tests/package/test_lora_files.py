@@ -158,13 +158,16 @@ def wrap(base, **settings):
     {}, {"use_rslora": True}, {"alpha_pattern": {"to_q": 7}}, {"use_dora": True},
     {"rank_pattern": {"attn2.to_q": 2}, "alpha_pattern": {"attn1.to_v": 3}, "use_rslora": True},
 ])  # fmt: skip
-@pytest.mark.parametrize("form", ["peft", "diffusers"])
+@pytest.mark.parametrize("form", ["peft", "with the adapter's name", "diffusers"])
 def test_lora_files_of_peft_load_with_the_same_effect(tmp_path, base, settings, form):
     model = wrap(base, **settings)
     path = tmp_path / "adapter_model.safetensors"
-    if form == "peft":
-        model.save_pretrained(tmp_path)
-    else:
+    model.save_pretrained(tmp_path)
+    if form == "with the adapter's name":
+        named = {name: x.detach() for name, x in model.named_parameters() if "lora_" in name}
+        assert any(name.endswith("to_q.lora_A.default.weight") for name in named)
+        save_file(named, path)
+    elif form == "diffusers":
         path = tmp_path / FILE
         about = _collate_lora_metadata({"unet": model.get_base_model()})
         StableDiffusionPipeline.save_lora_weights(
