@@ -464,11 +464,13 @@ class Engine(NamedTuple):
     task_memory: int  # bytes that a task of stage 1 reserves
 
     def count_tasks(self, encoders: int) -> int:
-        """How many tasks of stage 1 may run beside so many encoders."""
+        """How many tasks of stage 1 may run at a time beside so many encoders."""
+        if self.num_tasks:
+            return self.num_tasks
         found = ray.cluster_resources()
         cores = found.get("CPU", 0) - encoders * self.threads
         memory = found.get("memory", 0) - encoders * (self.place["memory"] - self.task_memory)
-        return self.num_tasks or max(1, int(min(cores, memory / self.task_memory)))
+        return max(1, int(min(cores, memory / self.task_memory)))
 
 
 def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, str]:
@@ -509,9 +511,9 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     if not fit and not args.num_encoders:
         fail(f"{lacking}: if the cluster will have such nodes, give --num_encoders")
     cpus = sum(node.get("CPU", 0) for node in nodes)
+    device = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
     sentences = (
-        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of "
-        f"{f'{per_encoder:g} GPUs' if per_encoder else f'{threads} CPU threads'}, "
+        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of {device}, "
         f"{engine.count_tasks(min(fit, count))} tasks that decode"
     )
     if not fit:
@@ -536,7 +538,6 @@ def place_encoder(job: Any, engine: Engine) -> tuple[Any, Any]:
         max_concurrency=DEPTH,
         num_cpus=0,
         num_gpus=engine.place.get("GPU", 0),
-        memory=engine.place["memory"] - engine.task_memory,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             group, placement_group_capture_child_tasks=True
         ),
@@ -572,11 +573,8 @@ class Member:
     actor: Any
     group: Any
     deaths: int  # how often its process died before it had started
-    # {Ray's reference: shard}; None is the first call, which only asks whether it has started
+    # {Ray's reference: shard}. The first call asks only whether it has started: {reference: None}
     calls: dict[Any, int | None]
-
-    def list_shards(self) -> list[int]:
-        return [shard for shard in self.calls.values() if shard is not None]
 
 
 class Crew:
@@ -593,58 +591,51 @@ class Crew:
         self.members: list[Member] = []
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
 
-    def list_ready(self) -> list[Member]:
-        """The encoders that have started."""
-        return [member for member in self.members if None not in member.calls.values()]
-
     def start(self, deaths: int = 0) -> None:
         actor, group = place_encoder(self.job, self.engine)
-        calls = {actor.__ray_ready__.remote(): None}
-        self.members.append(Member(actor, group, deaths, calls))
+        self.members.append(Member(actor, group, deaths, {actor.__ray_ready__.remote(): None}))
 
     def stop(self, member: Member) -> None:
         """End an encoder to free its place; its shards go to others."""
         remove_placement_group(member.group)
         self.members.remove(member)
-        self.left = sorted(self.left + member.list_shards())
+        self.left = sorted({*self.left, *member.calls.values()} - {None})
         member.calls = {}
 
-    def hand_out(self) -> None:
-        """Give shards to the encoders that have started."""
-        ready = self.list_ready()
+    def hand_out(self) -> int:
+        """Give shards to the encoders that have started. Returns how many have started."""
+        ready = [member for member in self.members if None not in member.calls.values()]
         ahead = max(1, self.engine.count_tasks(len(ready)) // max(1, len(ready)))
         for depth in range(DEPTH):
             for member in ready:
+                shards = [*member.calls.values(), *self.left[:1]]
                 # Ray does not report which shard killed a process, so all shards that the process
                 # had are tried again one at a time.
-                shards = [*member.list_shards(), *self.left[:1]]
-                alone = depth and any(self.tries[shard] for shard in shards)
-                if not self.left or len(shards) != depth + 1 or alone:
-                    continue
-                shard = self.left.pop(0)
-                ref = member.actor.make.remote((shard, self.missing[shard]), ahead)
-                member.calls[ref] = shard
+                alone = any(self.tries[shard] for shard in shards)
+                if self.left and len(shards) == depth + 1 and not (depth and alone):
+                    shard = self.left.pop(0)
+                    ref = member.actor.make.remote((shard, self.missing[shard]), ahead)
+                    member.calls[ref] = shard
+        return len(ready)
 
     def resize(self) -> None:
         """End encoders that have no work, and start those that are missing."""
-        idle = [member for member in self.members if not member.list_shards()]
+        idle = [member for member in self.members if {None}.issuperset(member.calls.values())]
         for member in idle[len(self.left) :]:
             self.stop(member)
-        missing = min(self.engine.num_encoders - len(self.members), len(self.left) - len(idle))
-        for _ in range(missing):
+        room = self.engine.num_encoders - len(self.members)
+        for _ in range(min(room, len(self.left) - len(idle))):
             self.start()
 
     def read_answer(self, member: Member, ref: Any) -> tuple[int, dict] | None:
         """Read an answer; return (number of a shard, result) if the shard is done or failed."""
-        if ref not in member.calls:  # its process has died, and its shards are left again
-            return None
         shard = member.calls[ref]
         try:
             result = ray.get(ref)
         except ray.exceptions.RayError as error:  # the process or the node died
             reason = str(error).strip().splitlines()[-1][:200]
             died = f"its process died {TRIES} times, out of memory? ({reason})"
-            self.tries.update(member.list_shards())
+            self.tries.update(member.calls.values())
             self.stop(member)
             if shard is not None:
                 return (shard, {"failed": died}) if self.tries[shard] == TRIES else None
@@ -667,17 +658,17 @@ def make_shards(
     crew = Crew(missing, job, engine)
     try:
         while True:
-            crew.hand_out()
+            ready = crew.hand_out()
             crew.resize()
             called = {ref: member for member in crew.members for ref in member.calls}
             if not called:
                 return
-            ready = len(crew.list_ready())
             show(ready, len(crew.members) - ready)
             done, _ = ray.wait(list(called), num_returns=len(called), timeout=0.5)
             end_if_stopped()
             for ref in done:
-                if made := crew.read_answer(called[ref], ref):
+                # An encoder that has died has no calls any more.
+                if ref in called[ref].calls and (made := crew.read_answer(called[ref], ref)):
                     yield made
     finally:
         for member in list(crew.members):
