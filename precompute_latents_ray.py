@@ -479,12 +479,12 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     Stops the script if no node has enough resources, unless --num_encoders asks for more nodes.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    kind = f"accelerator_type:{args.accelerator_type}" if args.accelerator_type else "CPU"
-    own = [node for node in nodes if kind in node]
+    kind = args.accelerator_type and f"accelerator_type:{args.accelerator_type}"
+    own = [node for node in nodes if not kind or kind in node]
     gpus = sum(node.get("GPU", 0) for node in own)
     per_encoder = args.gpus_per_encoder
     if per_encoder is None:
-        per_encoder = float(gpus > 0 or args.accelerator_type is not None)
+        per_encoder = float(gpus > 0 or kind is not None)
     if per_encoder == 0 and args.mixed_precision == "fp16":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
     if 0 < per_encoder < 1:  # an encoder never uses parts of two GPUs
@@ -493,9 +493,11 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     threads = 1 if per_encoder else torch.get_num_threads()
     memory = 2**30 + 4 * PART_BYTES
     # The CPU is for the task. An encoder reserves none, because a machine may have only one.
-    place = {kind: 0.001, "CPU": 1, "memory": 2 * (memory + weight_bytes)}
+    place = {"CPU": 1, "memory": 2 * (memory + weight_bytes)}
     if per_encoder:
         place["GPU"] = per_encoder
+    if kind:
+        place[kind] = 0.001  # as much as Ray's own option takes
     engine = Engine(count, args.num_transform_cpus, threads, place, memory)
 
     fit = sum(min(int(node.get(name, 0) / place[name]) for name in place) for node in nodes)
@@ -504,7 +506,7 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
         f"an encoder with a task that decodes needs {per_encoder:g} GPUs, 1 CPU and {size}, "
         "and no node of Ray has that"
     )
-    if args.accelerator_type and not own:
+    if not own:
         keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
         types = ", ".join(sorted(key.split(":")[1] for key in keys)) or "none"
         lacking = f"no node of Ray has --accelerator_type {args.accelerator_type}; there is {types}"
@@ -748,9 +750,9 @@ class CrewProgress:
     def __init__(self, total: int, done: int) -> None:
         self.bar = tqdm(total=total, initial=done, desc="Images", unit="img")
         self.busy = self.waited = 0.0  # seconds of the encoders
-        self.at_work = self.waiting = 0  # encoders
-        self.gauges = {
-            name: Gauge(f"precompute_latents_{name}", description)
+        self.encoders = (0, 0)  # at work, and those to come
+        self.gauges = [
+            Gauge(f"precompute_latents_{name}", description)
             for name, description in {
                 "rows_done": "Rows that are in the cache",
                 "rows_per_second": "Rows per second, as in the progress bar",
@@ -758,39 +760,28 @@ class CrewProgress:
                 "encoders_at_work": "Encoders that have a place and have loaded the models",
                 "encoders_waiting": "Encoders that start or wait for a place",
             }.items()
-        }
+        ]
 
     def add(self, rows: int, result: dict[str, Any]) -> None:
         """Count the rows of a result of `Encoder.make`."""
         self.busy += result["busy"]
         self.waited += result["waited"]
-        self.bar.set_postfix_str(self.describe(), refresh=False)
         self.bar.update(rows)
-        self.set_gauges()
+        self.show(*self.encoders)
 
     def show(self, at_work: int, waiting: int) -> None:
         """Show how many encoders are at work, and how many start or wait for a place."""
-        if (self.at_work, self.waiting) != (at_work, waiting):
-            self.at_work, self.waiting = at_work, waiting
-            self.bar.set_postfix_str(self.describe())
-        self.set_gauges()
-
-    def find_share(self) -> float:
-        return self.waited / (self.busy + self.waited) if self.busy else 0.0
-
-    def describe(self) -> str:
-        phrases = [f"{self.find_share():.1%} waiting for images"] if self.busy else []
-        phrases.append(amount(self.at_work, "encoder"))
-        if self.waiting:
-            phrases.append(f"{self.waiting} starting or waiting for a place")
-        return ", ".join(phrases)
-
-    def set_gauges(self) -> None:
-        self.gauges["rows_done"].set(self.bar.n)
-        self.gauges["rows_per_second"].set(self.bar.format_dict["rate"])
-        self.gauges["waiting_share"].set(self.find_share())
-        self.gauges["encoders_at_work"].set(self.at_work)
-        self.gauges["encoders_waiting"].set(self.waiting)
+        self.encoders = (at_work, waiting)
+        share = self.waited / (self.busy + self.waited) if self.busy else 0.0
+        phrases = [f"{share:.1%} waiting for images"] if self.busy else []
+        phrases.append(amount(at_work, "encoder"))
+        if waiting:
+            phrases.append(f"{waiting} starting or waiting for a place")
+        postfix = ", ".join(phrases)
+        self.bar.set_postfix_str(postfix, refresh=postfix != self.bar.postfix)
+        values = (self.bar.n, self.bar.format_dict["rate"], share, at_work, waiting)
+        for gauge, value in zip(self.gauges, values, strict=True):
+            gauge.set(value)
 
 
 def make_missing(

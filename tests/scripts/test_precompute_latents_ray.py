@@ -1339,7 +1339,7 @@ def add_and_lose_nodes():
     nodes, seen = [], set()
 
     def add_nodes():
-        nodes.extend(cluster.add_node(num_cpus=1, memory=10 * 2**30) for _ in range(2))
+        nodes.extend(cluster.add_node(num_cpus=1, memory=11 * 2**30) for _ in range(2))
 
     def make_shards(missing, job, engine, show):
         def watch(at_work, waiting):
@@ -1445,7 +1445,7 @@ class Slower(script.Encoder):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
         single.encode_images = lambda encoders, images: (
-            images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
+            images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1)
         )
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
         for batch in super().load(parts, spent):
