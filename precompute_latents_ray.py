@@ -481,6 +481,13 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     kind = args.accelerator_type and f"accelerator_type:{args.accelerator_type}"
     own = [node for node in nodes if not kind or kind in node]
+    later = "if the cluster will have such nodes, give --num_encoders"
+    if not own and not args.num_encoders:
+        keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
+        types = ", ".join(sorted(key.split(":")[1] for key in keys)) or "none"
+        wanted = f"no node of Ray has --accelerator_type {args.accelerator_type}"
+        fail(f"{wanted}; there is {types}: {later}")
+    cpus = sum(node.get("CPU", 0) for node in nodes)
     gpus = sum(node.get("GPU", 0) for node in own)
     per_encoder = args.gpus_per_encoder
     if per_encoder is None:
@@ -493,38 +500,25 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     threads = 1 if per_encoder else torch.get_num_threads()
     memory = 2**30 + 4 * PART_BYTES
     # The CPU is for the task. An encoder reserves none, because a machine may have only one.
-    place = {"CPU": 1, "memory": 2 * (memory + weight_bytes)}
-    if per_encoder:
-        place["GPU"] = per_encoder
+    place = {"CPU": 1, "GPU": per_encoder, "memory": 2 * (memory + weight_bytes)}
     if kind:
         place[kind] = 0.001  # as much as Ray's own option takes
     engine = Engine(count, args.num_transform_cpus, threads, place, memory)
 
-    fit = sum(min(int(node.get(name, 0) / place[name]) for name in place) for node in nodes)
-    size = f"{place['memory'] / 1e9:.1f} GB"
-    lacking = (
-        f"an encoder with a task that decodes needs {per_encoder:g} GPUs, 1 CPU and {size}, "
-        "and no node of Ray has that"
-    )
-    if not own:
-        keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
-        types = ", ".join(sorted(key.split(":")[1] for key in keys)) or "none"
-        lacking = f"no node of Ray has --accelerator_type {args.accelerator_type}; there is {types}"
+    needs = {name: need for name, need in place.items() if need}
+    fit = sum(min(int(node.get(name, 0) / needs[name]) for name in needs) for node in nodes)
+    size = f"{per_encoder:g} GPUs, 1 CPU and {place['memory'] / 1e9:.1f} GB"
     if not fit and not args.num_encoders:
-        fail(f"{lacking}: if the cluster will have such nodes, give --num_encoders")
-    cpus = sum(node.get("CPU", 0) for node in nodes)
+        fail(f"an encoder with a task needs {size}, and no node of Ray has that: {later}")
     device = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
+    tasks = engine.count_tasks(min(fit, count))
     sentences = (
-        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of {device}, "
-        f"{engine.count_tasks(min(fit, count))} tasks that decode"
+        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; "
+        f"{count} encoders of {device}, {tasks} tasks that decode"
     )
-    if not fit:
-        sentences += f"\nWaiting for more nodes: {lacking} yet"
-    elif fit < count:
-        sentences += (
-            f"\nRay has a place for {fit} of {count} encoders ({size} each); "
-            "the others wait for more nodes"
-        )
+    if fit < count:
+        sentences += f"\nRay has a place for {fit} of {count} encoders ({size} each)"
+        sentences += "; the others wait for more nodes"
     return engine, sentences
 
 
@@ -539,7 +533,7 @@ def place_encoder(job: Any, engine: Engine) -> tuple[Any, Any]:
     actor = ray.remote(
         max_concurrency=DEPTH,
         num_cpus=0,
-        num_gpus=engine.place.get("GPU", 0),
+        num_gpus=engine.place["GPU"],
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             group, placement_group_capture_child_tasks=True
         ),
@@ -607,17 +601,20 @@ class Crew:
     def hand_out(self) -> int:
         """Give shards to the encoders that have started. Returns how many have started."""
         ready = [member for member in self.members if None not in member.calls.values()]
+        starting = len(self.members) - len(ready)
         ahead = max(1, self.engine.count_tasks(len(ready)) // max(1, len(ready)))
         for depth in range(DEPTH):
             for member in ready:
-                shards = [*member.calls.values(), *self.left[:1]]
+                if not self.left or len(member.calls) != depth:
+                    continue
                 # Ray does not report which shard killed a process, so all shards that the process
-                # had are tried again one at a time.
-                alone = any(self.tries[shard] for shard in shards)
-                if self.left and len(shards) == depth + 1 and not (depth and alone):
-                    shard = self.left.pop(0)
-                    ref = member.actor.make.remote((shard, self.missing[shard]), ahead)
-                    member.calls[ref] = shard
+                # had are tried again one at a time. Encoders that start will need a shard each.
+                shards = [*member.calls.values(), self.left[0]]
+                if depth and (len(self.left) <= starting or any(self.tries[n] for n in shards)):
+                    continue
+                shard = self.left.pop(0)
+                ref = member.actor.make.remote((shard, self.missing[shard]), ahead)
+                member.calls[ref] = shard
         return len(ready)
 
     def resize(self) -> None:

@@ -907,7 +907,7 @@ def test_plan_engine_uses_all_cpus_and_gpus_of_ray(plan):
     assert said == (
         "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU threads, 7 tasks that decode"
     )
-    assert engine.place["CPU"] == 1 and "GPU" not in engine.place
+    assert (engine.place["CPU"], engine.place["GPU"]) == (1, 0)
     # The weights twice: in float32, and in the precision in which they are used
     assert engine.place["memory"] - 2 * engine.task_memory == 2 * 10**9
     engine, said = plan(nodes=((8, 4), (8, 4), (8, 0)))
@@ -918,7 +918,7 @@ def test_plan_engine_uses_all_cpus_and_gpus_of_ray(plan):
     engine, said = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
     assert "; 3 encoders of 1 GPUs, 5 tasks" in said
     engine, _ = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
-    assert "GPU" not in engine.place
+    assert engine.place["GPU"] == 0
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     engine, said = plan("--accelerator_type=T4", **types)
     assert said.endswith("24 CPUs, 2 GPUs; 2 encoders of 1 GPUs, 22 tasks that decode")
@@ -931,7 +931,8 @@ def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
     _, said = plan(nodes=((8, 8),), memory=12)
     assert said.endswith(
         "8 encoders of 1 GPUs, 3 tasks that decode\n"
-        "Ray has a place for 2 of 8 encoders (4.7 GB each); the others wait for more nodes"
+        "Ray has a place for 2 of 8 encoders (1 GPUs, 1 CPU and 4.7 GB each); "
+        "the others wait for more nodes"
     )
     _, said = plan("--gpus_per_encoder=0.6", nodes=((8, 4),))
     assert "; 4 encoders of 1 GPUs" in said  # no encoder uses parts of two GPUs
@@ -941,7 +942,7 @@ def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
     with pytest.raises(SystemExit, match=r"needs 0 GPUs, 1 CPU and 4.7 GB, and no node"):
         plan(nodes=((4, 0),), memory=4)
     _, said = plan("--num_encoders=1", nodes=((4, 0),), memory=4)
-    assert "Waiting for more nodes: " in said
+    assert "a place for 0 of 1 encoders" in said
 
 
 def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
@@ -957,14 +958,14 @@ def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
             {},
             "no node of Ray has --accelerator_type H100; there is none",
         ),
-        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "decodes needs 3 GPUs, 1 CPU"),
+        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "a task needs 3 GPUs, 1 CPU"),
         (
             ["--gpus_per_encoder=1"],
             {},
             "needs 1 GPUs, 1 CPU and 4.7 GB, and no node of Ray has that: .* --num_encoders",
         ),
         ([], {"nodes": ((0, 0),)}, "needs 0 GPUs, 1 CPU and 4.7 GB"),
-        ([], {"weights": 2**34}, "^an encoder with a task that decodes needs .* 37.0 GB, and no"),
+        ([], {"weights": 2**34}, "^an encoder with a task needs .* 37.0 GB, and no"),
         (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "needs 2 GPUs"),
         (["--mixed_precision=fp16"], {}, "fp16 does nothing on a CPU"),
     ]:
@@ -976,7 +977,7 @@ def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
         for nodes in (((4, 0),), ((0, 0),)):
             engine, said = plan("--num_encoders=64", *argv, nodes=nodes)
             assert (engine.num_encoders, engine.place["GPU"]) == (64, 1)
-            assert "; 64 encoders of 1 GPUs" in said and "\nWaiting for more nodes: " in said
+            assert "; 64 encoders of 1 GPUs" in said and "a place for 0 of 64 encoders" in said
 
 
 @pytest.mark.parametrize(
@@ -1267,14 +1268,16 @@ def test_crew_gives_shards_to_ready_encoders_and_ends_idle_ones(crew):
     assert turn(crew) == [(0, None), (1, None), (2, None)]
     cluster.answers = {(0, None): True, (1, None): True}
     assert read(crew, (0, None)) is read(crew, (1, None)) is None
+    # One shard is kept for each encoder that may still answer.
     of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
     assert turn(crew) == of_two and crew.left == [6, 7]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
-    assert [read(crew, (0, shard)) for shard in (0, 2)] == [(0, {}), (2, {})]
-    assert turn(crew) == [(0, 4), (0, 6), (0, 7), (1, 1), (1, 3), (1, 5)]
-    assert cluster.ended == [2] and not crew.left  # no shard is left for the one without a place
+    assert [read(crew, (0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
+    assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
     cluster.answers |= {(0, 6): {}, (0, 7): {}}
-    assert [read(crew, (0, shard)) for shard in (4, 6, 7)] == [(4, {}), (6, {}), (7, {})]
+    read(crew, (0, 6))
+    assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
+    read(crew, (0, 7))
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
 
 
@@ -1283,14 +1286,14 @@ def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
 
     One that dies at its start four times ends the run.
     """
-    crew, cluster = crew(2, 6)
+    crew, cluster = crew(2, 5)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
     read(crew, (0, None)), read(crew, (1, None))
-    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5)]
+    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
     assert read(crew, (1, 1)) is read(crew, (1, 3)) is None
-    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3, 5]
-    cluster.answers |= {(0, shard): {} for shard in range(6)}
+    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
+    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
     [read(crew, (0, shard)) for shard in (0, 2, 4)]
     assert turn(crew) == [(0, 1), (2, None)]
     for number in (2, 3, 4):
@@ -1298,9 +1301,8 @@ def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
         assert turn(crew) == [(0, 1), (number + 1, None)]
     with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
         read(crew, (5, None))
-    assert read(crew, (0, 1)) == (1, {}) and turn(crew) == [(0, 3), (6, None)]
-    assert read(crew, (0, 3)) == (3, {}) and turn(crew) == [(0, 5)] and cluster.ended[-1] == 6
-    assert read(crew, (0, 5)) == (5, {}) and turn(crew) == []
+    assert read(crew, (0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and crew.left == []
+    assert read(crew, (0, 3)) == (3, {}) and turn(crew) == []
 
 
 def set_encoder_memory(gigabytes):
@@ -1325,11 +1327,11 @@ def room_for_one_encoder_without_a_task():
 def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=room_for_one_encoder)
     assert code == 0 and contents(tmp_path / "out") == whole, said
-    assert "Ray has a place for 1 of 2 encoders (6.4 GB each); the others wait" in said
+    assert "Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and 6.4 GB each)" in said
     assert "1 starting or waiting for a place" in said
 
     code, said = driver(*flags, setup=room_for_one_encoder_without_a_task)
-    assert code == 1 and "decodes needs 0 GPUs, 1 CPU and 8.6 GB, and no node" in said, said
+    assert code == 1 and "a task needs 0 GPUs, 1 CPU and 8.6 GB, and no node" in said, said
 
 
 def add_and_lose_nodes():
@@ -1364,7 +1366,7 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=add_and_lose_nodes)
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
-    assert "Waiting for more nodes: an encoder with a task that decodes needs 0 GPUs" in said
+    assert "Ray has a place for 0 of 2 encoders (0 GPUs, 1 CPU and 10.7 GB each); the" in said
     phases = [
         "0 encoders, 2 starting or waiting for a place",
         "waiting for images, 2 encoders]",
@@ -1373,11 +1375,31 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
     assert [said.find(phase) for phase in phases] == sorted(map(said.index, phases)), said
 
 
+class Impatient(script.Encoder):
+    """An encoder whose shared tasks never get a core."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        script.PATIENCE = 0.2
+        never = script.ray.remote(num_cpus=99, scheduling_strategy="SPREAD")
+        self.decode = never(script.decode_part)
+
+
+def impatient_encoder():
+    script.Encoder = Impatient
+
+
+@pytest.mark.long
+def test_ray_encoder_decodes_on_its_own_core_if_all_others_are_busy(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_transform_cpus=4", setup=impatient_encoder)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+
+
 @pytest.mark.long
 def test_ray_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=room_for_two_encoders_without_a_task)
     assert code == 0 and contents(tmp_path / "out") == whole, said
-    assert "Ray has a place for 1 of 2 encoders (4.8 GB each)" in said
+    assert "Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and 4.8 GB each)" in said
 
 
 # ------------------------------------------------------------------- lost nodes, and memory
