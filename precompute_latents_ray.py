@@ -595,7 +595,8 @@ class Crew:
         """End an encoder to free its place; its shards go to others."""
         remove_placement_group(member.group)
         self.members.remove(member)
-        self.left = sorted({*self.left, *member.calls.values()} - {None})
+        shards = [shard for shard in member.calls.values() if shard is not None]
+        self.left = sorted(self.left + shards)
         member.calls = {}
 
     def hand_out(self) -> int:
@@ -619,7 +620,7 @@ class Crew:
 
     def resize(self) -> None:
         """End encoders that have no work, and start those that are missing."""
-        idle = [member for member in self.members if {None}.issuperset(member.calls.values())]
+        idle = [member for member in self.members if set(member.calls.values()) <= {None}]
         for member in idle[len(self.left) :]:
             self.stop(member)
         room = self.engine.num_encoders - len(self.members)
