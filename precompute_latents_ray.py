@@ -509,7 +509,7 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     fit = sum(min(int(node.get(name, 0) / needs[name]) for name in needs) for node in nodes)
     size = f"{per_encoder:g} GPUs, 1 CPU and {place['memory'] / 1e9:.1f} GB"
     if not fit and not args.num_encoders:
-        fail(f"an encoder with a task needs {size}, and no node of Ray has that: {later}")
+        fail(f"an encoder and a task need {size}, and no node of Ray has that: {later}")
     device = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
     tasks = engine.count_tasks(min(fit, count))
     sentences = (

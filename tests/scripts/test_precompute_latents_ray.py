@@ -939,7 +939,7 @@ def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
     _, said = plan("--num_encoders=4", nodes=((2, 0),))
     assert "a place for 2 of 4 encoders" in said  # each with a core for its task
     # A node of 8 GB, of which Ray gives out 4: an encoder, or a task
-    with pytest.raises(SystemExit, match=r"needs 0 GPUs, 1 CPU and 4.7 GB, and no node"):
+    with pytest.raises(SystemExit, match=r"need 0 GPUs, 1 CPU and 4.7 GB, and no node"):
         plan(nodes=((4, 0),), memory=4)
     _, said = plan("--num_encoders=1", nodes=((4, 0),), memory=4)
     assert "a place for 0 of 1 encoders" in said
@@ -958,15 +958,15 @@ def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
             {},
             "no node of Ray has --accelerator_type H100; there is none",
         ),
-        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "a task needs 3 GPUs, 1 CPU"),
+        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "a task need 3 GPUs, 1 CPU"),
         (
             ["--gpus_per_encoder=1"],
             {},
-            "needs 1 GPUs, 1 CPU and 4.7 GB, and no node of Ray has that: .* --num_encoders",
+            "need 1 GPUs, 1 CPU and 4.7 GB, and no node of Ray has that: .* --num_encoders",
         ),
-        ([], {"nodes": ((0, 0),)}, "needs 0 GPUs, 1 CPU and 4.7 GB"),
-        ([], {"weights": 2**34}, "^an encoder with a task needs .* 37.0 GB, and no"),
-        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "needs 2 GPUs"),
+        ([], {"nodes": ((0, 0),)}, "need 0 GPUs, 1 CPU and 4.7 GB"),
+        ([], {"weights": 2**34}, "^an encoder and a task need .* 37.0 GB, and no"),
+        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "need 2 GPUs"),
         (["--mixed_precision=fp16"], {}, "fp16 does nothing on a CPU"),
     ]:
         with pytest.raises(SystemExit, match=said):
@@ -1331,7 +1331,7 @@ def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole
     assert "1 starting or waiting for a place" in said
 
     code, said = driver(*flags, setup=room_for_one_encoder_without_a_task)
-    assert code == 1 and "a task needs 0 GPUs, 1 CPU and 8.6 GB, and no node" in said, said
+    assert code == 1 and "a task need 0 GPUs, 1 CPU and 8.6 GB, and no node" in said, said
 
 
 def add_and_lose_nodes():
