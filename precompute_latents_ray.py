@@ -769,14 +769,13 @@ class CrewProgress:
 
     def show(self, at_work: int, waiting: int) -> None:
         """Show how many encoders are at work, and how many start or wait for a place."""
-        self.encoders = (at_work, waiting)
+        is_new, self.encoders = self.encoders != (at_work, waiting), (at_work, waiting)
         share = self.waited / (self.busy + self.waited) if self.busy else 0.0
         phrases = [f"{share:.1%} waiting for images"] if self.busy else []
         phrases.append(amount(at_work, "encoder"))
         if waiting:
             phrases.append(f"{waiting} starting or waiting for a place")
-        postfix = ", ".join(phrases)
-        self.bar.set_postfix_str(postfix, refresh=postfix != self.bar.postfix)
+        self.bar.set_postfix_str(", ".join(phrases), refresh=is_new)
         values = (self.bar.n, self.bar.format_dict["rate"], share, at_work, waiting)
         for gauge, value in zip(self.gauges, values, strict=True):
             gauge.set(value)
