@@ -17,7 +17,7 @@ Layout of this file:
     parse_args   the flags of the other script, and five for Ray
     decode_part  stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
     Encoder      stage 2, actors with the models: let tasks decode a shard, encode and write it
-    find_places  how many encoders and tasks fit on the nodes of the cluster
+    plan_engine  what an encoder needs, and how many of them the cluster has a place for
     Crew         starts encoders, hands out shards, and counts how often a shard killed its process
     main         the run in phases
 A part is a few batches, cut where the other script cuts them. Ray only schedules; the files are the
@@ -40,7 +40,6 @@ import argparse
 import collections
 import contextlib
 import functools
-import heapq
 import importlib
 import io
 import itertools
@@ -116,7 +115,9 @@ from precompute_latents import (
 
 try:
     import ray
+    from ray.util import placement_group, remove_placement_group
     from ray.util.metrics import Gauge
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
@@ -127,7 +128,7 @@ Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indice
 PART_BYTES = 2**26
 TRIES = 4  # attempts to make a shard whose process dies or raises an exception
 DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one decoded
-NODE_CHECK = 5  # seconds between two checks of the nodes of the cluster
+PATIENCE = 10  # seconds that an encoder waits for images before its own core decodes them
 # Flags that are not recorded in the cache
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
 
@@ -209,7 +210,7 @@ class Job:
     num_rows: int
     rows: Any  # Ray's reference to the bytes of `PickledRows`
     threads: int  # of the driver
-    task: dict[str, Any]  # resources of a task of stage 1
+    task_memory: int  # bytes that a task of stage 1 reserves
     part_rows: int = 0  # rows of a part
 
 
@@ -307,15 +308,17 @@ class Encoder:
         if self.device.type == "cpu":
             keep_memory()
         transformers.utils.logging.disable_progress_bar()
-        self.decode = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(
-            decode_part
-        )
+        task = ray.remote(max_retries=0, num_cpus=1, memory=job.task_memory)(decode_part)
+        # on the core that is reserved for this encoder, or on any core of the cluster
+        self.decode_here, self.decode = task, task.options(scheduling_strategy="SPREAD")
         # for each shard, in order, its parts for which no task has started
         self.queue: list[list[Part]] = []
         # {part that a task decodes or has decoded: Ray's reference}
         self.decoding: dict[Part, Any] = {}
         self.ahead = 1  # parts that are decoded ahead
+        self.started = itertools.count()  # tasks
         self.turn = threading.Condition()
+        self.decode_here.remote((0, 0, ()), job.rows)  # opens the data while the models load
         _, self.reason = attempt(self.load_models)
 
     def load_models(self) -> None:
@@ -380,7 +383,10 @@ class Encoder:
         for part in parts:
             begin = time.perf_counter()
             try:
-                batches = ray.get(self.decoding.pop(part))
+                refs = [self.decoding.pop(part)]
+                if not ray.wait(refs, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
+                    refs.append(self.decode_here.remote(part, self.job.rows))
+                batches = ray.get(ray.wait(refs)[0][0])
             except Exception as error:
                 reason = explain(getattr(error, "cause", None) or error)
                 raise RuntimeError(
@@ -391,11 +397,15 @@ class Encoder:
             yield from (map_tensors(batch, move) for batch in batches)
 
     def decode_ahead(self) -> None:
-        """Start tasks for the next parts, up to the number of cores per encoder."""
+        """Start tasks for the next parts, up to the number of cores per encoder.
+
+        The first of these cores is the encoder's own.
+        """
         for left in list(self.queue):
             while left and len(self.decoding) < self.ahead:
                 part = left.pop(0)
-                self.decoding[part] = self.decode.remote(part, self.job.rows)
+                decode = self.decode if next(self.started) % self.ahead else self.decode_here
+                self.decoding[part] = decode.remote(part, self.job.rows)
         if self.decoding:
             # does not wait, but makes Ray start to send results to this node
             ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
@@ -447,71 +457,19 @@ class Engine(NamedTuple):
     """The resources of a Ray cluster that the two stages use."""
 
     num_encoders: int  # at most
-    num_tasks: int | None  # of stage 1 at a time; None: as many as the cores allow
+    num_tasks: int | None  # of stage 1 at a time; None: as many as the cluster has room for
     threads: int  # cores that an encoder uses
-    task: dict[str, Any]  # resources of a task of stage 1
-    encoder: dict[str, Any]  # resources of an encoder
+    place: dict[str, float]  # resources of an encoder and of one task of stage 1
+    task_memory: int  # bytes that a task of stage 1 reserves
 
-
-class Places(NamedTuple):
-    """The nodes of a cluster, and how much fits on them."""
-
-    nodes: int
-    cpus: float
-    gpus: float  # of the type that encoders need
-    fit: int  # encoders that fit on the nodes at the same time
-    for_tasks: bool  # whether a node can run a task of stage 1
-    allowed: int  # most encoders to start
-    tasks: int  # tasks of stage 1 at a time
-
-
-def list_nodes() -> list[dict[str, float]]:
-    """The resources of each node that is alive."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def count_fitting(node: dict[str, float], encoder: dict[str, Any]) -> int:
-    """How many encoders fit on a node at the same time."""
-    kind = encoder.get("accelerator_type")
-    if kind and f"accelerator_type:{kind}" not in node:
-        return 0
-    fit = int(node.get("memory", 0) // encoder["memory"])
-    gpus, per_encoder = node.get("GPU", 0), encoder["num_gpus"]
-    if per_encoder >= 1:
-        return min(fit, int(gpus // per_encoder))
-    if per_encoder:  # several share a GPU, but an encoder uses only one
-        return min(fit, int(gpus) * int(round(1 / per_encoder, 4)))
-    return fit
-
-
-def find_places(engine: Engine) -> Places:
-    """Measure the nodes that the cluster has now.
-
-    Ray may place encoders wherever they fit. If they then leave no node enough memory for a task,
-    all wait for ever. In this case one encoder fewer than fit is allowed, and a task takes its
-    place. Otherwise all are allowed, because those that do not fit only wait.
-    """
-    nodes = list_nodes()
-    kind = engine.encoder.get("accelerator_type")
-    cpus = gpus = 0.0
-    fit = 0
-    for_tasks = beside = instead = False  # room for a task: at all, with or instead of encoders
-    for node in nodes:
-        count = count_fitting(node, engine.encoder)
-        fit += count
-        cpus += node.get("CPU", 0)
-        if kind is None or f"accelerator_type:{kind}" in node:
-            gpus += node.get("GPU", 0)
-        memory = node.get("memory", 0)
-        if node.get("CPU", 0) >= 1 and memory >= engine.task["memory"]:
-            for_tasks = True
-            beside |= memory - count * engine.encoder["memory"] >= engine.task["memory"]
-            instead |= count > 0
-    allowed = engine.num_encoders
-    if instead and not beside:
-        allowed = min(allowed, fit - 1)
-    tasks = engine.num_tasks or max(1, int(cpus - min(fit, allowed) * engine.threads))
-    return Places(len(nodes), cpus, gpus, fit, for_tasks, allowed, tasks)
+    def count_tasks(self, encoders: int) -> int:
+        """How many tasks of stage 1 may run at a time beside so many encoders."""
+        if self.num_tasks:
+            return self.num_tasks
+        found = ray.cluster_resources()
+        cores = found.get("CPU", 0) - encoders * self.threads
+        memory = found.get("memory", 0) - encoders * (self.place["memory"] - self.task_memory)
+        return max(1, int(min(cores, memory / self.task_memory)))
 
 
 def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, str]:
@@ -519,78 +477,67 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
 
     Stops the script if no node has enough resources, unless --num_encoders asks for more nodes.
     """
-    nodes = list_nodes()
-    wanted = args.accelerator_type
-    own = [node for node in nodes if wanted is None or f"accelerator_type:{wanted}" in node]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kind = args.accelerator_type and f"accelerator_type:{args.accelerator_type}"
+    own = [node for node in nodes if not kind or kind in node]
+    later = "if the cluster will have such nodes, give --num_encoders"
     if not own and not args.num_encoders:
         keys = {key for node in nodes for key in node if key.startswith("accelerator_type:")}
-        types = ", ".join(sorted(key.split(":")[1] for key in keys))
-        fail(
-            f"no node of Ray has --accelerator_type {wanted}; there is {types or 'none'}: "
-            "if the cluster will have such nodes, give --num_encoders"
-        )
+        types = ", ".join(sorted(key.split(":")[1] for key in keys)) or "none"
+        wanted = f"no node of Ray has --accelerator_type {args.accelerator_type}"
+        fail(f"{wanted}; there is {types}: {later}")
+    cpus = sum(node.get("CPU", 0) for node in nodes)
     gpus = sum(node.get("GPU", 0) for node in own)
     per_encoder = args.gpus_per_encoder
     if per_encoder is None:
-        per_encoder = float(gpus > 0 or wanted is not None)
+        per_encoder = float(gpus > 0 or kind is not None)
     if per_encoder == 0 and args.mixed_precision == "fp16":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
+    if 0 < per_encoder < 1:  # an encoder never uses parts of two GPUs
+        per_encoder = int(1e4 / int(1 / per_encoder)) / 1e4
+    count = args.num_encoders or max(1, int(gpus / per_encoder) if per_encoder else 1)
+    threads = 1 if per_encoder else torch.get_num_threads()
     memory = 2**30 + 4 * PART_BYTES
-    # Encoders reserve no cores. If they did, a small node might not have enough left for a task of
-    # stage 1, which would wait for ever. Instead, the number of tasks of stage 1 is limited to the
-    # cores that the encoders do not use.
-    encoder = {"num_cpus": 0, "num_gpus": per_encoder, "memory": memory + 2 * weight_bytes}
-    if wanted:
-        encoder["accelerator_type"] = wanted
-    engine = Engine(
-        num_encoders=args.num_encoders or max(1, int(gpus / per_encoder) if per_encoder else 1),
-        num_tasks=args.num_transform_cpus,
-        threads=1 if per_encoder else torch.get_num_threads(),
-        task={"num_cpus": 1, "num_gpus": 0, "memory": memory},
-        encoder=encoder,
+    # The CPU is for the task. An encoder reserves none, because a machine may have only one.
+    place = {"CPU": 1, "GPU": per_encoder, "memory": 2 * (memory + weight_bytes)}
+    if kind:
+        place[kind] = 0.001  # as much as Ray's own option takes
+    engine = Engine(count, args.num_transform_cpus, threads, place, memory)
+
+    needs = {name: need for name, need in place.items() if need}
+    fit = sum(min(int(node.get(name, 0) / needs[name]) for name in needs) for node in nodes)
+    size = f"{per_encoder:g} GPUs, 1 CPU and {place['memory'] / 1e9:.1f} GB"
+    if not fit and not args.num_encoders:
+        fail(f"an encoder and a task need {size}, and no node of Ray has that: {later}")
+    device = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
+    tasks = engine.count_tasks(min(fit, count))
+    sentences = (
+        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; "
+        f"{count} encoders of {device}, {tasks} tasks that decode"
     )
-    return engine, describe_engine(engine, find_places(engine), bool(args.num_encoders))
+    if fit < count:
+        sentences += f"\nRay has a place for {fit} of {count} encoders ({size} each)"
+        sentences += "; the others wait for more nodes"
+    return engine, sentences
 
 
-def describe_engine(engine: Engine, places: Places, may_wait: bool) -> str:
-    """Describe the nodes, encoders and tasks in sentences.
+def place_encoder(job: Any, engine: Engine) -> tuple[Any, Any]:
+    """Start an encoder in a placement group. Returns (the actor, the group).
 
-    Stops the script if nothing can run, unless it may wait for more nodes.
+    Ray reserves the place of the encoder and of one task together, so encoders can't take the
+    places of all tasks. Until a node has room for the group, the actor waits, and Ray requests a
+    node from an autoscaler.
     """
-    count = engine.num_encoders
-    encoder_gb, task_gb = (need["memory"] / 1e9 for need in (engine.encoder, engine.task))
-    per_encoder = engine.encoder["num_gpus"]
-    needs = []
-    if not places.for_tasks:
-        needs.append(f"a task that decodes needs 1 CPU and {task_gb:.1f} GB")
-    if not places.fit:
-        needs.append(f"an encoder needs {per_encoder:g} GPUs and {encoder_gb:.1f} GB")
-    lacking = f"{' and '.join(needs)}, and no node of Ray has that"
-    if needs and not may_wait:
-        fail(f"{lacking}: if the cluster will have such nodes, give --num_encoders")
-    if places.allowed == 0:
-        fail(
-            f"an encoder needs {encoder_gb:.1f} GB and a task that decodes {task_gb:.1f} GB, "
-            "and no node of Ray has memory for both: add a node, or use one with more memory"
-        )
-    place = f"{per_encoder:g} GPUs" if per_encoder else f"{engine.threads} CPU threads"
-    sentences = [
-        f"Ray: {places.nodes} nodes, {places.cpus:g} CPUs, {places.gpus:g} GPUs; "
-        f"{places.allowed} encoders of {place}, {places.tasks} tasks that decode"
-    ]
-    if needs:
-        sentences.append(f"Waiting for more nodes: {lacking} yet")
-    elif places.allowed < count:
-        sentences.append(
-            f"Only {places.allowed} of {count} encoders start: with more ({encoder_gb:.1f} GB each)"
-            f" no node would have memory for a task that decodes ({task_gb:.1f} GB)"
-        )
-    elif places.fit < count:
-        sentences.append(
-            f"Ray has a place for {places.fit} of {count} encoders ({encoder_gb:.1f} GB each); "
-            "the others wait for more nodes"
-        )
-    return "\n".join(sentences)
+    group = placement_group([engine.place])
+    actor = ray.remote(
+        max_concurrency=DEPTH,
+        num_cpus=0,
+        num_gpus=engine.place["GPU"],
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
+            group, placement_group_capture_child_tasks=True
+        ),
+    )(Encoder)
+    return actor.remote(job), group
 
 
 def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
@@ -614,138 +561,89 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
     return damages
 
 
-class Call(NamedTuple):
-    """A call of an encoder that has not been answered."""
+@dataclass(eq=False)
+class Member:
+    """An encoder of the crew."""
 
-    slot: int
-    encoder: Any
-    shard: int | None  # None: the first call, which only asks whether the encoder has started
+    actor: Any
+    group: Any
+    deaths: int  # how often its process died before it had started
+    # {Ray's reference: shard}. The first call asks only whether it has started: {reference: None}
+    calls: dict[Any, int | None]
 
 
 class Crew:
     """The encoders of a run and their shards.
 
-    An encoder gets shards after its first answer. So an encoder without a place delays nothing: it
-    waits for a node, which Ray requests from an autoscaler, while others work.
+    An encoder gets shards after it has started, so an encoder without a place delays nothing.
     """
 
     def __init__(self, missing: dict[int, dict[int, str]], job: Job, engine: Engine) -> None:
         self.missing = missing
         self.engine = engine
-        self.actor = ray.remote(
-            max_concurrency=DEPTH, scheduling_strategy="SPREAD", **engine.encoder
-        )(Encoder)
         self.job = ray.put(job)
-        self.left = sorted(missing)  # a heap
-        self.encoders: dict[int, Any] = {}  # {slot: encoder}
-        self.ready: set[int] = set()  # slots whose encoders have answered
-        self.calls: dict[Any, Call] = {}  # {Ray's reference: call}
+        self.left = sorted(missing)
+        self.members: list[Member] = []
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
-        self.starts: collections.Counter = collections.Counter()  # deaths at the start per slot
-        self.places = find_places(engine)
-        self.checked = time.monotonic()
 
-    def is_done(self) -> bool:
-        return not self.left and all(call.shard is None for call in self.calls.values())
+    def start(self, deaths: int = 0) -> None:
+        actor, group = place_encoder(self.job, self.engine)
+        self.members.append(Member(actor, group, deaths, {actor.__ray_ready__.remote(): None}))
 
-    def count_load(self) -> collections.Counter:
-        """How many shards each slot has."""
-        return collections.Counter(
-            call.slot for call in self.calls.values() if call.shard is not None
-        )
+    def stop(self, member: Member) -> None:
+        """End an encoder to free its place; its shards go to others."""
+        remove_placement_group(member.group)
+        self.members.remove(member)
+        shards = [shard for shard in member.calls.values() if shard is not None]
+        self.left = sorted(self.left + shards)
+        member.calls = {}
 
-    def count_wanted(self) -> int:
-        """How many encoders there is work for."""
-        return min(self.engine.num_encoders, len(self.count_load()) + len(self.left))
-
-    def hand_out(self) -> None:
-        """Give shards to the encoders that have answered."""
-        load = self.count_load()
-        # Ray does not report which shard killed a process, so all shards that the process had are
-        # tried again one at a time.
-        for call in self.calls.values():
-            if call.shard is not None and self.tries[call.shard]:
-                load[call.slot] += DEPTH
-        starting = len(self.encoders) - len(self.ready)
-        running = max(1, min(self.places.fit, len(self.encoders)))
-        ahead = max(1, self.places.tasks // running)
+    def hand_out(self) -> int:
+        """Give shards to the encoders that have started. Returns how many have started."""
+        ready = [member for member in self.members if None not in member.calls.values()]
+        starting = len(self.members) - len(ready)
+        ahead = max(1, self.engine.count_tasks(len(ready)) // max(1, len(ready)))
         for depth in range(DEPTH):
-            for slot in sorted(self.ready):
-                if not self.left or load[slot] != depth:
+            for member in ready:
+                if not self.left or len(member.calls) != depth:
                     continue
-                # Encoders that start will need a shard each, and a shard is tried again alone.
-                if depth and (len(self.left) <= starting or self.tries[self.left[0]]):
+                # Ray does not report which shard killed a process, so all shards that the process
+                # had are tried again one at a time. Encoders that start will need a shard each.
+                shards = [*member.calls.values(), self.left[0]]
+                if depth and (len(self.left) <= starting or any(self.tries[n] for n in shards)):
                     continue
-                number = heapq.heappop(self.left)
-                encoder = self.encoders[slot]
-                ref = encoder.make.remote((number, self.missing[number]), ahead)
-                self.calls[ref] = Call(slot, encoder, number)
-                load[slot] += DEPTH if self.tries[number] else 1
+                shard = self.left.pop(0)
+                ref = member.actor.make.remote((shard, self.missing[shard]), ahead)
+                member.calls[ref] = shard
+        return len(ready)
 
     def resize(self) -> None:
-        """End encoders that have no work or are too many, and start those that are missing."""
-        if time.monotonic() > self.checked + NODE_CHECK:
-            self.places = find_places(self.engine)
-            self.checked = time.monotonic()
-        wanted = min(self.places.allowed, self.count_wanted())
-        load = self.count_load()
-        least_first = sorted(self.encoders, key=lambda slot: (slot in self.ready, load[slot]))
-        for slot in least_first[: max(0, len(self.encoders) - wanted)]:
-            self.stop_encoder(slot)
-        free = (slot for slot in range(self.engine.num_encoders) if slot not in self.encoders)
-        for slot in list(itertools.islice(free, wanted - len(self.encoders))):
-            encoder = self.actor.remote(self.job)
-            self.encoders[slot] = encoder
-            self.calls[encoder.__ray_ready__.remote()] = Call(slot, encoder, None)
+        """End encoders that have no work, and start those that are missing."""
+        idle = [member for member in self.members if set(member.calls.values()) <= {None}]
+        for member in idle[len(self.left) :]:
+            self.stop(member)
+        room = self.engine.num_encoders - len(self.members)
+        for _ in range(min(room, len(self.left) - len(idle))):
+            self.start()
 
-    def stop_encoder(self, slot: int) -> None:
-        """End an encoder to free its place; its shards go to others."""
-        ray.kill(self.encoders.pop(slot))
-        self.ready.discard(slot)
-        for ref, call in list(self.calls.items()):
-            if call.slot == slot:
-                del self.calls[ref]
-                if call.shard is not None:
-                    heapq.heappush(self.left, call.shard)
-
-    def wait(self) -> list[Any]:
-        """Wait up to a second, and return the references to all answers."""
-        if not self.calls:
-            time.sleep(1)
-            return []
-        done, _ = ray.wait(list(self.calls), timeout=1, fetch_local=False)
-        if done:  # take all that are ready, because a turn of `make_shards` visits every encoder
-            at_once = {"num_returns": len(self.calls), "timeout": 0}
-            done, _ = ray.wait(list(self.calls), **at_once, fetch_local=False)
-        return done
-
-    def read_answer(self, ref: Any) -> tuple[int, dict] | None:
+    def read_answer(self, member: Member, ref: Any) -> tuple[int, dict] | None:
         """Read an answer; return (number of a shard, result) if the shard is done or failed."""
-        call = self.calls.pop(ref)
+        shard = member.calls[ref]
         try:
             result = ray.get(ref)
         except ray.exceptions.RayError as error:  # the process or the node died
-            return self.count_death(call, str(error).strip().splitlines()[-1][:200])
-        if call.shard is not None:
-            return call.shard, result
-        self.ready.add(call.slot)
-        self.starts[call.slot] = 0
-        return None
-
-    def count_death(self, call: Call, reason: str) -> tuple[int, dict] | None:
-        """Count the death of an encoder, and put its shard back."""
-        if self.encoders.get(call.slot) is call.encoder:
-            del self.encoders[call.slot]
-            self.ready.discard(call.slot)
-        died = f"its process died {TRIES} times, out of memory? ({reason})"
-        if call.shard is None:
-            self.starts[call.slot] += 1
-            if self.starts[call.slot] == TRIES:
+            reason = str(error).strip().splitlines()[-1][:200]
+            died = f"its process died {TRIES} times, out of memory? ({reason})"
+            self.tries.update(member.calls.values())
+            self.stop(member)
+            if shard is not None:
+                return (shard, {"failed": died}) if self.tries[shard] == TRIES else None
+            if member.deaths + 1 == TRIES:
                 fail(f"an encoder could not be started: {died}; the same command resumes")
+            self.start(member.deaths + 1)
             return None
-        self.tries[call.shard] += 1
-        heapq.heappush(self.left, call.shard)
-        return (call.shard, {"failed": died}) if self.tries[call.shard] == TRIES else None
+        del member.calls[ref]
+        return None if shard is None else (shard, result)
 
 
 def make_shards(
@@ -758,25 +656,29 @@ def make_shards(
     """
     crew = Crew(missing, job, engine)
     try:
-        while not crew.is_done():
-            crew.hand_out()
+        while True:
+            ready = crew.hand_out()
             crew.resize()
-            show(len(crew.ready), crew.count_wanted() - len(crew.ready))
-            done = crew.wait()
+            called = {ref: member for member in crew.members for ref in member.calls}
+            if not called:
+                return
+            show(ready, len(crew.members) - ready)
+            done, _ = ray.wait(list(called), num_returns=len(called), timeout=0.5)
             end_if_stopped()
             for ref in done:
-                if made := crew.read_answer(ref):
+                # An encoder that has died has no calls any more.
+                if ref in called[ref].calls and (made := crew.read_answer(called[ref], ref)):
                     yield made
     finally:
-        for slot in list(crew.encoders):
-            crew.stop_encoder(slot)
+        for member in list(crew.members):
+            crew.stop(member)
 
 
-def try_batch_sizes(job: Job, resources: dict) -> int:
+def try_batch_sizes(job: Job, engine: Engine) -> int:
     """For --batch_size auto: let an encoder find the size on its device."""
-    encoder = ray.remote(scheduling_strategy="SPREAD", **resources)(Encoder).remote(job)
+    encoder, group = place_encoder(job, engine)
     size, printed, reason = ray.get(encoder.find_batch_size.remote())
-    ray.kill(encoder)
+    remove_placement_group(group)
     print(printed, end="", flush=True)
     return size or fail(reason)
 
@@ -845,9 +747,9 @@ class CrewProgress:
     def __init__(self, total: int, done: int) -> None:
         self.bar = tqdm(total=total, initial=done, desc="Images", unit="img")
         self.busy = self.waited = 0.0  # seconds of the encoders
-        self.at_work = self.waiting = 0  # encoders
-        self.gauges = {
-            name: Gauge(f"precompute_latents_{name}", description)
+        self.encoders = (0, 0)  # at work, and those to come
+        self.gauges = [
+            Gauge(f"precompute_latents_{name}", description)
             for name, description in {
                 "rows_done": "Rows that are in the cache",
                 "rows_per_second": "Rows per second, as in the progress bar",
@@ -855,39 +757,27 @@ class CrewProgress:
                 "encoders_at_work": "Encoders that have a place and have loaded the models",
                 "encoders_waiting": "Encoders that start or wait for a place",
             }.items()
-        }
+        ]
 
     def add(self, rows: int, result: dict[str, Any]) -> None:
         """Count the rows of a result of `Encoder.make`."""
         self.busy += result["busy"]
         self.waited += result["waited"]
-        self.bar.set_postfix_str(self.describe(), refresh=False)
         self.bar.update(rows)
-        self.set_gauges()
+        self.show(*self.encoders)
 
     def show(self, at_work: int, waiting: int) -> None:
         """Show how many encoders are at work, and how many start or wait for a place."""
-        if (self.at_work, self.waiting) != (at_work, waiting):
-            self.at_work, self.waiting = at_work, waiting
-            self.bar.set_postfix_str(self.describe())
-        self.set_gauges()
-
-    def find_share(self) -> float:
-        return self.waited / (self.busy + self.waited) if self.busy else 0.0
-
-    def describe(self) -> str:
-        phrases = [f"{self.find_share():.1%} waiting for images"] if self.busy else []
-        phrases.append(amount(self.at_work, "encoder"))
-        if self.waiting:
-            phrases.append(f"{self.waiting} starting or waiting for a place")
-        return ", ".join(phrases)
-
-    def set_gauges(self) -> None:
-        self.gauges["rows_done"].set(self.bar.n)
-        self.gauges["rows_per_second"].set(self.bar.format_dict["rate"])
-        self.gauges["waiting_share"].set(self.find_share())
-        self.gauges["encoders_at_work"].set(self.at_work)
-        self.gauges["encoders_waiting"].set(self.waiting)
+        is_new, self.encoders = self.encoders != (at_work, waiting), (at_work, waiting)
+        share = self.waited / (self.busy + self.waited) if self.busy else 0.0
+        phrases = [f"{share:.1%} waiting for images"] if self.busy else []
+        phrases.append(amount(at_work, "encoder"))
+        if waiting:
+            phrases.append(f"{waiting} starting or waiting for a place")
+        self.bar.set_postfix_str(", ".join(phrases), refresh=is_new)
+        values = (self.bar.n, self.bar.format_dict["rate"], share, at_work, waiting)
+        for gauge, value in zip(self.gauges, values, strict=True):
+            gauge.set(value)
 
 
 def make_missing(
@@ -905,10 +795,6 @@ def make_missing(
     total = num_rows * len(destinations)
     to_make = sum(len(paths) * counts[number] for number, paths in missing.items())
     progress = CrewProgress(total, total - to_make)
-    # Start the worker processes now: they open the data while the encoders load their models.
-    warm_up = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **job.task)(decode_part)
-    for _ in range(min(find_places(engine).tasks, len(missing))):
-        warm_up.remote((0, 0, ()), job.rows)
     with contextlib.closing(make_shards(missing, job, engine, progress.show)) as results:
         for number, result in results:
             if result["failed"]:
@@ -980,8 +866,8 @@ def main(args: argparse.Namespace) -> None:
         if args.batch_size == "auto":
             size = find_begun(each.local for each in destinations)
             if size is None:
-                job = Job(absolute, caches, num_rows, put_rows(), threads, engine.task)
-                size = try_batch_sizes(job, engine.encoder)
+                job = Job(absolute, caches, num_rows, put_rows(), threads, engine.task_memory)
+                size = try_batch_sizes(job, engine)
             print(f"Batch size: {size}", flush=True)
             caches = [cache.with_batch_size(size) for cache in caches]
         names = caches[0].list_shards()
@@ -997,7 +883,7 @@ def main(args: argparse.Namespace) -> None:
             num_rows,
             put_rows(),
             threads,
-            engine.task,
+            engine.task_memory,
             part_rows=per_batch * max(1, PART_BYTES // (row_bytes * per_batch)),
         )
         make_missing(missing, job, engine, destinations, args.max_skipped)

@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 import bench
@@ -113,23 +112,17 @@ def prepare_cache(folder, shards, encoders, stops, seconds):
     """Put stubs into precompute_latents_ray.py. Returns (the module, flags of a run)."""
     import precompute_latents_ray as script
 
-    def remote(**options):
-        if "max_concurrency" not in options:
-            return ray.remote(**options)
-        actor = ray.remote(**options)(Encoder)
-        handles, turns = [], itertools.count()
+    handles, turns = [], itertools.count()
 
-        def give(job):
-            if len(handles) < PROCESSES:
-                handles.append(actor.remote(job, stops))
-            return handles[next(turns) % PROCESSES]
+    def place_encoder(job, engine):
+        if len(handles) < PROCESSES:
+            actor = script.ray.remote(max_concurrency=script.DEPTH, num_cpus=0)(Encoder)
+            handles.append(actor.remote(job, stops))
+        return handles[next(turns) % PROCESSES], None
 
-        return lambda encoder: types.SimpleNamespace(remote=give)
-
-    ray = script.ray
-    # Killing an encoder must not end the process, because it serves other encoders too.
-    changed = {"remote": remote, "kill": lambda encoder: None}
-    script.ray = types.SimpleNamespace(**vars(ray) | changed)
+    script.place_encoder = place_encoder
+    # Removing an encoder must not end the process, because it serves other encoders too.
+    script.remove_placement_group = lambda group: None
     script.RemoteRows = lambda args: Rows(shards * ROWS)
     script.decode_part = lambda part, pickled: []
     script.make_shards = watched(seconds, script.make_shards)

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import pickle
@@ -197,6 +198,9 @@ class Remote:
     def __init__(self, what):
         self.what = what
 
+    def options(self, **options):
+        return self
+
     def remote(self, *args):
         if not isinstance(self.what, type):
             if begin := getattr(getattr(self.what, "__self__", None), "begin", None):
@@ -230,6 +234,7 @@ def without_ray(monkeypatch):
             get_gpu_ids=lambda: [],
             exceptions=script.ray.exceptions,
             nodes=lambda: nodes,
+            cluster_resources=lambda: nodes[0]["Resources"],
             cloudpickle=script.ray.cloudpickle,
             remote=lambda **options: Remote,
             put=lambda x: x,
@@ -238,6 +243,9 @@ def without_ray(monkeypatch):
             get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
         ),
     )
+    monkeypatch.setattr(script, "placement_group", lambda bundles: None)
+    monkeypatch.setattr(script, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(script, "PlacementGroupSchedulingStrategy", lambda group, **options: None)
     monkeypatch.setattr(script, "Gauge", Gauge)
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
@@ -515,7 +523,7 @@ class Dies(script.Encoder):
 
     def __init__(self, job):
         super().__init__(job)
-        self.decode = script.ray.remote(max_retries=0)(dying_decoder)
+        self.decode_here = self.decode = script.ray.remote(max_retries=0)(dying_decoder)
 
     def make(self, shard, ahead):
         result, done = super().make(shard, ahead), marker(self.job.args, "done")
@@ -802,6 +810,7 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
     vars(encoder).update(
         job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task
     )
+    vars(encoder).update(decode_here=task, started=itertools.count())
     vars(encoder).update(encoders=None, exact=None, device=None)
 
     def encode_all(batches, *models):
@@ -876,72 +885,64 @@ def test_ray_refuses_changed_settings_too_many_bad_rows_and_locked_folders(
 def plan(flags, monkeypatch):
     """plan(*argv, nodes=[(CPUs, GPUs), ...]) plans for such a cluster.
 
-    Returns (engine, places, sentences). types: of the nodes' GPUs. memory: GB of each node.
+    Returns (engine, sentences). types: of the nodes' GPUs. memory: GB of each node.
     """
 
     def planned(*argv, nodes=((4, 0), (4, 0)), types=(), memory=20, weights=10**9):
         nodes = [{"CPU": cpus, "GPU": gpus, "memory": memory * 1e9} for cpus, gpus in nodes]
+        total = {name: sum(node[name] for node in nodes) for name in nodes[0]}
         for node, kind in zip(nodes, types, strict=False):
             node |= {f"accelerator_type:{kind}": 1} if kind else {}
         found = [{"Alive": True, "Resources": node} for node in nodes]
         gone = {"Alive": False, "Resources": {"CPU": 99, "GPU": 99, "memory": 2**50}}
         monkeypatch.setattr(script.ray, "nodes", lambda: [*found, gone])
-        engine, sentences = script.plan_engine(script.parse_args([*flags, *argv]), weights)
-        return engine, script.find_places(engine), sentences
+        monkeypatch.setattr(script.ray, "cluster_resources", lambda: total)
+        return script.plan_engine(script.parse_args([*flags, *argv]), weights)
 
     return planned
 
 
 def test_plan_engine_uses_all_cpus_and_gpus_of_ray(plan):
-    engine, places, sentences = plan()
-    assert (places.allowed, places.tasks) == (1, 8 - 1)
-    assert sentences.startswith("Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU")
-    assert (engine.task["num_cpus"], engine.task["num_gpus"]) == (1, 0)
-    assert (engine.encoder["num_cpus"], engine.encoder["num_gpus"]) == (0, 0)
+    engine, said = plan()
+    assert said == (
+        "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU threads, 7 tasks that decode"
+    )
+    assert (engine.place["CPU"], engine.place["GPU"]) == (1, 0)
     # The weights twice: in float32, and in the precision in which they are used
-    assert engine.encoder["memory"] - engine.task["memory"] == 2 * 10**9
-    engine, places, sentences = plan(nodes=((8, 4), (8, 4), (8, 0)))
-    assert (places.allowed, places.fit, places.tasks) == (8, 8, 24 - 8)
-    assert engine.encoder["num_gpus"] == 1 and "8 encoders of 1 GPUs" in sentences
-    assert "accelerator_type" not in engine.encoder and "\n" not in sentences
-    engine, places, _ = plan("--gpus_per_encoder=0.5", nodes=((8, 4),), memory=40)
-    assert (places.allowed, places.fit) == (8, 8)
-    engine, places, _ = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
-    assert (places.allowed, places.tasks) == (3, 5)
-    engine, _, _ = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
-    assert engine.encoder["num_gpus"] == 0
+    assert engine.place["memory"] - 2 * engine.task_memory == 2 * 10**9
+    engine, said = plan(nodes=((8, 4), (8, 4), (8, 0)))
+    assert said.endswith("; 8 encoders of 1 GPUs, 16 tasks that decode")
+    assert engine.place["GPU"] == 1 and engine.place.keys() == {"CPU", "GPU", "memory"}
+    engine, said = plan("--gpus_per_encoder=0.5", nodes=((8, 4),), memory=40)
+    assert "; 8 encoders of 0.5 GPUs, " in said and "\n" not in said
+    engine, said = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
+    assert "; 3 encoders of 1 GPUs, 5 tasks" in said
+    engine, _ = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
+    assert engine.place["GPU"] == 0
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
-    engine, places, _ = plan("--accelerator_type=T4", **types)
-    assert (places.allowed, places.fit, places.tasks) == (2, 2, 24 - 2)
-    assert engine.encoder["accelerator_type"] == "T4" and "accelerator_type" not in engine.task
+    engine, said = plan("--accelerator_type=T4", **types)
+    assert said.endswith("24 CPUs, 2 GPUs; 2 encoders of 1 GPUs, 22 tasks that decode")
+    assert 0 < engine.place["accelerator_type:T4"] < 0.01
 
 
 def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
-    """An encoder takes 3.3 GB here, and a task 1.3 GB."""
-    # Eight GPUs, and memory for three encoders and a task
-    _, places, said = plan(nodes=((8, 8),), memory=12)
-    assert (places.allowed, places.fit) == (8, 3)
+    """An encoder takes 3.3 GB here, and a task 1.3 GB: 4.6 GB is the least."""
+    # Eight GPUs, and memory for two encoders with a task each
+    _, said = plan(nodes=((8, 8),), memory=12)
     assert said.endswith(
-        "Ray has a place for 3 of 8 encoders (3.3 GB each); the others wait for more nodes"
+        "8 encoders of 1 GPUs, 3 tasks that decode\n"
+        "Ray has a place for 2 of 8 encoders (1 GPUs, 1 CPU and 4.7 GB each); "
+        "the others wait for more nodes"
     )
-    _, places, _ = plan("--gpus_per_encoder=0.6", "--num_encoders=4", nodes=((8, 4),))
-    assert places.fit == 4  # no encoder uses parts of two GPUs
-    # Three encoders fit, and leave each node 0.1 GB.
-    _, places, said = plan("--num_encoders=4", nodes=((8, 0),), memory=10.1)
-    assert (places.allowed, places.fit, places.tasks) == (2, 3, 8 - 2)
-    assert said.endswith(
-        "Only 2 of 4 encoders start: with more (3.3 GB each) no node would have memory "
-        "for a task that decodes (1.3 GB)"
-    )
-    _, places, _ = plan("--num_encoders=2", nodes=((8, 0),), memory=10.1)
-    assert places.allowed == 2
-    # Another node has no place for an encoder, but one for a task.
-    _, places, _ = plan("--num_encoders=4", nodes=((8, 4), (8, 0)), memory=10.1)
-    assert (places.allowed, places.fit) == (4, 3)
+    _, said = plan("--gpus_per_encoder=0.6", nodes=((8, 4),))
+    assert "; 4 encoders of 1 GPUs" in said  # no encoder uses parts of two GPUs
+    _, said = plan("--num_encoders=4", nodes=((2, 0),))
+    assert "a place for 2 of 4 encoders" in said  # each with a core for its task
     # A node of 8 GB, of which Ray gives out 4: an encoder, or a task
-    for count in ([], ["--num_encoders=1"]):
-        with pytest.raises(SystemExit, match=r"an encoder needs 3.3 GB and a task .* 1.3 GB, and"):
-            plan(*count, nodes=((4, 0),), memory=4)
+    with pytest.raises(SystemExit, match=r"need 0 GPUs, 1 CPU and 4.7 GB, and no node"):
+        plan(nodes=((4, 0),), memory=4)
+    _, said = plan("--num_encoders=1", nodes=((4, 0),), memory=4)
+    assert "a place for 0 of 1 encoders" in said
 
 
 def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
@@ -957,19 +958,15 @@ def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
             {},
             "no node of Ray has --accelerator_type H100; there is none",
         ),
-        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "an encoder needs 3 GPUs and"),
+        (["--accelerator_type=T4", "--gpus_per_encoder=3"], types, "a task need 3 GPUs, 1 CPU"),
         (
             ["--gpus_per_encoder=1"],
             {},
-            "an encoder needs 1 GPUs and 3.3 GB, and no node of Ray has that: .* --num_encoders",
+            "need 1 GPUs, 1 CPU and 4.7 GB, and no node of Ray has that: .* --num_encoders",
         ),
-        (
-            [],
-            {"memory": 0.5},
-            "a task that decodes needs 1 CPU and 1.3 GB and an encoder needs 0 GPUs and 3.3 GB",
-        ),
-        ([], {"weights": 2**34}, "^an encoder needs 0 GPUs and 35.7 GB, and no node"),
-        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "an encoder needs 2 GPUs"),
+        ([], {"nodes": ((0, 0),)}, "need 0 GPUs, 1 CPU and 4.7 GB"),
+        ([], {"weights": 2**34}, "^an encoder and a task need .* 37.0 GB, and no"),
+        (["--gpus_per_encoder=2"], {"nodes": ((4, 1), (4, 1))}, "need 2 GPUs"),
         (["--mixed_precision=fp16"], {}, "fp16 does nothing on a CPU"),
     ]:
         with pytest.raises(SystemExit, match=said):
@@ -978,10 +975,9 @@ def test_plan_engine_refuses_or_waits_for_missing_resources(plan):
     # An autoscaling cluster: no GPU yet, or the head alone, which runs no tasks
     for argv in (["--gpus_per_encoder=1"], ["--accelerator_type=H100"]):
         for nodes in (((4, 0),), ((0, 0),)):
-            engine, places, said = plan("--num_encoders=64", *argv, nodes=nodes)
-            assert (places.allowed, places.fit, engine.encoder["num_gpus"]) == (64, 0, 1)
-            assert "\nWaiting for more nodes: " in said
-            assert ("a task that decodes needs 1 CPU" in said) == (nodes == ((0, 0),))
+            engine, said = plan("--num_encoders=64", *argv, nodes=nodes)
+            assert (engine.num_encoders, engine.place["GPU"]) == (64, 1)
+            assert "; 64 encoders of 1 GPUs" in said and "a place for 0 of 64 encoders" in said
 
 
 @pytest.mark.parametrize(
@@ -1219,30 +1215,15 @@ def test_remote_rows_refuse_files_that_changed_at_the_address(tmp_path, flags, b
 class Cluster:
     """Replaces Ray. Returns the test's answers, and records which encoders are ended."""
 
-    def __init__(self, *memory):
-        self.memory = memory  # of each node, in encoders or tasks
+    def __init__(self):
         self.encoders, self.ended, self.answers = [], [], {}
 
-    def nodes(self):
-        return [
-            {"Alive": True, "Resources": {"CPU": 4, "memory": memory}} for memory in self.memory
-        ]
-
-    def remote(self, **options):
-        def start(job):
-            number = len(self.encoders)
-            shards = argparse.Namespace(remote=lambda shard, ahead: (number, shard[0]))
-            started = argparse.Namespace(remote=lambda: (number, None))
-            self.encoders.append(argparse.Namespace(make=shards, __ray_ready__=started))
-            return self.encoders[-1]
-
-        return lambda kind: argparse.Namespace(remote=start)
-
-    def put(self, value):
-        return value
-
-    def kill(self, encoder):
-        self.ended.append(self.encoders.index(encoder))
+    def place(self, job, engine):
+        number = len(self.encoders)
+        shards = argparse.Namespace(remote=lambda shard, ahead: (number, shard[0]))
+        started = argparse.Namespace(remote=lambda: (number, None))
+        self.encoders.append(argparse.Namespace(make=shards, __ray_ready__=started))
+        return self.encoders[-1], number
 
     def get(self, ref):
         if ref not in self.answers:
@@ -1252,15 +1233,15 @@ class Cluster:
 
 @pytest.fixture
 def crew(monkeypatch):
-    """crew(count, shards, *memory): a `Crew` on nodes with memory for so many encoders or tasks."""
+    """crew(count, shards): a `Crew` of so many encoders, and its cluster."""
 
-    def make(count, shards, *memory):
-        cluster = Cluster(*memory)
-        monkeypatch.setattr(script.ray, "nodes", cluster.nodes)
-        for name in ("remote", "put", "kill", "get"):
-            monkeypatch.setattr(script.ray, name, getattr(cluster, name))
-        needs = {"num_cpus": 0, "num_gpus": 0, "memory": 1}
-        engine = script.Engine(count, None, 0, {**needs, "num_cpus": 1}, needs)
+    def make(count, shards):
+        cluster = Cluster()
+        monkeypatch.setattr(script, "place_encoder", cluster.place)
+        monkeypatch.setattr(script, "remove_placement_group", cluster.ended.append)
+        monkeypatch.setattr(script.ray, "put", lambda value: value)
+        monkeypatch.setattr(script.ray, "get", cluster.get)
+        engine = script.Engine(count, 4, 0, {}, 0)
         return script.Crew(dict.fromkeys(range(shards), {}), None, engine), cluster
 
     return make
@@ -1270,25 +1251,33 @@ def turn(crew):
     """A turn of `make_shards`. Returns the calls, (encoder, shard or None), that are unanswered."""
     crew.hand_out()
     crew.resize()
-    return sorted(crew.calls, key=str)
+    return sorted(list_calls(crew), key=str)
+
+
+def list_calls(crew):
+    return {ref: member for member in crew.members for ref in member.calls}
+
+
+def read(crew, ref):
+    member = list_calls(crew).get(ref)  # None if the encoder has died
+    return member and crew.read_answer(member, ref)
 
 
 def test_crew_gives_shards_to_ready_encoders_and_ends_idle_ones(crew):
-    crew, cluster = crew(3, 8, 2.5, 9)
+    crew, cluster = crew(3, 8)
     assert turn(crew) == [(0, None), (1, None), (2, None)]
     cluster.answers = {(0, None): True, (1, None): True}
-    assert crew.read_answer((0, None)) is crew.read_answer((1, None)) is None
+    assert read(crew, (0, None)) is read(crew, (1, None)) is None
     # One shard is kept for each encoder that may still answer.
     of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
     assert turn(crew) == of_two and crew.left == [6, 7]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
-    assert [crew.read_answer((0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
+    assert [read(crew, (0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
     assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
-    assert (len(crew.ready), crew.count_wanted()) == (2, 3)
     cluster.answers |= {(0, 6): {}, (0, 7): {}}
-    crew.read_answer((0, 6))
+    read(crew, (0, 6))
     assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
-    crew.read_answer((0, 7))
+    read(crew, (0, 7))
     assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
 
 
@@ -1297,36 +1286,23 @@ def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
 
     One that dies at its start four times ends the run.
     """
-    crew, cluster = crew(2, 5, 9)
+    crew, cluster = crew(2, 5)
     turn(crew)
     cluster.answers = {(0, None): True, (1, None): True}
-    crew.read_answer((0, None)), crew.read_answer((1, None))
+    read(crew, (0, None)), read(crew, (1, None))
     assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
-    assert crew.read_answer((1, 1)) is crew.read_answer((1, 3)) is None
+    assert read(crew, (1, 1)) is read(crew, (1, 3)) is None
     assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
     cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
-    [crew.read_answer((0, shard)) for shard in (0, 2, 4)]
+    [read(crew, (0, shard)) for shard in (0, 2, 4)]
     assert turn(crew) == [(0, 1), (2, None)]
     for number in (2, 3, 4):
-        assert crew.read_answer((number, None)) is None
+        assert read(crew, (number, None)) is None
         assert turn(crew) == [(0, 1), (number + 1, None)]
     with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
-        crew.read_answer((5, None))
-    assert crew.read_answer((0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and not crew.is_done()
-    assert crew.read_answer((0, 3)) == (3, {}) and crew.is_done()
-
-
-def test_crew_ends_an_encoder_if_no_memory_is_left_for_tasks(crew):
-    crew, cluster = crew(2, 6, 2, 1)
-    turn(crew)
-    cluster.answers = {(0, None): True, (1, None): True}
-    crew.read_answer((0, None)), crew.read_answer((1, None))
-    assert len(turn(crew)) == 6
-    cluster.memory, crew.checked = (2,), 0
-    assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [0]
-    assert crew.left == [0, 2, 4] and not crew.tries
-    cluster.memory, crew.checked = (2, 2), 0
-    assert turn(crew) == [(1, 1), (1, 3), (1, 5), (2, None)]
+        read(crew, (5, None))
+    assert read(crew, (0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and crew.left == []
+    assert read(crew, (0, 3)) == (3, {}) and turn(crew) == []
 
 
 def set_encoder_memory(gigabytes):
@@ -1351,11 +1327,11 @@ def room_for_one_encoder_without_a_task():
 def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=room_for_one_encoder)
     assert code == 0 and contents(tmp_path / "out") == whole, said
-    assert "Ray has a place for 1 of 2 encoders (5.4 GB each); the others wait" in said
+    assert "Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and 6.4 GB each)" in said
     assert "1 starting or waiting for a place" in said
 
     code, said = driver(*flags, setup=room_for_one_encoder_without_a_task)
-    assert code == 1 and "no node of Ray has memory for both: add a node" in said, said
+    assert code == 1 and "a task need 0 GPUs, 1 CPU and 8.6 GB, and no node" in said, said
 
 
 def add_and_lose_nodes():
@@ -1365,7 +1341,7 @@ def add_and_lose_nodes():
     nodes, seen = [], set()
 
     def add_nodes():
-        nodes.extend(cluster.add_node(num_cpus=0, memory=10 * 2**30) for _ in range(2))
+        nodes.extend(cluster.add_node(num_cpus=1, memory=11 * 2**30) for _ in range(2))
 
     def make_shards(missing, job, engine, show):
         def watch(at_work, waiting):
@@ -1390,7 +1366,7 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=add_and_lose_nodes)
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
-    assert "Waiting for more nodes: an encoder needs 0 GPUs and 9.7 GB" in said
+    assert "Ray has a place for 0 of 2 encoders (0 GPUs, 1 CPU and 10.7 GB each); the" in said
     phases = [
         "0 encoders, 2 starting or waiting for a place",
         "waiting for images, 2 encoders]",
@@ -1399,11 +1375,31 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
     assert [said.find(phase) for phase in phases] == sorted(map(said.index, phases)), said
 
 
+class Impatient(script.Encoder):
+    """An encoder whose shared tasks never get a core."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        script.PATIENCE = 0.2
+        never = script.ray.remote(num_cpus=99, scheduling_strategy="SPREAD")
+        self.decode = never(script.decode_part)
+
+
+def impatient_encoder():
+    script.Encoder = Impatient
+
+
+@pytest.mark.long
+def test_ray_encoder_decodes_on_its_own_core_if_all_others_are_busy(tmp_path, flags, whole, driver):
+    code, said = driver(*flags, "--num_transform_cpus=4", setup=impatient_encoder)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+
+
 @pytest.mark.long
 def test_ray_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=room_for_two_encoders_without_a_task)
     assert code == 0 and contents(tmp_path / "out") == whole, said
-    assert "Only 1 of 2 encoders start: with more (3.8 GB each) no node would have memory" in said
+    assert "Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and 4.8 GB each)" in said
 
 
 # ------------------------------------------------------------------- lost nodes, and memory
@@ -1471,7 +1467,7 @@ class Slower(script.Encoder):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
         single.encode_images = lambda encoders, images: (
-            images[:, :1, ::8, ::8].float().repeat(1, 8, 1, 1)
+            images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1)
         )
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
         for batch in super().load(parts, spent):
