@@ -99,7 +99,7 @@ def wait_for_rows(batches):
 def list_unconditional(folder):
     make_images(folder / "images", 8)
     config = make_unet_config(folder)
-    num_parameters = len([*UNet2DModel.from_config(config).parameters()])
+    num_parameters = len([*UNet2DModel.from_config(UNet2DModel.load_config(config)).parameters()])
     base = [f"--model_config_name_or_path={config}", f"--train_data_dir={folder / 'images'}"]
     path = f"{UNCONDITIONAL}.py"
     return {
