@@ -161,7 +161,7 @@ def classifier():
         yield
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_a_trained_demo_scores_better_than_an_untrained_one(tmp_path, monkeypatch, seen, capsys):
     """The demo for 200 steps of half the images, with a U-Net of half the width."""
     monkeypatch.chdir(ROOT)

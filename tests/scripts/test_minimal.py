@@ -241,8 +241,14 @@ def test_minimal_twin_trains_a_pretrained_unet_alike(tmp_path, inputs):
     assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("train_unconditional", marks=pytest.mark.ci),
+        pytest.param("train_text_to_image", marks=pytest.mark.long),
+        pytest.param("train_flow", marks=pytest.mark.long),
+    ],
+)
 def test_minimal_demo_trains_like_the_big_scripts_demo(tmp_path, name, monkeypatch):
     """The demos run without flags for data and model, and with few steps."""
     (tmp_path / "demo").symlink_to(ROOT / "demo")

@@ -312,21 +312,25 @@ QUICK = {
     "unconditional": list_unconditional,
     "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
 }
-SLOW = {
+SLOW = {"sdxl": list_sdxl, "prx": list_prx, "twins": list_twins, "nf4": list_nf4}  # marked `ci`
+SLOWER = {  # marked `long`
     "stable diffusion": list_stable_diffusion,
-    "sdxl": list_sdxl,
-    "prx": list_prx,
     "z-image": list_family("z-image", "z_image"),
     "flux2-klein": list_family("flux2-klein", "flux2"),
-    "twins": list_twins,
-    "nf4": list_nf4,
 }
 
 
 @pytest.mark.usefixtures("without_figures")
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(x, marks=pytest.mark.ci) for x in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.ci) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.long) for name in SLOWER),
+    ],
+)
 def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
-    runs = (QUICK | SLOW)[name](tmp_path)
+    runs = (QUICK | SLOW | SLOWER)[name](tmp_path)
     for run, waits in run_all(runs, tmp_path).items():
         if runs[run].known is None:
             continue
