@@ -99,7 +99,6 @@ from diffusion_training.web.tables import (
     read_rows,
 )
 
-DOWNLOADS = "diffusion_training.web.downloads"  # not imported above: --help needs no aiohttp
 MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
 # full disk.
@@ -315,6 +314,8 @@ def download_shard(
     "received": bytes, "failures": {reason: count}}, or {"error": reason} if the shard could not be
     written.
     """
+    from diffusion_training.web.downloads import fetch_rows  # here, so --help needs no aiohttp
+
     if item["digest"] and copied is None:
         copied = copy_share(item["table"], item["digest"], args, folder)
     if copied and "error" in copied:
@@ -348,8 +349,7 @@ def download_shard(
                     "reason": "repeated: an earlier row has the same file",
                 }
             urls = choose_urls(table, first, images, failures, args)
-            downloads = importlib.import_module(DOWNLOADS)
-            downloaded, refused, received = asyncio.run(downloads.fetch_rows(urls, spool, args))
+            downloaded, refused, received = asyncio.run(fetch_rows(urls, spool, args))
             for row, failure in refused.items():
                 failures[row] = {"row": row, "url": urls[row], **failure}
             if downloaded or repeated or is_missing:

@@ -253,12 +253,12 @@ def end_if_stopped() -> None:
 
 
 def hide_secrets(value: Any) -> Any:
-    """Cut passwords and queries, such as signatures, out of addresses in a text or a list of texts.
+    """Cut passwords and queries, such as signatures, out of the addresses in a text or in texts.
 
     All that a run prints or records goes through this.
     """
     if isinstance(value, list | tuple):
-        return [hide_secrets(item) for item in value]
+        return type(value)(map(hide_secrets, value))
     if not isinstance(value, str) or "://" not in value:
         return value
     value = re.sub(r"(?<=://)[^/\s@]+@", "***@", value)
@@ -371,8 +371,8 @@ def in_one_sentence(
 
     @functools.wraps(main)
     def guarded(args: argparse.Namespace) -> None:
-        for memory in (SIGNALS, UNDO, WARNINGS):
-            memory.clear()
+        for notes in (SIGNALS, UNDO, WARNINGS):  # of an earlier run in this process
+            notes.clear()
         with contextlib.ExitStack() as terminal:
             run(args, terminal)
 

@@ -172,7 +172,8 @@ model, optimizer = accelerator.prepare(unet, optimizer)
 
 # ---- The training.
 unet.train()
-order, losses, per_micro_batch = None, [], args.train_batch_size * world
+order, losses = None, []
+per_micro_batch = args.train_batch_size * world
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
     # A step takes the next images in the order of the epoch. The last step of an epoch takes those

@@ -49,7 +49,9 @@ def find_checkpoints(output_dir: str | Path) -> list[Path]:
 def find_samples(output_dir: str | Path) -> list[Path]:
     """Return the samples of a run in its folder, oldest first; other pictures are the user's."""
     paths = sorted(Path(output_dir, "samples").glob("step-*.png"))
-    return [path for path in paths if path.is_file() and path.stem[len("step-") :].isdecimal()]
+    return [
+        path for path in paths if path.is_file() and path.stem.removeprefix("step-").isdecimal()
+    ]
 
 
 def find_checkpoint(given: str | None, output_dir: str) -> Path | None:

@@ -78,13 +78,7 @@ def read_lora_file(
     for key in named:
         if not key.startswith(f"{name}."):
             raise ValueError(f"it holds {key}, which is not used here")
-    own = {
-        # PEFT's own names have the adapter's, such as lora_A.default.weight
-        re.sub(
-            r"(\.lora_[AB])\.\w+(\.weight)$|(_magnitude_vector)\.\w+\.weight$", r"\1\2\3", key
-        ): value
-        for key, value in strip(named, name).items()
-    }
+    own = {leave_out_adapter(key): value for key, value in strip(named, name).items()}
     alphas = strip(alphas, name)
     settings = strip(settings, name)
     if not any(f".{LORA_A}" in key for key in own):  # as diffusers wrote them before PEFT
@@ -114,6 +108,12 @@ def strip(named: dict[str, Any], name: str) -> dict[str, Any]:
     """The entries that belong to a model, without its name."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+def leave_out_adapter(key: str) -> str:
+    """A weight's name without its adapter's: lora_A.weight for PEFT's own lora_A.default.weight."""
+    key = re.sub(rf"\.{MAGNITUDE}\.\w+\.weight$", f".{MAGNITUDE}", key)
+    return re.sub(r"(\.lora_[AB])\.\w+(\.weight)$", r"\1\2", key)
 
 
 def group_by_layer(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -60,23 +60,23 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
     Of a long run these are every second, fourth, ... training record and the last one, and the
     first 100 skipped images, so that memory does not grow with the run.
     """
-    held_out: dict[int, dict] = {}
-    trained: dict[int, dict] = {}
-    last: dict[int, dict] = {}
+    trained: dict[int, dict] = {}  # {number of the record: record}
+    others: dict[int, dict] = {}  # held-out losses, and records with signs
+    newest: dict[int, dict] = {}
     stride, num_skipped = 1, 0
     for number, record in enumerate(iterate_metrics(output_dir, last_step)):
         if skipped := record.get("skipped"):
             record["skipped"] = dict(itertools.islice(skipped.items(), 100 - num_skipped))
             num_skipped += len(record["skipped"])
-        last = {number: record}
-        if "loss" not in record or record.keys() & {"signs"}:
-            held_out |= last
+        newest = {number: record}
+        if "loss" not in record or "signs" in record:
+            others |= newest
         elif number % stride == 0:
-            trained |= last
+            trained |= newest
             if len(trained) > MOST_RECORDS:
                 stride *= 2
                 trained = {n: record for n, record in trained.items() if n % stride == 0}
-    return [record for _, record in sorted((held_out | trained | last).items())]
+    return [record for _, record in sorted((others | trained | newest).items())]
 
 
 class Inputs(NamedTuple):
@@ -115,10 +115,7 @@ def find_signs(
             "the learning rate is 0, so nothing is trained: see --learning_rate and --lr_scheduler"
         )
     elif step >= 100 and learned == 0:
-        signs["lora"] = (
-            "the LoRA still changes nothing, all its B are 0: is a gradient cut off, or "
-            "--learning_rate too low?"
-        )
+        signs["lora"] = "the LoRA still changes nothing, all its B are 0: is a gradient cut off?"
     elif is_late:
         had_time = step >= min(warmup + 1000, args.max_train_steps)
         losses = [record["loss"] for record in after]
