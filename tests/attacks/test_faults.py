@@ -474,7 +474,7 @@ def die():
 @cases(
     100,
     {NAMES[0]: 6},
-    {NAMES[1]: 6, NAMES[2]: 4, ADAPTED: 4, SIZES: 4, SIDES: 6, FLOW: 4},
+    {NAMES[1]: 6, NAMES[2]: 3, ADAPTED: 2, SIZES: 2, SIDES: 3, FLOW: 3},
     [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS, BEST, REMOTE],
 )
 def test_runs_killed_at_any_event_resume_to_the_same_bits(targets, name, count):

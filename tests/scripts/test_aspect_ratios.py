@@ -175,8 +175,12 @@ def test_masked_pixels_add_nothing_to_the_loss(tmp_path, data):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("source", ["cache", "images"])
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes, source", [
+    (1, "images"),
+    (2, "cache"),
+    pytest.param(1, "cache", marks=pytest.mark.long),
+    pytest.param(2, "images", marks=pytest.mark.long),
+])  # fmt: skip
 def test_bucketed_run_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_processes):
     models = make_models(tmp_path)
     if source == "cache":
@@ -236,7 +240,7 @@ def test_resuming_with_another_batch_size_sees_each_bucketed_image_once(
     } == {0}
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_auto_batch_size_find_lr_compile_and_samples_work_with_buckets(tmp_path, data):
     models = make_models(tmp_path)
     cache = make_cache(tmp_path, models, "--text_cache=ids")

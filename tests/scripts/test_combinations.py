@@ -98,7 +98,8 @@ def test_dry_run_row_size_matches_the_cache(inputs, capfd):
 
 
 @pytest.mark.parametrize("num_processes, source, more", [
-    (1, "cache", []), (2, "cache", ["--lora_dropout=0.1"]),
+    pytest.param(1, "cache", [], marks=pytest.mark.long),
+    (2, "cache", ["--lora_dropout=0.1"]),
     (1, "images", ["--use_dora"]),
 ])  # fmt: skip
 def test_all_features_together_resume_bit_identically(
