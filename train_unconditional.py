@@ -66,7 +66,14 @@ from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
 from diffusion_training.data.streams import add_stream_flags
-from diffusion_training.errors import explain, explained, fail, in_one_sentence, is_machines_fault
+from diffusion_training.errors import (
+    amount,
+    explain,
+    explained,
+    fail,
+    in_one_sentence,
+    is_machines_fault,
+)
 from diffusion_training.flags import (
     add_device_flags,
     add_image_flags,
@@ -113,8 +120,8 @@ DEMO = f"""
     --model_config_name_or_path {HERE}/demo/digits_unet.json
     --output_dir ddpm-digits --resolution 8 --train_batch_size 64 --num_train_epochs 100
     --learning_rate 4e-3 --lr_warmup_steps 100 --prediction_type v_prediction
-    --ddpm_beta_schedule squaredcos_cap_v2 --snr_gamma 5 --validation_scheduler ddim
-    --ddpm_num_inference_steps 50 --eval_batch_size 64 --dataloader_num_workers 0
+    --ddpm_beta_schedule squaredcos_cap_v2 --snr_gamma 5
+    --eval_batch_size 64 --dataloader_num_workers 0
     --checkpointing_steps 10000 --resume_from_checkpoint latest
 """
 
@@ -217,10 +224,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--validation_scheduler",
         choices=["ddpm", "ddim"],
-        default="ddpm",
-        help="scheduler that draws the samples, and is saved in the pipeline",
+        help="scheduler that draws the samples, and is saved in the pipeline (default: ddim, or "
+        "ddpm if --ddpm_num_inference_steps is given)",
     )
-    add("--ddpm_num_inference_steps", type=COUNT, default=1000, help="denoising steps per sample")
+    add(
+        "--ddpm_num_inference_steps",
+        type=COUNT,
+        help="denoising steps per sample (default: 50 for ddim, 1000 for ddpm)",
+    )
 
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="ddpm-model-64", help="folder for all output")
@@ -255,6 +266,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             "stores all images, with 8 bits"
         )
     check_training_args(parser, args)
+    if args.validation_scheduler is None:
+        args.validation_scheduler = "ddpm" if args.ddpm_num_inference_steps else "ddim"
+    if args.ddpm_num_inference_steps is None:
+        steps = {"ddim": 50, "ddpm": 1000}[args.validation_scheduler]
+        args.ddpm_num_inference_steps = min(steps, args.ddpm_num_steps or steps)
     return parser.freeze(args)
 
 
@@ -570,11 +586,15 @@ def log_validation(
 
 def describe_model(about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
-    what = f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps."
+    what = (
+        f"An unconditional diffusion model, trained on `{about.data}` for {about.step} steps. "
+        f"Samples are drawn in {amount(args.ddpm_num_inference_steps, 'step')} of "
+        f"{args.validation_scheduler.upper()}."
+    )
     call = f"num_inference_steps={args.ddpm_num_inference_steps}"
     if is_array(args.train_data_dir):
         call += ', output_type="np"'
-    usage = write_usage(about.name, call)
+    usage = write_usage(about.name, call, side=args.resolution)
     tags = ["unconditional-image-generation", "diffusion-models-class"]
     return Description(tags, what, usage, args.pretrained_model_name_or_path)
 

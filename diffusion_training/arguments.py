@@ -40,7 +40,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = []
-        for word in sys.argv[1:] if args is None else args:
+        self.typed = sys.argv[1:] if args is None else args
+        for word in self.typed:
             try:
                 if word.startswith("@"):
                     text = os.fsdecode(Path(word[1:]).read_bytes())
@@ -62,7 +63,7 @@ class Parser(argparse.ArgumentParser):
     def freeze(self, args: argparse.Namespace) -> "Flags":
         """The parsed flags, read-only."""
         given = [name for name, value in vars(args).items() if value != self.get_default(name)]
-        return Flags(given, **vars(args))
+        return Flags(given, self.typed, **vars(args))
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -102,18 +103,21 @@ class OneOrMore(argparse.Action):
 class Flags(argparse.Namespace):
     """The user's flags, read-only. `complete_args` makes a copy with what a run has found out.
 
-    given: names of the flags that differ from their defaults. It is a slot, so that `vars` holds
-    only flags.
+    given: names of the flags that differ from their defaults. typed: the words of the command
+    line. They are slots, so that `vars` holds only flags.
     """
 
-    __slots__ = ("given",)
+    __slots__ = ("given", "typed")
 
-    def __init__(self, given: Collection[str] = (), **values: Any) -> None:
+    def __init__(
+        self, given: Collection[str] = (), typed: Sequence[str] = (), **values: Any
+    ) -> None:
         object.__setattr__(self, "given", tuple(given))
+        object.__setattr__(self, "typed", tuple(typed))
         vars(self).update(values)
 
     def __reduce__(self) -> tuple:
-        return functools.partial(Flags, **vars(self)), (self.given,)
+        return functools.partial(Flags, **vars(self)), (self.given, self.typed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"args.{name} is read-only: return the new value instead")

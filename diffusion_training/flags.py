@@ -487,10 +487,9 @@ def add_optimization_flags(
     add(
         "--lr_warmup_steps",
         type=steps_or_share,
-        default=500,
         help="optimizer steps in which the learning rate rises to its peak; a number below 1 is a "
-        "share of the run, such as 0.05; --lr_scheduler constant and piecewise_constant have no "
-        "warm-up",
+        "share of the run, such as 0.05; with it, --lr_scheduler constant becomes "
+        "constant_with_warmup (default: 500; none for constant and piecewise_constant)",
     )
     add(
         "--lr_num_cycles",
@@ -723,6 +722,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     """
     check_stream_args(parser, args)
     if args.lr_scheduler == "piecewise_constant":
+        if args.lr_warmup_steps:
+            parser.error(
+                "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
+                "and begin --lr_step_rules with a small factor"
+            )
         try:  # parses them as diffusers does
             *rules, last = (args.lr_step_rules or "").split(",")
             factors = [float(last)]

@@ -37,7 +37,7 @@ add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches pe
 add("--max_train_steps", type=int)
 add("--learning_rate", type=float, default=1e-4)
 add("--lr_scheduler", default="constant")
-add("--lr_warmup_steps", type=int, default=500)
+add("--lr_warmup_steps", type=int, help="default: 500; 0 if the rate is constant")
 add("--shift", type=float, help="of the noise levels; above 1 is more (default: the pipeline's)")
 add("--mixed_precision", choices=["no", "bf16"], help="default: as accelerate launch says")
 add("--checkpointing_steps", type=int, default=500)
@@ -153,8 +153,12 @@ if checkpoints:
 optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
-counts = {"num_warmup_steps": args.lr_warmup_steps, "num_training_steps": args.max_train_steps + 1}
-lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, **counts, last_epoch=step)
+warmup = args.lr_warmup_steps
+if warmup is None:
+    warmup = 0 if args.lr_scheduler == "constant" else 500
+schedule = {"constant": "constant_with_warmup"}.get(args.lr_scheduler, args.lr_scheduler)
+counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps + 1}
+lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
 # `model` is `transformer` with autocast, and with several processes in DDP. They share weights.
 model, optimizer = accelerator.prepare(transformer, optimizer)
 

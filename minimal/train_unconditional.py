@@ -36,7 +36,7 @@ add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches pe
 add("--max_train_steps", type=int)
 add("--learning_rate", type=float, default=1e-4)
 add("--lr_scheduler", default="cosine")
-add("--lr_warmup_steps", type=int, default=500)
+add("--lr_warmup_steps", type=int, help="default: 500; 0 if the rate is constant")
 add("--prediction_type", choices=["epsilon", "v_prediction"], default="epsilon")
 add("--ddpm_beta_schedule", default="linear", help="noise schedule of DDPMScheduler")
 add("--snr_gamma", type=float, help="min-SNR weighting (arXiv:2303.09556); 5 is usual")
@@ -165,8 +165,12 @@ if checkpoints:
 optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
-counts = {"num_warmup_steps": args.lr_warmup_steps, "num_training_steps": args.max_train_steps + 1}
-lr_scheduler = get_scheduler(args.lr_scheduler, optimizer, **counts, last_epoch=step)
+warmup = args.lr_warmup_steps
+if warmup is None:
+    warmup = 0 if args.lr_scheduler == "constant" else 500
+schedule = {"constant": "constant_with_warmup"}.get(args.lr_scheduler, args.lr_scheduler)
+counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps + 1}
+lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
 # `model` is `unet` with autocast, and with several processes in DDP. They share their weights.
 model, optimizer = accelerator.prepare(unet, optimizer)
 

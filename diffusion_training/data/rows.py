@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -359,7 +360,8 @@ def report_unused(
         used += [path for path in paths if name != split or not leaves_out or is_read(path)]
     known = {os.path.join(resolve(os.path.dirname(path)), os.path.basename(path)) for path in used}
     files = list_files_of_folder(folder)
-    unused = sorted(path for path in files if path not in known)
+    is_card = re.compile(r"(.*/)?readme\.md", re.IGNORECASE).fullmatch  # of a data set
+    unused = sorted(path for path in files if path not in known and not is_card(path))
     if unused:
         suffixes = [Path(path).suffix.lower() or "no suffix" for path in unused]
         kinds = collections.Counter(suffixes).most_common(5)

@@ -165,6 +165,15 @@ class OpenCache(NamedTuple):
     records: dict[str, dict[str, Any]]  # {file name: record} of the complete shards
 
 
+def list_flags(planned: PlannedCache) -> dict[str, Any]:
+    """The flags that a cache records."""
+    return {
+        flag: value
+        for flag, value in planned.flags.items()
+        if value is not None and flag not in UNRECORDED_FLAGS
+    }
+
+
 def open_cache(
     accelerator: Accelerator, planned: PlannedCache, folder: Path | None = None
 ) -> OpenCache:
@@ -183,12 +192,8 @@ def open_cache(
         lock = lock_folder(output_dir, name, lambda names: "cache.json" in names, "latent cache")
         with explained(f"--output_dir {name} can't be written to"):
             if not (output_dir / "cache.json").exists():
-                flags = {
-                    flag: value
-                    for flag, value in planned.flags.items()
-                    if value is not None and flag not in UNRECORDED_FLAGS
-                }
-                about = {"decoder": decoder, "made_with": flags, "version": __version__}
+                made_with = list_flags(planned)
+                about = {"decoder": decoder, "made_with": made_with, "version": __version__}
                 write_file(output_dir / "cache.json", json.dumps({**settings, **about}, indent=1))
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # left by a run that was killed
@@ -203,7 +208,9 @@ def open_cache(
             "delete it, or choose another --output_dir"
         )
     if differences:
-        fail(f"{name} holds another cache ({', '.join(differences)}): choose another --output_dir")
+        flags = find_differences(cache.get("made_with", {}), list_flags(planned), "--")
+        reason = "; ".join(", ".join(names) for names in (flags, differences) if names)
+        fail(f"{name} holds another cache ({reason}): choose another --output_dir")
     path = output_dir / "run.args"
     command = format_args(planned.flags, "precompute_latents.py", UNRECORDED_FLAGS)
     content = os.fsencode(hide_secrets(command))

@@ -134,7 +134,7 @@ def describe_text_to_image(
     max_tokens = vars(args).get("max_sequence_length")
     drawn = call_pipeline(about, args, family.guidance_args(args.guidance_scale))
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
-    usage = write_usage(source, call, setup, opener, family.precision, more)
+    usage = write_usage(source, call, setup, opener, family.precision, more, args.resolution)
     tag = family.title.lower().replace(" ", "-").replace(".", "")
     tags = ["text-to-image", tag, "diffusers-training"]
     base = None if is_new else args.pretrained_model_name_or_path

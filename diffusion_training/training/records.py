@@ -213,7 +213,9 @@ class Records:
 
     def check(self, step: int, sums: dict[str, float], last: bool) -> None:
         """Stop with an error, before saving, if images are unusable or the loss is not finite."""
-        if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
+        # 100 in a row, or all of the first epoch
+        none_of_epoch = not self.any_decoded and (last or self.epoch > 0)
+        if sums["weight"] == 0 and (self.num_images >= 100 or none_of_epoch):
             fail(f"none of the last {self.num_images} images could be used{self.example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
             checkpoints = find_checkpoints(self.output_dir)

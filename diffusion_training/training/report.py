@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from diffusion_training.arguments import format_args, list_values
-from diffusion_training.errors import amount, explain
+from diffusion_training.arguments import list_values
+from diffusion_training.errors import amount, explain, hide_secrets
 from diffusion_training.files import write_file
 from diffusion_training.training.best import read_best
 from diffusion_training.training.checkpoints import find_samples
@@ -111,12 +111,14 @@ def write_usage(
     opener: str = "DiffusionPipeline.from_pretrained",
     precision: str = "float32",
     more: str = "",
+    side: int = 512,
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
     call: arguments of the pipeline. setup: lines before the call. precision: of the pipeline on a
-    GPU. more: further arguments of `opener`.
+    GPU. more: further arguments of `opener`. side: of the image in pixels; a small one is enlarged.
     """
+    enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
     if precision != "float32":
         dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
@@ -131,7 +133,7 @@ def write_usage(
         f"pipeline = {opener}({json.dumps(source)}{more}).to(device)",
         *setup,
         f"image = pipeline({call}).images[0]",
-        *['image.save("image.png")'] * ("output_type" not in call),  # not for arrays
+        *[f'image{enlarge}.save("image.png")'] * ("output_type" not in call),  # not for arrays
     ])  # fmt: skip
 
 
@@ -238,6 +240,11 @@ def save_report(
                 skipped[row["key"]] = row["reason"]
         flags = {name: value for name, value in vars(args).items() if value is not None}
         given = {name: flags[name] for name in args.given if name in flags}
+        typed = [""]
+        for word in args.typed:  # a line for each flag
+            if word.startswith(("--", "@")):
+                typed.append("")
+            typed[-1] += f" {shlex.quote(hide_secrets(word))}"
         again = [f"@{output_dir / 'run.args'}", "--output_dir", f"{output_dir}-again"]
         again += ["--no-push_to_hub"] * bool(flags.get("push_to_hub"))
         if flags.get("checkpoints_to"):  # an address belongs to one run
@@ -250,7 +257,7 @@ def save_report(
             "what": described.what,
             "usage": described.usage,
             "facts": facts,
-            "command": " \\\n    ".join([start, *format_args(given, script).splitlines()[1:]]),
+            "command": start + " \\\n   ".join(typed),
             "again": f"{start} {shlex.join(again)}",
             "num_skipped": len(skipped),
             "skipped": dict(list(skipped.items())[:100]),
@@ -317,7 +324,10 @@ def make_report(output_dir: str | Path) -> None:
         return html.escape(str(value))
 
     def tabulate(pairs: Iterable[tuple]) -> str:
-        rows = "".join(f"<tr><th>{escape(name)}<td>{escape(value)}" for name, value in pairs)
+        rows = ""
+        for name, value in pairs:
+            text = " ".join(map(str, list_values(value)))
+            rows += f"<tr><th>{escape(name)}<td>{escape(text)}"
         return f"<table>{rows}</table>"
 
     output_dir = Path(output_dir)

@@ -65,7 +65,7 @@ def complete_args(args: Namespace, *found: Any, **others: Any) -> Flags:
     for each in found:
         completed |= each.settings()
     completed = {name: hide_secrets(value) for name, value in (completed | others).items()}
-    return Flags(getattr(args, "given", ()), **completed)
+    return Flags(args.given, args.typed, **completed)
 
 
 def open_run(launch: Launch, script: str, args: Namespace) -> Run:
@@ -174,8 +174,8 @@ def end_run(launch: Launch, run: Run, done: str, files: list[str], args: Namespa
     time.sleep(0.1)
     if launch.is_main and args.push_to_hub and not args.find_lr:
         upload_run(run.hub_model_id, args.output_dir, files)
-    accelerator.print(done)
-    if run.lock is not None:
-        run.lock.release(force=True)
     with surviving("the trackers could not be closed"):
         accelerator.end_training()
+    accelerator.print(done)  # after wandb's summary
+    if run.lock is not None:
+        run.lock.release(force=True)

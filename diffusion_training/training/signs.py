@@ -103,8 +103,7 @@ def find_signs(
     """
     records = [record for record in records if "loss" in record]  # others hold held-out losses
     step = records[-1]["step"]
-    has_warmup = args.lr_scheduler not in ("constant", "piecewise_constant")
-    warmup = args.lr_warmup_steps * has_warmup
+    warmup = args.lr_warmup_steps
     is_late = step >= warmup + 100
     # without the first record: a cold start is slow
     after = [record for record in records[1:] if record["step"] > warmup]

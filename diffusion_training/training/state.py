@@ -358,9 +358,8 @@ class Training:
         if readers := name_readers(args, for_unet="unet" in self.models):
             done += f". {readers.replace('`', '')}"
         report = Path(args.output_dir, "report.html")
-        done += (
-            f"\nNext: open {report} in a browser. It has the samples, and code that uses the {name}"
-        )
+        contents = "the samples, and code" if draws_samples(args) else "code"
+        done += f"\nNext: open {report} in a browser. It has {contents} that uses the {name}"
         end_run(self.launch, self.run, done, files, args)
 
 

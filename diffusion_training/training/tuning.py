@@ -40,6 +40,7 @@ class Plan:
     train_batch_size: int  # per process and micro-batch
     gradient_accumulation_steps: int
     learning_rate: float
+    lr_scheduler: str
     lr_warmup_steps: int
     max_train_steps: int
     is_done: bool  # whether nothing is left to train
@@ -52,6 +53,7 @@ class Plan:
             "train_batch_size",
             "gradient_accumulation_steps",
             "learning_rate",
+            "lr_scheduler",
             "lr_warmup_steps",
             "max_train_steps",
         )
@@ -84,11 +86,13 @@ def plan_run(
     progress = Progress(state, num_images, per_micro_batch, accumulation_steps, order)
     accelerator = launch.accelerator
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
+    lr_scheduler, lr_warmup_steps = choose_warmup(accelerator, max_train_steps, state, args)
     plan = Plan(
         train_batch_size=batch_size,
         gradient_accumulation_steps=accumulation_steps,
         learning_rate=scale_learning_rate(accelerator, progress.images_per_step, args),
-        lr_warmup_steps=count_warmup(accelerator, args.lr_warmup_steps, max_train_steps, state),
+        lr_scheduler=lr_scheduler,
+        lr_warmup_steps=lr_warmup_steps,
         max_train_steps=max_train_steps,
         is_done=progress.global_step > max_train_steps and not args.find_lr,
         progress=progress,
@@ -234,15 +238,22 @@ def scale_learning_rate(accelerator: Accelerator, images_per_step: int, args: Na
     return rate
 
 
-def count_warmup(
-    accelerator: Accelerator, warmup: int | float, max_train_steps: int, state: dict[str, Any]
-) -> int:
-    """Return the steps of --lr_warmup_steps, which may be a share of the run.
+def choose_warmup(
+    accelerator: Accelerator, max_train_steps: int, state: dict[str, Any], args: Namespace
+) -> tuple[str, int]:
+    """Return (--lr_scheduler, steps of --lr_warmup_steps, which may be a share of the run).
 
-    A share is counted once, when a run begins: a later --max_train_steps does not change it.
+    With a warm-up, constant becomes constant_with_warmup. A share is counted once, when a run
+    begins: a later --max_train_steps does not change it.
     """
+    schedule = args.lr_scheduler
+    warmup = args.lr_warmup_steps
+    if warmup is None:
+        warmup = 0 if schedule in ("constant", "piecewise_constant") else 500
+    if schedule == "constant" and warmup:
+        schedule = "constant_with_warmup"
     if isinstance(warmup, int):
-        return warmup
+        return schedule, warmup
     steps = state["settings"].get("lr_warmup_steps")
     if steps is None:
         steps = round(warmup * max_train_steps)
@@ -250,7 +261,7 @@ def count_warmup(
     else:
         reason = "as when the run began"
     accelerator.print(f"Warm-up: {amount(steps, 'step')}, {reason}")
-    return steps
+    return schedule, steps
 
 
 def report_plan(
@@ -274,14 +285,13 @@ def report_plan(
             "--lr_scheduler polynomial ends at a learning rate of 1e-7: begin above it, not at "
             f"{plan.learning_rate:g}"
         )
-    has_no_warmup = args.lr_scheduler in ("constant", "piecewise_constant")
     warmup = plan.lr_warmup_steps - first_step
-    if warmup <= 0 < min(first_step, plan.lr_warmup_steps) and not has_no_warmup:
+    if warmup <= 0 < min(first_step, plan.lr_warmup_steps):
         accelerator.print(
             f"The warm-up of the learning rate ended at step {plan.lr_warmup_steps}, and this run "
             f"begins at step {first_step}: its new optimizer starts without a warm-up"
         )
-    if warmup > steps / 10 and not has_no_warmup:
+    if warmup > steps / 10:
         what = f"takes {warmup} of {steps} steps"
         if warmup > steps:
             what = f"of {warmup} steps is longer than the run of {steps}, so the rate only rises"

@@ -30,6 +30,8 @@ def parse(*argv):
     (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
     (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1:x,0.1"], "needs --lr_step_rules"),
     (["--lr_scheduler=piecewise_constant", "--lr_step_rules=nan:5,0.1"], "needs --lr_step_rules"),
+    (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1", "--lr_warmup_steps=5"],
+     "piecewise_constant has no warm-up"),
     (["--learning_rate=nan"], "argument --learning_rate: nan is not between 0 and 100"),
     (["--train_batch_size=0"], "argument --train_batch_size: 0 is not between 1 and"),
     (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"],

@@ -146,6 +146,10 @@ def test_the_run_ends_if_no_image_can_be_decoded(tmp_path, run):
     broken = batch_of(np.zeros((2, 3, 4, 4)), [("a.png", "broken")], [0.0, 0.0])
     with pytest.raises(SystemExit, match=r"none of the last 2 images .* a.png \(broken\)"):
         step(run(), 8, broken, last=True)
+    records = run()
+    step(records, 1, broken)
+    with pytest.raises(SystemExit, match="none of the last 4 images"):  # the first epoch has ended
+        step(records, 2, broken, epoch=1)
     many = batch_of(np.zeros((100, 3, 1, 1)), [], [0.0] * 100)
     with pytest.raises(SystemExit, match="none of the last 100 images could be used$"):
         step(run(), 1, many)
@@ -337,6 +341,7 @@ def test_the_progress_bar_leaves_pauses_out_of_its_estimate(run, monkeypatch):
     )
 
 
+NO_WARMUP = "--lr_warmup_steps=0"
 BRIGHT = Inputs(lowest=0.0)
 SMALL = Inputs(mean_square=0.18**2)
 
@@ -351,9 +356,10 @@ SMALL = Inputs(mean_square=0.18**2)
     (train_flow, Inputs(mean_square=5.5**2), "the latents have a root mean square of 5.5, not"),
 ])  # fmt: skip
 def test_sign_range_is_found_in_images_and_in_latents(tmp_path, script, inputs, sentence):
-    argv = ["--max_train_steps=10", f"--train_data_dir={tmp_path}"]
+    argv = [f"--train_data_dir={tmp_path}"]
     if script != train_unconditional:
-        argv = ["--max_train_steps=10", "--pretrained_model_name_or_path=x", "--latents_dir=y"]
+        argv = ["--pretrained_model_name_or_path=x", "--latents_dir=y"]
+    argv += ["--max_train_steps=10", NO_WARMUP]
     signs = find_signs([RECORD], inputs, script.parse_args(argv))
     assert [*signs] == (["range"] if sentence else [])
     assert not sentence or (signs["range"].startswith(sentence) and len(signs["range"]) < 160)
@@ -369,9 +375,6 @@ def find(tmp_path, records, *argv, learned=1.0, constant=math.nan, script=train_
     return find_signs(records, Inputs(), script.parse_args(argv), learned, lambda: constant)
 
 
-NO_WARMUP = "--lr_warmup_steps=0"
-
-
 @pytest.mark.parametrize("step, waiting, argv, found", [
     (29, 0.9, [NO_WARMUP], False),
     (30, 0.24, [NO_WARMUP], False),
@@ -380,7 +383,6 @@ NO_WARMUP = "--lr_warmup_steps=0"
     (100, 0.06, [NO_WARMUP], True),
     (599, 0.06, ["--lr_warmup_steps=500"], False),
     (600, 0.06, ["--lr_warmup_steps=500"], True),
-    (100, 0.06, ["--lr_warmup_steps=500", "--lr_scheduler=constant"], True),  # has no warm-up
 ])  # fmt: skip
 def test_sign_waiting_is_found_above_5_percent_or_early_25_percent(
     tmp_path, step, waiting, argv, found
@@ -395,7 +397,7 @@ def test_sign_waiting_names_what_makes_reading_faster(tmp_path):
         ([], "50% of the time: try --cache_images, or more --dataloader_num_workers than "),
         (["--cache_images"], "a faster disk, or more memory"),
     ):
-        assert words in find(tmp_path, records, *argv)["waiting"]
+        assert words in find(tmp_path, records, NO_WARMUP, *argv)["waiting"]
     for argv, words in (
         (
             [f"--train_data_dir={tmp_path}"],
@@ -407,7 +409,7 @@ def test_sign_waiting_names_what_makes_reading_faster(tmp_path):
             "try a larger --shards_size, so that",
         ),
     ):
-        argv += ["--pretrained_model_name_or_path=x", "--max_train_steps=2000"]
+        argv += ["--pretrained_model_name_or_path=x", "--max_train_steps=2000", NO_WARMUP]
         args = train_text_to_image.parse_args(argv)
         assert words in find_signs([RECORD | records[0]] * 2, Inputs(), args)["waiting"]
 

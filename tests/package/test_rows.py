@@ -195,10 +195,11 @@ def test_unused_files_are_counted_and_one_is_named(tmp_path, load, capsys, monke
     monkeypatch.delenv("RANK")
     load(tmp_path / "all")
     assert capsys.readouterr().out == ""
+    (tmp_path / "all/README.md").write_text("about these images")  # no image, and not meant as one
     for name in ("0.txt", "other.txt", "IMG.HEIC"):  # with captions, the builder lists any file
         (tmp_path / "all" / name).write_text("a dog")
     load(tmp_path / "all")
-    said = "2 of 5 files are not used (1 .heic, 1 .txt), such as IMG.HEIC"
+    said = "2 of 6 files are not used (1 .heic, 1 .txt), such as IMG.HEIC"
     assert capsys.readouterr().out == f"{tmp_path / 'all'}: {said}\n"
 
 

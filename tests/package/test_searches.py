@@ -247,6 +247,11 @@ def test_total_batch_size_sets_accumulation_and_a_found_size_is_kept(capsys):
 
 def plan(*argv, steps=100, seen=0, before=None):
     """Steps of warm-up + 1, or 0 if the run is done, with a million images, one per step."""
+    planned = make_plan(*argv, steps=steps, seen=seen, before=before)
+    return 0 if planned.is_done else planned.lr_warmup_steps + 1
+
+
+def make_plan(*argv, steps=100, seen=0, before=None):
     args = train_unconditional.parse_args(
         ["--train_data_dir=.", "--train_batch_size=1", f"--max_train_steps={steps}", *argv]
     )
@@ -259,7 +264,22 @@ def plan(*argv, steps=100, seen=0, before=None):
     assert planned.max_train_steps == steps and planned.learning_rate == args.learning_rate
     assert progress.global_step == seen and progress.num_images == 10**6
     assert planned.settings()["lr_warmup_steps"] == planned.lr_warmup_steps
-    return 0 if planned.is_done else planned.lr_warmup_steps + 1
+    return planned
+
+
+@pytest.mark.parametrize("argv, schedule, warmup", [
+    ([], "cosine", 500),
+    (["--lr_scheduler=constant"], "constant", 0),
+    (["--lr_scheduler=constant", "--lr_warmup_steps=0"], "constant", 0),
+    (["--lr_scheduler=constant", "--lr_warmup_steps=7"], "constant_with_warmup", 7),
+    (["--lr_scheduler=constant", "--lr_warmup_steps=0.05"], "constant_with_warmup", 5),
+    (["--lr_scheduler=constant_with_warmup"], "constant_with_warmup", 500),
+    (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1"], "piecewise_constant", 0),
+])  # fmt: skip
+def test_a_constant_rate_has_a_warm_up_if_it_is_asked_for(argv, schedule, warmup):
+    planned = make_plan(*argv)
+    assert planned.settings()["lr_scheduler"] == planned.lr_scheduler == schedule
+    assert planned.lr_warmup_steps == warmup
 
 
 def test_lr_warmup_steps_may_be_a_share_that_stays_fixed_on_resume(capsys):

@@ -1143,7 +1143,9 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, wit
 
     # Refused
     for argv, sentence in {
-        "--seed=3": "s3://bucket/latents holds another cache (transform.seed 0 -> 3)",
+        "--seed=3": (
+            "s3://bucket/latents holds another cache (--seed 0 -> 3; transform.seed 0 -> 3)"
+        ),
         "--output_dir=s3://bucket": (
             "s3://bucket holds images/__download__/urls.parquet and no latent cache"
         ),

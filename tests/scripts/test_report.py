@@ -80,7 +80,7 @@ def test_report_shows_the_run_and_skipped_images_at_every_validation(
         "1 on cpu, 1 thread each; mixed precision: no",
         "7, 2 per step",
         f"torch {torch.__version__.split('+')[0]}",
-        "--num_train_epochs=2",
+        "--num_epochs=2",
         f"@{shlex.quote(str(tmp_path / HOSTILE / 'run.args'))}"[2:-1],
     ]
     assert not [words for words in shown if words not in text]

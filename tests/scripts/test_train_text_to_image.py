@@ -234,7 +234,7 @@ DIFFUSERS = {
     "learning_rate": 1e-4,
     "scale_lr": False,
     "lr_scheduler": "constant",
-    "lr_warmup_steps": 500,
+    "lr_warmup_steps": None,  # 500, or 0 if the rate is constant
     "snr_gamma": None,
     "allow_tf32": False,
     "adam_beta1": 0.9,

@@ -111,7 +111,7 @@ DIFFUSERS = {
     "gradient_accumulation_steps": 1,
     "learning_rate": 1e-4,
     "lr_scheduler": "cosine",
-    "lr_warmup_steps": 500,
+    "lr_warmup_steps": None,  # 500, or 0 if the rate is constant
     "adam_beta1": 0.95,
     "adam_beta2": 0.999,
     "adam_weight_decay": 1e-6,
@@ -124,7 +124,6 @@ DIFFUSERS = {
     "hub_private_repo": False,
     "logger": "tensorboard",
     "logging_dir": "logs",
-    "ddpm_num_inference_steps": 1000,
     "checkpointing_steps": 500,
     "checkpoints_total_limit": None,
     "resume_from_checkpoint": None,
@@ -211,6 +210,18 @@ def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flag
         [*argv, "--no-random_flip", "--scale_lr=sqrt", "--tracker_project_name=it's a # test"]
     )
     assert again == {**vars(given), "mixed_precision": "no"}
+
+
+@pytest.mark.parametrize("argv, sampler", [
+    ("", ("ddim", 50)),
+    ("--ddpm_num_inference_steps=1000", ("ddpm", 1000)),  # a command of diffusers' script
+    ("--validation_scheduler=ddpm", ("ddpm", 1000)),
+    ("--validation_scheduler=ddim --ddpm_num_inference_steps=20", ("ddim", 20)),
+    ("--ddpm_num_steps=10", ("ddim", 10)),
+])  # fmt: skip
+def test_samples_take_50_steps_of_ddim_by_default(tmp_path, argv, sampler):
+    args = script.parse_args([f"--train_data_dir={tmp_path}", *argv.split()])
+    assert (args.validation_scheduler, args.ddpm_num_inference_steps) == sampler
 
 
 def test_saved_scheduler_keeps_ddim_v_prediction_and_zero_snr(tmp_path, flags):
