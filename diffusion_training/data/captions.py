@@ -174,6 +174,11 @@ def choose_length(longest: int, most: int) -> int:
     return min(math.ceil(max(1, longest) / MULTIPLE) * MULTIPLE, most)
 
 
+def count_lengths(most: int) -> int:
+    """How many values `choose_length` can have."""
+    return math.ceil(most / MULTIPLE)
+
+
 def tokenize_batch(
     tokenizers: Tokenizers, choice: CaptionChoice, texts: Iterable[Text], keys: Iterable[tuple]
 ) -> dict[str, Any]:

@@ -816,12 +816,14 @@ def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     ]
 
 
-def test_compile_gets_the_transformer_and_the_number_of_sizes(tmp_path, cached, monkeypatch):
+def test_compile_gets_the_transformer_and_the_number_of_shapes(tmp_path, cached, monkeypatch):
+    """Captions of at most 8 tokens are padded to 3, 6 or 8."""
+    monkeypatch.setattr(captions, "MULTIPLE", 3)
     compiled = []
     monkeypatch.setattr(script, "compile_model", lambda *given: compiled.append(given))
     train(*cached, "--max_train_steps=1", "--compile=eager")
-    ((transformer, backend, num_sizes),) = compiled
-    assert type(transformer) is PRXTransformer2DModel and (backend, num_sizes) == ("eager", 1)
+    ((transformer, backend, num_shapes),) = compiled
+    assert type(transformer) is PRXTransformer2DModel and (backend, num_shapes) == ("eager", 3)
     assert [record["skipped_images"] for record in metrics(tmp_path / "out")] == [0]
 
 
