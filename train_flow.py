@@ -566,7 +566,7 @@ def main(args: Namespace) -> None:
     # optimizer, and loads the checkpoint.
     training = Training(launch, run, plan, models, objective, data.dataset, held_out, args)
     if launch.compile:
-        compile_model(transformer, launch.compile, order.num_sizes)
+        compile_model(transformer, launch.compile, order.num_sizes * data.num_lengths)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
     # of fp16). evaluation_mode wraps without DDP, which sharded models and averages do not need.
     # prepare_model changes `forward` in place, so the averages stay under their names.

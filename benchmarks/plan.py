@@ -33,7 +33,8 @@ from train_flow import predict_velocity
 ROOT = Path(__file__).parent.parent
 TRANSFORMERS = ["prx_163m", "prx_1.2b"]
 PHASES = {256: 0.8, 512: 0.2}  # side in pixels: share of the training images
-TOKENS, MEAN_TOKENS = 256, 40  # per caption: padded, and mean without padding
+TOKENS, MEAN_TOKENS = 256, 40  # per caption: the most, and mean without padding
+BATCH_TOKENS = [64, 128, TOKENS]  # to which a batch's longest caption is rounded up
 KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16}
 KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
 T5_XXL = {
@@ -68,13 +69,16 @@ def count(function):
     return counter.get_total_flops() / 1e12
 
 
-def count_transformer(name, side):
-    """Return (number of weights, operations of a training step on one image in 1e12)."""
+def count_transformer(name, side, tokens=BATCH_TOKENS[0]):
+    """Return (number of weights, operations of a training step on one image in 1e12).
+
+    tokens: in a caption, with padding.
+    """
     config = PRXTransformer2DModel.load_config(ROOT / "configs" / f"{name}.json")
     with torch.device("meta"):
         model = PRXTransformer2DModel.from_config(config)
-    prompts = {"prompt_embeds": torch.zeros(1, TOKENS, config["context_in_dim"])}
-    prompts["prompt_mask"] = torch.ones(1, TOKENS, dtype=torch.bool)
+    prompts = {"prompt_embeds": torch.zeros(1, tokens, config["context_in_dim"])}
+    prompts["prompt_mask"] = torch.ones(1, tokens, dtype=torch.bool)
     latents = torch.zeros(1, config["in_channels"], side // 8, side // 8)
 
     def loss(models, prepared, weight):
@@ -114,6 +118,14 @@ def main(args):
             f"| {name} | {found[0][0] / 1e6:,.0f} M | {cells} | {price(trained[name])} |",
             flush=True,
         )
+
+    heads = " | ".join(f"{tokens} tokens" for tokens in BATCH_TOKENS)
+    print(f"\n| TFLOP with captions padded to | px | {heads} |\n|---|---|{'---|' * 3}")
+    for name in TRANSFORMERS:
+        for side in sides:
+            found = [count_transformer(name, side, tokens)[1] for tokens in BATCH_TOKENS]
+            cells = [f"{flops:.3f}, {flops / found[-1]:.2f} x" for flops in found]
+            print(f"| {name} | {side} | {' | '.join(cells)} |", flush=True)
 
     first, texts = TRANSFORMERS[0], {}
     print(

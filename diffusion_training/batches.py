@@ -36,6 +36,9 @@ class TrainingData(Protocol):
     def __getitem__(self, keys: list) -> Any:
         """The batch of the keys (epoch, row, weight); see `step_batches`."""
 
+    def longest(self, row: int) -> Any:
+        """A batch of one row, with a caption as long as captions can be."""
+
     def names(self) -> Iterable[str]:
         """The name of each row, by which images are held out."""
 

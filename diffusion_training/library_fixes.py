@@ -113,12 +113,12 @@ def exit_if_sending_fails() -> None:
     )
 
 
-def raise_recompile_limit(num_sizes: int) -> None:
-    """Let torch compile a model separately for each of `num_sizes` image sizes.
+def raise_recompile_limit(num_shapes: int) -> None:
+    """Let torch compile a model separately for each of `num_shapes` shapes of its inputs.
 
-    torch 2.15 compiles a function 8 times, and runs it uncompiled for further sizes, with only a
+    torch 2.15 compiles a function 8 times, and runs it uncompiled for further shapes, with only a
     line in its log. torch.compile has an argument `recompile_limit` for this since
     https://github.com/pytorch/pytorch/pull/177936, but torch 2.13 lacks it. Use it when
     requirements.txt asks for a newer torch.
     """
-    torch._dynamo.config.recompile_limit = 8 * num_sizes
+    torch._dynamo.config.recompile_limit = 8 * num_shapes

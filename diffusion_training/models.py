@@ -198,19 +198,20 @@ def checkpoint_gradients(models: Models) -> None:
             model.enable_gradient_checkpointing()
 
 
-def compile_model(model: torch.nn.Module, backend: str, num_sizes: int = 1) -> None:
+def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> None:
     """Compile a model in place, with the options that `accelerate config` set.
 
-    In place, the weights keep their names. Each of several image sizes is compiled separately,
-    because code for all of them is slower.
+    In place, the weights keep their names. Each of several shapes of the inputs is compiled
+    separately. Code for all of them would be slower, and torch would make it only after the second
+    shape, so that a resumed run would end with other bits.
     """
     options = {}
     dynamo = TorchDynamoPlugin()
     if dynamo.backend != DynamoBackend.NO:  # else dynamic=False is only the plugin's default
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
-    if num_sizes > 1:
+    if num_shapes > 1:
         options["dynamic"] = False
-        raise_recompile_limit(num_sizes)
+        raise_recompile_limit(num_shapes)
     with explained(f"torch.compile with {backend} is not possible"):
         if dynamo.use_regional_compilation and dynamo.backend != DynamoBackend.NO:
             model.compile_repeated_blocks(backend=backend, **options)

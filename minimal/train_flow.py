@@ -114,7 +114,7 @@ def key_seed(purpose, *key):
 # deviation, and the embeddings of its caption. The files are memory-mapped float16.
 columns = ["latents", "prompt_embeds"] + ["latents_flipped"] * args.random_flip
 rows = load_from_disk(str(args.latents_dir)).select_columns(columns).with_format("torch")
-tokens, width = cache["prompt_embeds_shape"]
+most_tokens, width = cache["prompt_embeds_shape"]
 empty_prompt = torch.tensor(np.load(args.latents_dir / "empty_prompt.npy")).float().flatten()
 
 # ---- The model, its average and the optimizer. All are float32, because bf16 is too coarse for the
@@ -177,8 +177,7 @@ while step < args.max_train_steps and not stop:
     losses.append(torch.zeros((), device=device))
     for number, micro in enumerate(micro_batches):
         # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
-        # over the step's images, however they are shared out. DDP needs all processes: one that
-        # gets no image computes one with weight 0.
+        # over the step's images. A process that gets no image computes one with weight 0, for DDP.
         own = micro[rank::world] or micro[:1]
         weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
         batch = rows[own]
@@ -191,10 +190,11 @@ while step < args.max_train_steps and not stop:
         mean, std = pin(moments).to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
         latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
         latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
-        # Captions have different lengths. Padding makes them equal, and the mask is False for it.
+        # Padding makes captions equally long, with few lengths. The mask is False for it.
+        lengths = torch.tensor([[len(each) // width] for each in captions])
+        tokens = min((max(1, int(lengths.max())) + 31) // 32 * 32, most_tokens)
         embeds = torch.stack([F.pad(each, (0, tokens * width - len(each))) for each in captions])
         embeds = pin(embeds).to(device, non_blocking=True).unflatten(1, (tokens, width))
-        lengths = torch.tensor([[len(each) // width] for each in captions])
         mask = pin(torch.arange(tokens) < lengths).to(device, non_blocking=True)
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
         dropped = torch.rand(len(own), device=device) < args.caption_dropout

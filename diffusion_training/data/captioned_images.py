@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from diffusion_training.batches import CaptionedBatch
-from diffusion_training.data.captions import tokenize_batch, transform_row
+from diffusion_training.data.captions import tokenize_batch, tokenize_longest, transform_row
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import Transform
@@ -54,3 +54,7 @@ class CaptionedImages(RowDataset):
             batch[name] = torch.tensor([item[name] for item in items])
         batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
         return cast(CaptionedBatch, batch)
+
+    def longest(self, row: int) -> CaptionedBatch:
+        batch = super().longest(row)
+        return cast(CaptionedBatch, batch | tokenize_longest(self.tokenizers, self.choice))

@@ -1,6 +1,7 @@
 """Rows with captions -> images and tokens, and warnings about captions."""
 
 import contextlib
+import math
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from diffusion_training.data.transforms import Transform
 from diffusion_training.errors import explain, explained, is_machines_fault, printable
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.order import draw_choices
+
+MULTIPLE = 32  # tokens; see `choose_length`
 
 
 def transform_row(
@@ -163,10 +166,23 @@ def tokenize_lists(tokenizers: Tokenizers, texts: Sequence[Text]) -> dict[str, t
     return batch | {"prompt_lengths": torch.where(exists, lengths, -1).int()}
 
 
+def choose_length(longest: int, most: int) -> int:
+    """How many tokens the captions of a batch are padded to, if its longest one has `longest`.
+
+    Multiples of 32, so that torch.compile meets few shapes, but not more than `most`.
+    """
+    return min(math.ceil(max(1, longest) / MULTIPLE) * MULTIPLE, most)
+
+
+def count_lengths(most: int) -> int:
+    """How many values `choose_length` can have."""
+    return math.ceil(most / MULTIPLE)
+
+
 def tokenize_batch(
     tokenizers: Tokenizers, choice: CaptionChoice, texts: Iterable[Text], keys: Iterable[tuple]
 ) -> dict[str, Any]:
-    """Tokenize the captions of a batch.
+    """Tokenize the captions of a batch, with little padding where the model does not see it.
 
     For each of the `keys` (epoch, row, ...), `texts` holds a caption, or a list to choose from.
     """
@@ -174,8 +190,20 @@ def tokenize_batch(
     chosen = [choose_caption(text, key[0], key[1], choice) for text, key in pairs]
     tokens: dict[str, Any] = dict(tokenize(tokenizers, chosen))
     if "prompt_mask" in tokens:
-        tokens["prompt_lengths"] = tokens["prompt_mask"].sum(dim=1).tolist()
+        lengths = tokens["prompt_mask"].sum(dim=1).tolist()
+        if tokenizers.family.ragged:
+            length = choose_length(max(lengths), tokenizers[0].model_max_length)
+            is_left = tokenizers[0].padding_side == "left"
+            used = slice(-length, None) if is_left else slice(length)
+            for name in ("input_ids", "prompt_mask"):
+                tokens[name] = tokens[name][:, used]
+        tokens["prompt_lengths"] = lengths
     return tokens
+
+
+def tokenize_longest(tokenizers: Tokenizers, choice: CaptionChoice) -> dict[str, Any]:
+    """A batch of one caption, with as many tokens as captions can have."""
+    return tokenize_batch(tokenizers, choice, ["a " * tokenizers[0].model_max_length], [(0, 0)])
 
 
 def sample_captions(

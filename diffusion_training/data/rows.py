@@ -427,6 +427,10 @@ class RowDataset(torch.utils.data.Dataset):
             paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
         return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
 
+    def longest(self, row: int) -> Any:
+        """A batch of one row, with a caption as long as captions can be."""
+        return self[[(0, row, 1.0)]]
+
     def digest(self, row: int) -> str:
         """A hash of a row's image. If the row has only its path, the file is read."""
         image = self.rows[row][self.column]

@@ -15,6 +15,7 @@ import pyarrow as pa
 import xxhash
 from tqdm.auto import tqdm
 
+from diffusion_training.data.captions import choose_length
 from diffusion_training.families.known import FAMILIES
 
 FORMAT_VERSION = 4  # of cache.json
@@ -68,14 +69,23 @@ class Column:
         width = len(numbers) // ends[-1]
         return numbers[(ends[number] - lengths[number]) * width : ends[number] * width]
 
-    def pad(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of numbers -> (array [N, numbers] padded with zeros, mask bool [N, tokens])."""
+    def pad(
+        self, rows: Sequence[np.ndarray], least_tokens: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of numbers -> (array [N, numbers] padded with zeros, mask bool [N, tokens]).
+
+        least_tokens: pad to this many or, if a row has more, to these; see `choose_length`.
+            None: to the most tokens that a row may have.
+        """
+        tokens = self.shape[0]
         width = math.prod(self.shape[1:])
-        padded = np.zeros((len(rows), math.prod(self.shape)), rows[0].dtype)
+        lengths = np.array([[len(numbers) // width] for numbers in rows])
+        if least_tokens is not None:
+            tokens = choose_length(max(least_tokens, lengths.max()), tokens)
+        padded = np.zeros((len(rows), tokens * width), rows[0].dtype)
         for full, numbers in zip(padded, rows, strict=True):
             full[: len(numbers)] = numbers
-        lengths = np.array([[len(numbers) // width] for numbers in rows])
-        return padded, np.arange(self.shape[0]) < lengths
+        return padded, np.arange(tokens) < lengths
 
     @property
     def checksum(self) -> str:

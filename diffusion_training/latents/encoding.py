@@ -25,7 +25,7 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
     if "prompt_embeds" in batch:
         embeds = dict[str, Any](batch)
         prompts = {
-            name: embeds[name].to(empty.dtype).unflatten(1, empty.shape)
+            name: embeds[name].to(empty.dtype).unflatten(1, (-1, *empty.shape[1:]))
             for name, empty in data.empty_prompt.items()
         }
     else:
@@ -70,6 +70,9 @@ def drop_captions(
         dropped = send(dropped, device)
     else:
         dropped = torch.rand(count, device=device) < share
+    tokens = prompts["prompt_embeds"].shape[1]  # in a batch of short captions, less than of `empty`
     for name, empty in data.empty_prompt.items():
+        if name != "pooled_prompt_embeds":
+            empty = empty[:tokens]
         shape = [-1] + [1] * empty.dim()
         prompts[name] = torch.where(dropped.view(shape), empty, prompts[name])

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import io
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,7 +17,7 @@ import torch
 import xxhash
 
 from diffusion_training.batches import LatentBatch
-from diffusion_training.data.captions import tokenize_batch
+from diffusion_training.data.captions import tokenize_batch, tokenize_longest
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
@@ -134,6 +135,10 @@ class CachedLatents(torch.utils.data.Dataset):
         self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
         columns = self.parts[0].columns
         self.columns = [column for column in columns if column.is_in_batch]
+        # A batch is padded at least as far as the empty prompt, which may replace a caption; to the
+        # full length (None) if the model sees padding.
+        mask = next(iter(caches.values())).empty_prompt.get("prompt_mask")
+        self.least_tokens = None if mask is None else int(mask.sum())
         self.shape = next(iter(caches.values())).settings["latents_shape"]
         self.has_sizes = any(column.name == "size" for column in columns)
 
@@ -206,18 +211,35 @@ class CachedLatents(torch.utils.data.Dataset):
         batch: dict[str, Any] = {}
         for column, numbers_of_rows in values.items():
             if column.is_padded:
-                padded, mask = column.pad(numbers_of_rows)
-                batch["prompt_mask"] = torch.from_numpy(mask)
-                batch["prompt_lengths"] = mask.sum(axis=1).tolist()
+                batch |= self.pad(column, numbers_of_rows)
             else:  # in one copy: this thread releases Python's lock once per column, not per row
-                padded = np.concatenate(numbers_of_rows).reshape(len(keys), -1)
-            batch[column.name] = torch.from_numpy(padded)
+                numbers = np.concatenate(numbers_of_rows).reshape(len(keys), -1)
+                batch[column.name] = torch.from_numpy(numbers)
         if self.reads_captions:
             batch |= tokenize_batch(*self.reads_captions, texts, keys)
         batch["latents_shape"] = [self.shape[0], *size]
         batch["flipped"] = torch.tensor(flipped)
         batch["weight"] = torch.tensor([weight for _, _, weight in keys])
         batch["skipped"] = []
+        return cast(LatentBatch, batch)
+
+    def pad(self, column: Column, rows: list[np.ndarray]) -> dict[str, Any]:
+        """The entries of a batch for a column of captions, with their mask and lengths."""
+        padded, mask = column.pad(rows, self.least_tokens)
+        return {
+            column.name: torch.from_numpy(padded),
+            "prompt_mask": torch.from_numpy(mask),
+            "prompt_lengths": mask.sum(axis=1).tolist(),
+        }
+
+    def longest(self, row: int) -> LatentBatch:
+        """A batch of one row, with a caption as long as captions can be."""
+        batch: dict[str, Any] = dict(self[[(0, row, 1.0)]])
+        for column in self.columns:
+            if column.is_padded:
+                batch |= self.pad(column, [np.zeros(math.prod(column.shape), column.dtype)])
+        if self.reads_captions:
+            batch |= tokenize_longest(*self.reads_captions)
         return cast(LatentBatch, batch)
 
 

@@ -15,6 +15,7 @@ from diffusion_training.data.buckets import choose_sizes
 from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.captions import (
     are_cut,
+    count_lengths,
     report_cut,
     report_emptied,
     report_equal,
@@ -89,6 +90,16 @@ class Data:
         """How many tokens the empty prompt has."""
         embeds = self.empty_prompt["prompt_embeds"]
         return int(self.empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
+
+    @property
+    def num_lengths(self) -> int:
+        """How many lengths `choose_length` gives to the captions of a batch.
+
+        1 if the model sees all padding, or is called with captions of any length.
+        """
+        if self.family.needs_lengths or "prompt_mask" not in self.empty_prompt:
+            return 1
+        return count_lengths(len(self.empty_prompt["prompt_embeds"]))
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""

@@ -133,7 +133,7 @@ def choose_batch_size(
         if fits is None:
             sizes = dataset.sizes
             largest = 0 if sizes is None else np.argmax(sizes[train_rows].prod(axis=1))
-            batch = dataset[[(0, int(train_rows[largest]), 1.0)]]
+            batch = dataset.longest(int(train_rows[largest]))
             most = per_process if total else max(num_processes, len(train_rows)) // num_processes
             fits = largest_batch(launch, models, objective, train_step, batch, most, args)
         batch_size = next(n for n in range(fits, 0, -1) if not total or per_process % n == 0)

@@ -7,7 +7,7 @@ import time
 import datasets
 import pytest
 import torch
-from conftest import MODELS, make_images
+from conftest import MODELS, make_chat_tokenizer, make_images
 from image_server import make_pixel_bomb
 from PIL import Image
 from transformers import CLIPTokenizer
@@ -209,6 +209,33 @@ def test_padding_tokens_are_not_counted():
     assert module.count_tokens(tokenizers, texts) == 5.5
     assert module.count_tokens(tokenizers, []) is None
     assert module.count_tokens(TOKENIZERS, texts) is None  # it keeps padding
+
+
+def test_batches_are_padded_to_multiples_of_their_longest_caption(monkeypatch):
+    """On either side, unless the model sees padding. A search for the batch size pads fully."""
+    lengths = (0, 1, 31, 32, 33, 65, 255, 400)
+    padded = [module.choose_length(length, 250) for length in lengths]
+    assert padded == [32, 32, 32, 32, 64, 96, 250, 250]
+    monkeypatch.setattr(module, "MULTIPLE", 2)
+    tokenizer = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    choice = CaptionChoice(seed=0, weights=None)
+    texts = ["", "a", "a a a"]  # with a start and an end token; the limit is 8
+    for side in ("right", "left"):
+        tokenizer.padding_side = side
+        prx = Tokenizers([tokenizer], FAMILIES["prx"])
+        whole = module.tokenize(prx, texts)
+        tokens = module.tokenize_batch(prx, choice, texts, [(0, row) for row in range(3)])
+        used = slice(-6, None) if side == "left" else slice(6)
+        for name in ("input_ids", "prompt_mask"):
+            assert torch.equal(tokens[name], whole[name][:, used])
+        assert tokens["prompt_lengths"] == [2, 3, 5]
+        assert tokens["prompt_mask"].sum() == whole["prompt_mask"].sum() == 10
+        longest = module.tokenize_longest(prx, choice)
+        assert longest["prompt_lengths"] == [8] and longest["prompt_mask"].all()
+    for family in ("sd", "flux2-klein"):
+        tokenizers = Tokenizers([make_chat_tokenizer(8)], FAMILIES[family])
+        tokens = module.tokenize_batch(tokenizers, choice, texts, [(0, row) for row in range(3)])
+        assert tokens["input_ids"].shape == (3, 8)
 
 
 def test_equal_captions_and_cut_captions_are_reported(capsys):

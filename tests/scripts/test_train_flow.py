@@ -50,6 +50,7 @@ from PIL import Image
 
 import train_flow as script
 from diffusion_training.batches import Prepared
+from diffusion_training.data import captions
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.base import Base, Encoders
 from diffusion_training.families.known import FAMILIES
@@ -136,14 +137,14 @@ def losses(folder):
 # ------------------------------------------------------------------- captions
 
 
-def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached):
+def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached, monkeypatch):
     """Captions are cleaned as by the pipeline and stored unpadded; zeros pad a batch."""
-    captions = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
+    texts = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
-    embeds, mask, _, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
+    embeds, mask, _, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False)
     encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
     with torch.no_grad():
-        ours = encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
+        ours = encode_prompts(encoders, tokenize(encoders.tokenizers, texts))
     assert torch.equal(ours["prompt_mask"], mask) and mask.sum(dim=1).unique().numel() > 3
     assert torch.equal(ours["prompt_embeds"], embeds.masked_fill(~mask[..., None], 0))
 
@@ -161,7 +162,19 @@ def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached):
     assert torch.equal(
         batch["prompt_embeds"].view(3, 8, 32), ours["prompt_embeds"][[8, 3, 6]].half()
     )
-    assert batch["prompt_lengths"] == mask[[8, 3, 6]].sum(dim=1).tolist()
+    lengths = mask[[8, 3, 6]].sum(dim=1).tolist()
+    assert batch["prompt_lengths"] == lengths == [5, 5, 6]
+
+    # to the longest caption, or to the empty prompt if that is longer; a search pads fully
+    monkeypatch.setattr(captions, "MULTIPLE", 2)
+    short = dataset[[(0, row, 1.0) for row in (5, 0, 3)]]
+    assert torch.equal(short["prompt_mask"], mask[[8, 3, 6], :6])
+    assert torch.equal(short["prompt_embeds"], batch["prompt_embeds"][:, : 6 * 32])
+    dataset.least_tokens = 7
+    assert dataset[[(0, 0, 1.0)]]["prompt_mask"].shape == (1, 8)
+    longest = dataset.longest(2)
+    assert longest["prompt_lengths"] == [8] and longest["prompt_embeds"].shape == (1, 8 * 32)
+    assert torch.equal(longest["latents"], dataset[[(0, 2, 1.0)]]["latents"])
 
 
 def load_text():
@@ -268,8 +281,9 @@ EXACT = [
     "source, optimizer, num_processes", [("images", "adamw", 1), ("cache", "muon", 2)]
 )
 def test_flow_run_killed_and_resumed_is_bit_identical(
-    tmp_path, flags, source, optimizer, num_processes
+    tmp_path, flags, source, optimizer, num_processes, monkeypatch
 ):
+    monkeypatch.setattr(captions, "MULTIPLE", 2)  # so batches differ in their number of tokens
     make_captioned(tmp_path / "images", 8, CAPTIONS + ["one", "a digit"])
     flags = [*flags, *EXACT, f"--optimizer={optimizer}"]
     if source == "cache":
@@ -295,7 +309,9 @@ def test_flow_run_killed_and_resumed_is_bit_identical(
 
 
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
-def test_flow_cache_trains_like_its_images(tmp_path, images, flags, text_cache):
+def test_flow_cache_trains_like_its_images(tmp_path, images, flags, text_cache, monkeypatch):
+    """Captions are padded to the longest of their batch."""
+    monkeypatch.setattr(captions, "MULTIPLE", 2)
     make_cache(tmp_path, "--random_flip", "--center_crop", f"--text_cache={text_cache}")
     shared = ["--random_flip", "--num_train_epochs=2", "--caption_dropout=0.3"]
     train(*images, *shared, "--center_crop", f"--output_dir={tmp_path / 'images-out'}")
@@ -519,7 +535,7 @@ def test_flow_train_step_stays_on_its_device():
         assert all(value.is_meta for value in sums.values())
 
 
-def test_flow_caption_dropout_uses_the_empty_prompt(tmp_path, cached):
+def test_flow_caption_dropout_uses_the_empty_prompt(tmp_path, cached, monkeypatch):
     data = open_data(cached)
     batch = data.dataset[[(0, row, 1.0) for row in range(6)]]
     torch.manual_seed(0)
@@ -528,6 +544,11 @@ def test_flow_caption_dropout_uses_the_empty_prompt(tmp_path, cached):
     assert torch.equal(
         condition["prompt_embeds"], data.empty_prompt["prompt_embeds"].expand(6, 8, 32)
     )
+    monkeypatch.setattr(captions, "MULTIPLE", 2)
+    _, short, _ = script.prepare_batch(data, 1.0, data.dataset[[(0, 0, 1.0)]])
+    assert short["prompt_embeds"].shape == (1, 6, 32)
+    for name, empty in data.empty_prompt.items():
+        assert torch.equal(short[name][0], empty[:6]) and not empty[6:].any()
     _, kept, _ = script.prepare_batch(data, 0.0, batch)
     assert torch.equal(kept["prompt_mask"], batch["prompt_mask"]) and latents.shape == (6, 4, 8, 8)
 
@@ -795,12 +816,14 @@ def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     ]
 
 
-def test_compile_gets_the_transformer_and_the_number_of_sizes(tmp_path, cached, monkeypatch):
+def test_compile_gets_the_transformer_and_the_number_of_shapes(tmp_path, cached, monkeypatch):
+    """Captions of at most 8 tokens are padded to 3, 6 or 8."""
+    monkeypatch.setattr(captions, "MULTIPLE", 3)
     compiled = []
     monkeypatch.setattr(script, "compile_model", lambda *given: compiled.append(given))
     train(*cached, "--max_train_steps=1", "--compile=eager")
-    ((transformer, backend, num_sizes),) = compiled
-    assert type(transformer) is PRXTransformer2DModel and (backend, num_sizes) == ("eager", 1)
+    ((transformer, backend, num_shapes),) = compiled
+    assert type(transformer) is PRXTransformer2DModel and (backend, num_shapes) == ("eager", 3)
     assert [record["skipped_images"] for record in metrics(tmp_path / "out")] == [0]
 
 
