@@ -589,7 +589,7 @@ def add_lora_flags(add: Add) -> None:
         "--use_dora",
         **SWITCH,
         help="train a DoRA, a LoRA that also trains the magnitudes of the weights: slower "
-        "(arXiv:2402.09353)",
+        "(arXiv:2402.09353); ComfyUI applies that of a U-Net, not that of a transformer",
     )
     add(
         "--network_weights",

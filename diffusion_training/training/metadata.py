@@ -76,6 +76,8 @@ def name_readers(args: Namespace, for_unet: bool) -> str:
         return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
     file = "`pytorch_lora_weights.safetensors`"
     if not for_unet:
+        if args.use_dora:
+            return f"{file} is for diffusers (ComfyUI leaves out the magnitudes of this DoRA)."
         return f"{file} is for diffusers and ComfyUI."
     if not args.output_kohya_format:
         return f"{file} is for diffusers; other programs need --output_kohya_format."
