@@ -64,40 +64,8 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pyarrow as pa
-from fsspec.implementations.local import LocalFileSystem
-from tqdm.auto import tqdm
-
-from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
+from diffusion_training.arguments import COUNT, PATH, Flags, is_address, make_parser, number
 from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
-from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
-from diffusion_training.files import find_differences, lock_folder
-from diffusion_training.remote import is_address, open_folder, reading, remove, writing
-from diffusion_training.web.filters import find_columns
-from diffusion_training.web.pictures import THREADS
-from diffusion_training.web.shards import (
-    choose_items,
-    choose_urls,
-    describe_shard,
-    find_repeated,
-    gather,
-    list_sizes,
-    name_record,
-    read_json,
-    read_record,
-    read_shard,
-    write_images,
-)
-from diffusion_training.web.tables import (
-    copy_table,
-    copy_tables,
-    digest_table,
-    list_items,
-    list_tables,
-    make_schema,
-    plan_copies,
-    read_rows,
-)
 
 MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
@@ -273,10 +241,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
                 parser.error(
                     f"--keep_columns would give two columns {name!r}: leave it out, or rename it"
                 )
-    try:
-        find_columns(args.where)
-    except (ValueError, OverflowError) as error:
-        parser.error(f"--where: {error}")
+    if args.where is not None:
+        from diffusion_training.web.filters import find_columns  # it imports pyarrow
+
+        try:
+            find_columns(args.where)
+        except (ValueError, OverflowError) as error:
+            parser.error(f"--where: {error}")
     networks = args.allow_private_addresses
     try:
         networks = networks and [str(ipaddress.ip_network(text)) for text in networks]
@@ -284,6 +255,44 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--allow_private_addresses: {error}; give a network such as 10.1.0.0/16")
     opt_out = [directive.lower() for directive in args.opt_out]
     return Flags(**vars(args) | {"allow_private_addresses": networks, "opt_out": opt_out})
+
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
+import pyarrow as pa
+from fsspec.implementations.local import LocalFileSystem
+from tqdm.auto import tqdm
+
+from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
+from diffusion_training.files import find_differences, lock_folder
+from diffusion_training.remote import open_folder, reading, remove, writing
+from diffusion_training.web.pictures import THREADS
+from diffusion_training.web.shards import (
+    choose_items,
+    choose_urls,
+    describe_shard,
+    find_repeated,
+    gather,
+    list_sizes,
+    name_record,
+    read_json,
+    read_record,
+    read_shard,
+    write_images,
+)
+from diffusion_training.web.tables import (
+    copy_table,
+    copy_tables,
+    digest_table,
+    list_items,
+    list_tables,
+    make_schema,
+    plan_copies,
+    read_rows,
+)
 
 
 def copy_options(args: Namespace, folder: str) -> dict[str, Any]:
@@ -596,4 +605,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(args)

@@ -38,7 +38,6 @@ except ModuleNotFoundError:
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
-import argparse
 import itertools
 import math
 import os
@@ -50,6 +49,44 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypedDict
 
+from diffusion_training.arguments import make_parser, parse_demo
+from diffusion_training.data.flags import add_stream_flags, check_stream_args
+from diffusion_training.families.names import FACTS
+from diffusion_training.latents.flags import add_cache_flags, check_cache_args
+
+HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
+# The flags of a run without a data set. Flags on the command line override them.
+DEMO = f"""
+    --pretrained_model_name_or_path {HERE}/demo/models --train_data_dir {HERE}/demo/digits
+    --output_dir latents-digits --resolution 8 --batch_size 64 --dataloader_num_workers 0
+"""
+
+# -------------------------------------------------------------------------------------------------
+# the flags
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Parse and check the command line."""
+    parser = make_parser(__file__, __doc__, "docs/latent-cache.md")
+    add_cache_flags(parser)
+    add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
+    args = parser.parse_args(argv)
+    if args.dataset_name is None and args.train_data_dir is None:
+        demo = DEMO
+        family = FACTS.get(args.model_family or "")
+        if family and family.script == "train_flow.py":  # a folder other than the U-Net's demo
+            demo += " --output_dir latents-digits-flow"
+        args = parse_demo(parser, demo, argv)
+    check_cache_args(parser, args)
+    check_stream_args(parser, args)
+    return parser.freeze(args)
+
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
 import numpy as np
 import pyarrow as pa
 import torch
@@ -57,15 +94,6 @@ import transformers
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from diffusion_training.arguments import (
-    COUNT,
-    PATH,
-    SWITCH,
-    OneOrMore,
-    make_parser,
-    number,
-    parse_demo,
-)
 from diffusion_training.data.captions import (
     are_cut,
     count_tokens,
@@ -78,23 +106,10 @@ from diffusion_training.data.captions import (
 )
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
-from diffusion_training.data.streams import StreamedRows, add_stream_flags, check_stream_args
-from diffusion_training.data.texts import check_captions
+from diffusion_training.data.streams import StreamedRows
 from diffusion_training.errors import end_if_stopped, explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
-from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
-from diffusion_training.flags import (
-    add_bucket_flags,
-    add_device_flags,
-    add_encoder_flags,
-    add_family_flags,
-    add_image_flags,
-    add_pipeline_flags,
-    add_source_flags,
-    add_transform_flags,
-    check_source,
-)
 from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
@@ -128,112 +143,6 @@ from diffusion_training.models import DTYPES
 from diffusion_training.order import KEYS, step_seed
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
-# The flags of a run without a data set. Flags on the command line override them.
-DEMO = f"""
-    --pretrained_model_name_or_path {HERE}/demo/models --train_data_dir {HERE}/demo/digits
-    --output_dir latents-digits --resolution 8 --batch_size 64 --dataloader_num_workers 0
-"""
-
-# -------------------------------------------------------------------------------------------------
-# the flags
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that this script shares with precompute_latents_ray.py."""
-    add = parser.add_argument_group("data").add_argument
-    add_source_flags(add, captions=True)
-    side = number(2, 16384, int)
-    add(
-        "--resolution",
-        type=side,
-        nargs="+",
-        action=OneOrMore,
-        help="side of the square images in pixels; with --bucket_step, no image has more pixels "
-        "than this square; several values make several caches (default: the model's, 512 or 1024)",
-    )
-    add_image_flags(add, trains=False)
-    add(
-        "--random_flip",
-        **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
-    )
-    add_transform_flags(add)
-    add_bucket_flags(add)
-
-    add = parser.add_argument_group("models").add_argument
-    add_pipeline_flags(add)
-    add_family_flags(add)
-    add_encoder_flags(add)
-    add_device_flags(add, trains=False)
-
-    add = parser.add_argument_group("output").add_argument
-    add("--output_dir", type=PATH, default="latents", help="folder for all output")
-    add(
-        "--latents",
-        choices=["moments", "sample"],
-        help="what to store for an image: moments (mean and standard deviation, from which each "
-        "step draws new latents), or one sample of its latents (default: moments if the VAE has "
-        "them)",
-    )
-    add(
-        "--text_cache",
-        choices=["embeddings", "ids"],
-        default="embeddings",
-        help="what to store for a caption: its embeddings, or its token ids, which take less "
-        "space but are encoded in each training step",
-    )
-    add(
-        "--rows_per_shard",
-        type=COUNT,
-        default=1024,
-        help="number of rows (images) per file of the cache; a killed run loses at most this many",
-    )
-    add(
-        "--batch_size",
-        type=number(1, 10**5, int, "auto"),
-        default=16,
-        help="images that each process (GPU) encodes at once; auto finds the largest number that "
-        "fits",
-    )
-    add(
-        "--max_skipped",
-        type=number(0, 1),
-        default=0.05,
-        help="stop with an error if more than this share of the images can't be used",
-    )
-    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
-    add("--dry_run", **SWITCH, help="print how large the cache will be, and stop")
-
-
-def check_args(parser: argparse.ArgumentParser, args: Namespace) -> None:
-    """Stop with one line and status 2 if the flags do not fit together."""
-    check_source(parser, args)
-    check_captions(parser, args)
-    if args.pretrained_model_name_or_path is None:
-        for name in ("vae_name_or_path", "text_encoder_name_or_path"):
-            if getattr(args, name) is None:
-                parser.error(
-                    "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
-                    "--text_encoder_name_or_path"
-                )
-
-
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and check the command line."""
-    parser = make_parser(__file__, __doc__, "docs/latent-cache.md")
-    add_flags(parser)
-    add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
-    args = parser.parse_args(argv)
-    if args.dataset_name is None and args.train_data_dir is None:
-        demo = DEMO
-        family = FAMILIES.get(args.model_family or "")
-        if family and family.script == "train_flow.py":  # a folder other than the U-Net's demo
-            demo += " --output_dir latents-digits-flow"
-        args = parse_demo(parser, demo, argv)
-    check_args(parser, args)
-    check_stream_args(parser, args)
-    return parser.freeze(args)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -709,4 +618,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(args)

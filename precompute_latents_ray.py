@@ -56,14 +56,88 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from diffusion_training.arguments import Flags, is_address, make_parser, number, parse_demo
+from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
+from diffusion_training.latents.flags import add_cache_flags, check_cache_args
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse and check the command line.
+
+    A bad argument stops the script with one line and status 2 before anything is loaded.
+    """
+    parser = make_parser(__file__, __doc__, "docs/cluster.md")
+    add_cache_flags(parser)
+    add = parser.add_argument_group("ray").add_argument
+    add(
+        "--address",
+        help="address of a Ray cluster (default: RAY_ADDRESS, or start Ray on this machine)",
+    )
+    add(
+        "--num_encoders",
+        type=number(1, 10**5, int),
+        help="maximum number of encoding processes; those without room on the cluster wait "
+        "(default: one per GPU, or 1 on CPUs)",
+    )
+    add(
+        "--gpus_per_encoder",
+        type=number(0, 8),
+        help="GPUs of each encoder, such as 0.5; 0 encodes on CPUs (default: 1 if there are GPUs)",
+    )
+    add(
+        "--accelerator_type",
+        help="use only GPUs of this type (Ray's name, such as T4), so that a cache always has the "
+        "same bytes (default: any type)",
+    )
+    add(
+        "--num_transform_cpus",
+        type=number(1, 10**6, int),
+        help="cores that decode images (default: all that the encoders do not use)",
+    )
+
+    args = parser.parse_args(argv)
+    if args.dataset_name is None and args.train_data_dir is None:
+        from precompute_latents import DEMO  # its imports take seconds
+
+        args = parse_demo(parser, DEMO, argv, launcher="python")
+    output_dir = args.output_dir.removeprefix("file://")
+    check_kept(parser, output_dir)
+    local = {**vars(args), "output_dir": output_dir}
+    if is_address(args.train_data_dir):
+        for name in ("dataset_config_name", "dataset_split"):
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(
+                    f"--{name} is for folders: all parquet files at --train_data_dir "
+                    f"{args.train_data_dir} are read"
+                )
+        local["train_data_dir"] = "."  # the checks of folders can't handle addresses
+        if f"{output_dir}/".startswith(f"{args.train_data_dir.rstrip('/')}/"):
+            parser.error(
+                f"--output_dir {output_dir} lies in --train_data_dir {args.train_data_dir}"
+            )
+    check_cache_args(parser, argparse.Namespace(**local))
+    if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
+        parser.error("--mixed_precision fp16 needs GPUs: use bf16 or no")
+    if args.accelerator_type and args.gpus_per_encoder == 0:
+        parser.error(
+            "--accelerator_type chooses GPUs, but --gpus_per_encoder 0 uses none: remove one"
+        )
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        parser.error("start this script once, with python: Ray starts the processes")
+    return Flags(**vars(args) | {"output_dir": output_dir})
+
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
 import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
-from diffusion_training.arguments import Flags, make_parser, number, parse_demo
-from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
 from diffusion_training.cluster.remote_cache import (
     begin_cache,
     fetch_cache,
@@ -102,16 +176,8 @@ from diffusion_training.latents.passes import EncodedRows, find_batch_size, find
 from diffusion_training.latents.plan import PlannedCache, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import send
-from diffusion_training.remote import is_address, reading, remove
-from precompute_latents import (
-    DEMO,
-    TransformedRows,
-    add_flags,
-    check_args,
-    describe_encoders,
-    encode,
-    encode_all,
-)
+from diffusion_training.remote import reading, remove
+from precompute_latents import TransformedRows, describe_encoders, encode, encode_all
 
 try:
     import ray
@@ -131,70 +197,6 @@ DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one deco
 PATIENCE = 10  # seconds that an encoder waits for images before its own core decodes them
 # Flags that are not recorded in the cache
 ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse and check the command line.
-
-    A bad argument stops the script with one line and status 2 before anything is loaded.
-    """
-    parser = make_parser(__file__, __doc__, "docs/cluster.md")
-    add_flags(parser)
-    add = parser.add_argument_group("ray").add_argument
-    add(
-        "--address",
-        help="address of a Ray cluster (default: RAY_ADDRESS, or start Ray on this machine)",
-    )
-    add(
-        "--num_encoders",
-        type=number(1, 10**5, int),
-        help="maximum number of encoding processes; those without room on the cluster wait "
-        "(default: one per GPU, or 1 on CPUs)",
-    )
-    add(
-        "--gpus_per_encoder",
-        type=number(0, 8),
-        help="GPUs of each encoder, such as 0.5; 0 encodes on CPUs (default: 1 if there are GPUs)",
-    )
-    add(
-        "--accelerator_type",
-        help="use only GPUs of this type (Ray's name, such as T4), so that a cache always has the "
-        "same bytes (default: any type)",
-    )
-    add(
-        "--num_transform_cpus",
-        type=number(1, 10**6, int),
-        help="cores that decode images (default: all that the encoders do not use)",
-    )
-
-    args = parser.parse_args(argv)
-    if args.dataset_name is None and args.train_data_dir is None:
-        args = parse_demo(parser, DEMO, argv, launcher="python")
-    output_dir = args.output_dir.removeprefix("file://")
-    check_kept(parser, output_dir)
-    local = {**vars(args), "output_dir": output_dir}
-    if is_address(args.train_data_dir):
-        for name in ("dataset_config_name", "dataset_split"):
-            if getattr(args, name) != parser.get_default(name):
-                parser.error(
-                    f"--{name} is for folders: all parquet files at --train_data_dir "
-                    f"{args.train_data_dir} are read"
-                )
-        local["train_data_dir"] = "."  # the checks of folders can't handle addresses
-        if f"{output_dir}/".startswith(f"{args.train_data_dir.rstrip('/')}/"):
-            parser.error(
-                f"--output_dir {output_dir} lies in --train_data_dir {args.train_data_dir}"
-            )
-    check_args(parser, argparse.Namespace(**local))
-    if args.mixed_precision == "fp16" and args.gpus_per_encoder == 0:
-        parser.error("--mixed_precision fp16 needs GPUs: use bf16 or no")
-    if args.accelerator_type and args.gpus_per_encoder == 0:
-        parser.error(
-            "--accelerator_type chooses GPUs, but --gpus_per_encoder 0 uses none: remove one"
-        )
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        parser.error("start this script once, with python: Ray starts the processes")
-    return Flags(**vars(args) | {"output_dir": output_dir})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -906,5 +908,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     # Run the module under its own name, not as __main__, since workers import it by that name.
-    this = importlib.import_module(Path(__file__).stem)
-    this.main(this.parse_args())
+    importlib.import_module(Path(__file__).stem).main(args)

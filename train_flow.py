@@ -50,29 +50,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
-import diffusers
-import torch
-import torch.nn.functional as F
-import transformers
-from accelerate import Accelerator
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
-from diffusion_training.batches import (
-    Batch,
-    HeldOutMeasure,
-    Models,
-    Objective,
-    Predict,
-    Prepared,
-    StepSums,
-    TextToImageBatch,
-)
-from diffusion_training.errors import explained, in_one_sentence
-from diffusion_training.families.base import Base, Family, Prompts
-from diffusion_training.families.known import DEFAULT_FLOW_FAMILY, FAMILIES
-from diffusion_training.families.opening import open_base
-from diffusion_training.files import saving
+from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.flags import (
     add_captioned_data_flags,
     add_device_flags,
@@ -89,36 +68,7 @@ from diffusion_training.flags import (
     check_data_args,
     check_training_args,
 )
-from diffusion_training.latents.encoders import load_parts
-from diffusion_training.latents.encoding import encode_batch
-from diffusion_training.latents.reader import choose_rows
-from diffusion_training.latents.source import Data, open_data
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
-from diffusion_training.loading import load_batches
-from diffusion_training.models import (
-    compile_model,
-    freeze_on_device,
-    freeze_unreached,
-    list_parameters,
-)
-from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.card import describe_text_to_image
-from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
-from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.lora import save_lora
-from diffusion_training.training.objective import try_sampler
-from diffusion_training.training.pipelines import save_pipeline
-from diffusion_training.training.progress import NextStep
-from diffusion_training.training.report import About, Description
-from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import draw_prompts
-from diffusion_training.training.state import Training, draws_samples
-from diffusion_training.training.tuning import find_learning_rate, plan_run
 
-# PRXPipeline still has a base class with a deprecated name.
-warnings.filterwarnings("ignore", ".*LoraLoaderMixin", FutureWarning)
-# Otherwise tokenizers warns about the loader's processes.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
 DEMO = f"""
@@ -201,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
         args = parse_demo(parser, DEMO, argv)
 
-    family = FAMILIES[args.model_family]
+    family = FACTS[args.model_family]
     if family.script != "train_flow.py":
         parser.error(f"--model_family {args.model_family} needs {family.script}")
     if args.pretrained_model_name_or_path is None:
@@ -215,11 +165,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
                 "--transformer_config_name_or_path is needed without a pretrained pipeline"
             )
     if args.rank:
-        if not family.attention:
+        if not family.has_lora:
             others = [
-                each.name
-                for each in FAMILIES.values()
-                if each.attention and each.script == family.script
+                name
+                for name, each in FACTS.items()
+                if each.has_lora and each.script == family.script
             ]
             parser.error(
                 f"--rank needs --model_family {' or '.join(others)} ({family.title} has no LoRA)"
@@ -230,6 +180,64 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_data_args(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
+
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
+import diffusers
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+
+from diffusion_training.batches import (
+    Batch,
+    HeldOutMeasure,
+    Models,
+    Objective,
+    Predict,
+    Prepared,
+    StepSums,
+    TextToImageBatch,
+)
+from diffusion_training.errors import explained, in_one_sentence
+from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.opening import open_base
+from diffusion_training.files import saving
+from diffusion_training.latents.encoders import load_parts
+from diffusion_training.latents.encoding import encode_batch
+from diffusion_training.latents.reader import choose_rows
+from diffusion_training.latents.source import Data, open_data
+from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.loading import load_batches
+from diffusion_training.models import (
+    compile_model,
+    freeze_on_device,
+    freeze_unreached,
+    list_parameters,
+)
+from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.training.card import describe_text_to_image
+from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.lora import save_lora
+from diffusion_training.training.objective import try_sampler
+from diffusion_training.training.pipelines import save_pipeline
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.report import About, Description
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.samples import draw_prompts
+from diffusion_training.training.state import Training, draws_samples
+from diffusion_training.training.tuning import find_learning_rate, plan_run
+
+# PRXPipeline still has a base class with a deprecated name.
+warnings.filterwarnings("ignore", ".*LoraLoaderMixin", FutureWarning)
+# Otherwise tokenizers warns about the loader's processes.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -667,4 +675,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(args)

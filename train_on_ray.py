@@ -31,6 +31,7 @@ except ModuleNotFoundError:
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -43,11 +44,10 @@ import sys
 import threading
 import time
 import uuid
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
-
-from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number
 from diffusion_training.cluster.connection import check_kept, connect, find_modules
@@ -62,19 +62,6 @@ from diffusion_training.errors import (
     fail,
     in_one_sentence,
 )
-from diffusion_training.files import check_output_dir, delete, delete_if_empty
-
-try:
-    import ray.train
-    from ray.train.backend import Backend
-    from ray.train.collective import broadcast_from_rank_zero
-    from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.util.queue import Empty, Queue
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-except ImportError:
-    sys.exit(
-        f"{Path(__file__).name}: Ray is missing, or too old: pip install -r requirements-ray.txt"
-    )
 
 RESUME = ["--resume_from_checkpoint", "latest"]
 # what torchrun sets in the environment of each process
@@ -143,13 +130,13 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         parser.error(f"--min_workers {args.min_workers} exceeds --max_workers {args.max_workers}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
-    trainer = import_trainer(parser, args.script)
+    path, parse_flags = read_parser(parser, args.script)
     with contextlib.redirect_stdout(io.StringIO()):  # the trainer prints it again
-        own = trainer.parse_args(args.flags)
+        own = parse_flags(args.flags)
         if "resume_from_checkpoint" not in own:
             parser.error(f"{args.script} is not a trainer: it has no --resume_from_checkpoint")
         given = own.resume_from_checkpoint
-        flags = trainer.parse_args([*args.flags, *RESUME])
+        flags = parse_flags([*args.flags, *RESUME])
     if given not in (None, "latest"):
         parser.error(
             f"leave --resume_from_checkpoint {given} out: each restart would resume from it again, "
@@ -157,21 +144,50 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         )
     check_kept(parser, flags.output_dir)
     output_dir = os.path.abspath(flags.output_dir)
-    found = {"script": trainer.__file__, "output_dir": output_dir, "trainer": flags}
+    found = {"script": path, "output_dir": output_dir, "trainer": flags}
     return Flags(**vars(args) | found)
 
 
-def import_trainer(parser: Parser, script: str) -> ModuleType:
-    """Import the module of a trainer, which is in the working directory or beside this script."""
+def read_parser(parser: Parser, script: str) -> tuple[str, Callable[[list[str]], Namespace]]:
+    """Return the path of a trainer, in the working directory or beside this script; its parse_args.
+
+    Its file is run only to where it parses its own flags, because the imports below take seconds.
+    """
     places = [Path(script), Path(__file__).parent / script]
     path = next((path.resolve() for path in places if path.is_file()), None)
     if path is None or path.suffix != ".py":
         parser.error(f"{script} is not a trainer: give the path of a file such as train_flow.py")
     sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
-    if not inspect.signature(getattr(module, "parse_args", lambda: None)).parameters:
+    tree = ast.parse(path.read_bytes(), str(path))
+    guards = (i for i, node in enumerate(tree.body) if ast.unparse(node).startswith("if __name__"))
+    tree.body = tree.body[: next(guards, None)]
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    exec(compile(tree, path, "exec"), names)
+    if not inspect.signature(names.get("parse_args", lambda: None)).parameters:
         parser.error(f"{script} is not a trainer: it has no parse_args that takes a list of flags")
-    return module
+    return str(path), names["parse_args"]
+
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+from diffusion_training.files import check_output_dir, delete, delete_if_empty
+
+try:
+    import ray.train
+    from ray.train.backend import Backend
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.util.queue import Empty, Queue
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError:
+    sys.exit(
+        f"{Path(__file__).name}: Ray is missing, or too old: pip install -r requirements-ray.txt"
+    )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -506,8 +522,8 @@ def main(args: argparse.Namespace) -> None:
     # Start Ray or connect to it, and train. `fit` is in a thread, because Ray's handler of Ctrl-C
     # would not wait for the trainers.
     try:
-        trainer = sys.modules[Path(args.script).stem]
-        disconnect = connect(args.address, find_modules(run_worker, Supervisor, trainer.parse_args))
+        modules = find_modules(run_worker, Supervisor)
+        disconnect = connect(args.address, [*modules, args.script])
         check_resources(args)
         here = ray.get_runtime_context().get_node_id()
         on_this_machine = NodeAffinitySchedulingStrategy(here, soft=False)
@@ -532,5 +548,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     # Run the module under its own name, not as __main__, since workers import it by that name.
-    this = importlib.import_module(Path(__file__).stem)
-    this.main(this.parse_args())
+    importlib.import_module(Path(__file__).stem).main(args)

@@ -49,34 +49,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
-import diffusers
-import torch
-import torch.nn.functional as F
-import transformers
-from accelerate import Accelerator
-from diffusers import (
-    DDIMScheduler,
-    DDPMScheduler,
-    DiffusionPipeline,
-    SchedulerMixin,
-    UNet2DConditionModel,
-)
-
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
-from diffusion_training.batches import (
-    Batch,
-    Models,
-    Objective,
-    Predict,
-    Prepared,
-    StepSums,
-    TextToImageBatch,
-)
-from diffusion_training.errors import explained, fail, in_one_sentence
-from diffusion_training.families.base import Base, Family, Prompts
-from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES
-from diffusion_training.families.opening import open_base
-from diffusion_training.files import saving
+from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
 from diffusion_training.flags import (
     add_captioned_data_flags,
     add_device_flags,
@@ -93,36 +67,7 @@ from diffusion_training.flags import (
     check_data_args,
     check_training_args,
 )
-from diffusion_training.latents.encoders import load_parts
-from diffusion_training.latents.encoding import encode_batch
-from diffusion_training.latents.reader import choose_rows
-from diffusion_training.latents.source import Data, open_data
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
-from diffusion_training.loading import load_batches
-from diffusion_training.models import compile_model, freeze_on_device, list_parameters
-from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.card import describe_text_to_image
-from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
-from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.lora import save_lora
-from diffusion_training.training.metadata import describe_file
-from diffusion_training.training.objective import (
-    check_objective,
-    load_sampler,
-    measure_epsilon,
-    min_snr_weight,
-    objective_flags,
-    try_sampler,
-)
-from diffusion_training.training.pipelines import SINGLE_FILE, save_pipeline, save_single_file
-from diffusion_training.training.progress import NextStep
-from diffusion_training.training.report import About, Description
-from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import draw_prompts
-from diffusion_training.training.state import Training, draws_samples
-from diffusion_training.training.tuning import find_learning_rate, plan_run
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
 DEMO_BOTH = "--guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest"
@@ -199,7 +144,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
-        title = FAMILIES[DEFAULT_FAMILY].title
+        title = FACTS[DEFAULT_FAMILY].title
         parser.error(f"--pretrained_model_name_or_path is needed: a {title} pipeline")
     for name in ("unet_config_name_or_path", "init_from"):
         if args.rank and getattr(args, name):
@@ -209,6 +154,69 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_data_args(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
+
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
+import diffusers
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate import Accelerator
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DiffusionPipeline,
+    SchedulerMixin,
+    UNet2DConditionModel,
+)
+
+from diffusion_training.batches import (
+    Batch,
+    Models,
+    Objective,
+    Predict,
+    Prepared,
+    StepSums,
+    TextToImageBatch,
+)
+from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.opening import open_base
+from diffusion_training.files import saving
+from diffusion_training.latents.encoders import load_parts
+from diffusion_training.latents.encoding import encode_batch
+from diffusion_training.latents.reader import choose_rows
+from diffusion_training.latents.source import Data, open_data
+from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.loading import load_batches
+from diffusion_training.models import compile_model, freeze_on_device, list_parameters
+from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.training.card import describe_text_to_image
+from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.lora import save_lora
+from diffusion_training.training.metadata import describe_file
+from diffusion_training.training.objective import (
+    check_objective,
+    load_sampler,
+    measure_epsilon,
+    min_snr_weight,
+    objective_flags,
+    try_sampler,
+)
+from diffusion_training.training.pipelines import SINGLE_FILE, save_pipeline, save_single_file
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.report import About, Description
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.samples import draw_prompts
+from diffusion_training.training.state import Training, draws_samples
+from diffusion_training.training.tuning import find_learning_rate, plan_run
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -616,4 +624,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(args)

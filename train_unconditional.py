@@ -42,38 +42,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import gather_object
-from diffusers import (
-    DDIMPipeline,
-    DDIMScheduler,
-    DDPMPipeline,
-    DDPMScheduler,
-    DiffusionPipeline,
-    UNet2DModel,
-)
-from PIL import Image
-from torchvision.utils import make_grid
-from tqdm.auto import tqdm
-
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
-from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
-from diffusion_training.data.arrays import add_array_flags, is_array
-from diffusion_training.data.folders import find_source
-from diffusion_training.data.image_cache import cache_images
-from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
-from diffusion_training.data.streams import add_stream_flags
-from diffusion_training.errors import (
-    amount,
-    explain,
-    explained,
-    fail,
-    in_one_sentence,
-    is_machines_fault,
-)
+from diffusion_training.data.flags import add_array_flags, add_stream_flags, is_array
 from diffusion_training.flags import (
     add_device_flags,
     add_image_flags,
@@ -85,33 +55,6 @@ from diffusion_training.flags import (
     check_source,
     check_training_args,
 )
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
-from diffusion_training.loading import load_batches
-from diffusion_training.models import (
-    call_unet,
-    check_shapes,
-    compile_model,
-    freeze_on_device,
-    list_parameters,
-    load_weights,
-)
-from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
-from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.objective import (
-    check_objective,
-    load_sampler,
-    measure_epsilon,
-    min_snr_weight,
-    objective_flags,
-    try_sampler,
-)
-from diffusion_training.training.pipelines import save_pipeline
-from diffusion_training.training.progress import NextStep
-from diffusion_training.training.report import About, Description, write_usage
-from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import save_samples
-from diffusion_training.training.state import Training
-from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
@@ -273,6 +216,68 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args.ddpm_num_inference_steps = min(steps, args.ddpm_num_steps or steps)
     return parser.freeze(args)
 
+
+# --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
+# file parses nothing, so that tests, Ray's workers and loader processes can do so.
+if __name__ == "__main__":
+    args = parse_args()
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from diffusers import (
+    DDIMPipeline,
+    DDIMScheduler,
+    DDPMPipeline,
+    DDPMScheduler,
+    DiffusionPipeline,
+    UNet2DModel,
+)
+from PIL import Image
+from torchvision.utils import make_grid
+from tqdm.auto import tqdm
+
+from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
+from diffusion_training.data.folders import find_source
+from diffusion_training.data.image_cache import cache_images
+from diffusion_training.data.images import decode_image, name_image, shrink
+from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
+from diffusion_training.errors import (
+    amount,
+    explain,
+    explained,
+    fail,
+    in_one_sentence,
+    is_machines_fault,
+)
+from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.loading import load_batches
+from diffusion_training.models import (
+    call_unet,
+    check_shapes,
+    compile_model,
+    freeze_on_device,
+    list_parameters,
+    load_weights,
+)
+from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.objective import (
+    check_objective,
+    load_sampler,
+    measure_epsilon,
+    min_snr_weight,
+    objective_flags,
+    try_sampler,
+)
+from diffusion_training.training.pipelines import save_pipeline
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.report import About, Description, write_usage
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.samples import save_samples
+from diffusion_training.training.state import Training
+from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # -------------------------------------------------------------------------------------------------
 # the data
@@ -745,4 +750,4 @@ def main(args: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main(args)

@@ -32,6 +32,11 @@ def clean_path(text: str) -> str:
 PATH = clean_path
 
 
+def is_address(path: str | Path) -> bool:
+    """Whether a path is an fsspec address, such as s3://bucket/latents, and not on a disk."""
+    return "://" in str(path)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reads the flags in @FILE as a shell would, and suggests a flag after a typo.
 
@@ -148,6 +153,7 @@ def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser
         usage="%(prog)s [flags]  (--help lists them)",  # the full list would hide an error
         epilog="\n\n".join(filter(None, parts)),
         formatter_class=HelpFormatter,
+        allow_abbrev=False,  # --learning_rat is a typo, not --learning_rate
     )
 
 

@@ -1,4 +1,7 @@
-"""The flags that several scripts share, in groups, and the checks of their values."""
+"""The flags that several scripts share, in groups, and the checks of their values.
+
+Only the standard library is imported, so that --help and wrong flags answer at once.
+"""
 
 import argparse
 import importlib.util
@@ -7,26 +10,48 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from diffusers.optimization import SchedulerType
-
 from diffusion_training.arguments import (
     COUNT,
     PATH,
     SWITCH,
     SWITCHED_ON,
+    is_address,
     number,
     size,
     steps_or_share,
 )
-from diffusion_training.data.arrays import is_array
-from diffusion_training.data.streams import add_stream_flags, check_stream_args
-from diffusion_training.data.texts import add_caption_flags, add_tag_flags, check_captions
-from diffusion_training.families.base import Family
-from diffusion_training.families.known import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FAMILIES
-from diffusion_training.remote import is_address
+from diffusion_training.data.flags import (
+    add_caption_flags,
+    add_stream_flags,
+    add_tag_flags,
+    check_captions,
+    check_stream_args,
+    is_array,
+)
+from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS
 
 Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group
+# Importing the libraries takes seconds, so a test compares these with accelerate's and diffusers'.
+TRACKERS = (
+    "aim",
+    "comet_ml",
+    "mlflow",
+    "tensorboard",
+    "wandb",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+)
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "piecewise_constant",
+)
 # flags that do nothing with --latents_dir
 IMAGES_ONLY = (
     "dataset_config_name",
@@ -286,13 +311,13 @@ def add_family_flags(add: Add, default: str | None = None) -> None:
     """Add the flags for model family and caption length, which `open_base` reads."""
     add(
         "--model_family",
-        choices=[*FAMILIES],
+        choices=[*FACTS],
         default=default,
         help=f"model family (default: {DEFAULT_FLOW_FAMILY} in train_flow.py; elsewhere the "
         f"pipeline's, or {DEFAULT_FAMILY})",
     )
     limits = [
-        f"{family.max_tokens} for {name}" for name, family in FAMILIES.items() if family.max_tokens
+        f"{family.max_tokens} for {name}" for name, family in FACTS.items() if family.max_tokens
     ]
     add(
         "--max_sequence_length",
@@ -304,9 +329,9 @@ def add_family_flags(add: Add, default: str | None = None) -> None:
 
 def add_encoder_flags(add: Add) -> None:
     """Add the flags for encoders other than the pipeline's, which `open_base` reads."""
-    usual = Family.vae_classes
+    usual = FACTS[DEFAULT_FAMILY].vae_classes
     classes = ", ".join(usual)
-    for name, family in FAMILIES.items():
+    for name, family in FACTS.items():
         if family.vae_classes != usual:
             classes += f"; for {name} {', '.join(family.vae_classes)}"
     add(
@@ -480,7 +505,7 @@ def add_optimization_flags(
     )
     add(
         "--lr_scheduler",
-        choices=[schedule.value for schedule in SchedulerType],
+        choices=SCHEDULES,
         default=lr_scheduler,
         help="schedule of the learning rate",
     )
@@ -616,7 +641,7 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
     add(
         "--report_to",
         "--logger",
-        choices=[*LOGGER_TYPE_TO_CLASS, "all", "none"],
+        choices=[*TRACKERS, "all", "none"],
         default="tensorboard",
         help="tracker that also gets the records of metrics.jsonl",
     )
@@ -783,7 +808,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 f"--checkpoints_to {args.checkpoints_to} and --output_dir {args.output_dir} must "
                 "be separate folders: neither may be in the other"
             )
-    if args.report_to in LOGGER_TYPE_TO_CLASS:
+    if args.report_to in TRACKERS:
         flag = f"--report_to {args.report_to}"
         check_package(parser, flag, args.report_to, "use --report_to none")
 

@@ -13,17 +13,13 @@ import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from diffusion_training.arguments import is_address
 from diffusion_training.errors import explain, fail, is_a
 from diffusion_training.files import name_unfinished, write_out
 
 Result = TypeVar("Result")
 # seconds between tries: a run survives if a bucket is unavailable for a minute
 WAITS = (0.5, 1, 2, 4, 8, 16, 32)
-
-
-def is_address(path: str | Path) -> bool:
-    """Whether a path is an fsspec address, such as s3://bucket/latents, and not on a disk."""
-    return "://" in str(path)
 
 
 def remove(path: str) -> None:

@@ -1,7 +1,6 @@
 """Images in one .npy file, memory-mapped: each process reads the rows that it needs."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,8 @@ import datasets
 import numpy as np
 import torch
 
-from diffusion_training.arguments import number
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import hash_values
-
-
-def add_array_flags(add: Callable[..., Any]) -> None:
-    """Add the flags that `open_array` reads."""
-    add(
-        "--array_range",
-        type=number(-1, 1),
-        nargs=2,
-        metavar=("BLACK", "WHITE"),
-        help="for an .npy file of floats: its values for black and white, 0 1 or -1 1",
-    )
-    add(
-        "--array_layout",
-        choices=["nchw", "nhwc"],
-        help="for an .npy file: order of the axes (default: found by the number of channels)",
-    )
-
-
-def is_array(source: str | None) -> bool:
-    """Whether a source of images is an .npy file."""
-    return source is not None and source.lower().endswith(".npy") and Path(source).is_file()
 
 
 @dataclass

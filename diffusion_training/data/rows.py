@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 
-from diffusion_training.arguments import list_values
+from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import check_csv
-from diffusion_training.data.arrays import is_array, open_array
+from diffusion_training.data.arrays import open_array
+from diffusion_training.data.flags import is_array
 from diffusion_training.data.folders import (
     add_captions,
     apply_folder_flags,
@@ -38,7 +39,7 @@ from diffusion_training.library_fixes import (
     refuse_cut_tars,
     stream_tars_from_storage,
 )
-from diffusion_training.remote import is_address, list_data
+from diffusion_training.remote import list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 

@@ -1,66 +1,18 @@
 """Streams: data sets that are read as they are needed and not stored.
 
-Their flags, their fingerprint, and their rows for the shards of a cache.
+Their fingerprint, and their rows for the shards of a cache.
 """
 
-import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 
-from diffusion_training.arguments import COUNT, SWITCH
 from diffusion_training.errors import explain, fail
 from diffusion_training.files import hash_values, write_file
-
-
-def add_stream_flags(add: Callable[..., Any], trains: bool = True) -> None:
-    """Add the flags for data that is not on a disk, which `load_rows` and `hold_out` read."""
-    add(
-        "--streaming",
-        **SWITCH,
-        help="read the data piece by piece, without downloading all of it first; a trainer then "
-        "needs --max_train_steps",
-    )
-    if trains:
-        add(
-            "--shuffle_buffer",
-            type=COUNT,
-            default=1000,
-            help="with --streaming, number of images that are shuffled together",
-        )
-
-
-def check_stream_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error if a flag needs more than a stream can give.
-
-    A stream yields its images one by one, and their number is known only at its end.
-    """
-    given = vars(args) if vars(args).get("streaming") else {}
-    if given.get("max_train_steps", 1) is None:
-        parser.error("--streaming needs --max_train_steps, because a stream has no epochs")
-    if given.get("holdout"):
-        parser.error("--holdout needs the images on a disk: leave --holdout or --streaming out")
-    for name in ("train_batch_size", "batch_size"):
-        if given.get(name) == "auto":
-            parser.error(
-                f"--{name} auto needs the images on a disk: give a number with --streaming"
-            )
-    if isinstance(given.get("resolution"), list):
-        parser.error(
-            "--streaming makes only one cache at a time: give one --resolution, or data on a disk"
-        )
-    if given.get("bucket_step") and "max_train_steps" in given:
-        parser.error(
-            "--bucket_step needs the sizes of all images at the start: make a cache with "
-            "precompute_latents.py --streaming"
-        )
-    for name in ("instance_prompt", "folder_repeats"):
-        if given.get(name):
-            parser.error(f"--{name} needs the images on a disk: a stream has captions in a column")
 
 
 def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:

@@ -4,14 +4,12 @@ Captions come from one column, which may hold lists, or from several columns. Ei
 drawn, or all are kept.
 """
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from diffusion_training.arguments import SWITCH, OneOrMore, list_values, number
+from diffusion_training.arguments import list_values
 from diffusion_training.data.transforms import Transform
 from diffusion_training.order import draw_caption, step_seed
 
@@ -27,70 +25,6 @@ class CaptionChoice:
     weights: list[float] | None  # for several captions
     shuffle: bool = False
     num_kept: int = 0  # tags at the front that stay in place
-
-
-def add_caption_flags(add: Callable[..., Any]) -> None:
-    """Add the flags for the source of captions, which `draw_text` and `list_captions` read."""
-    add(
-        "--caption_column",
-        nargs="+",
-        action=OneOrMore,
-        default="text",
-        help="column of captions or lists of them, or several columns; each epoch draws one per "
-        "image; a cache keeps one of a list (all with --caption_weights), or all columns",
-    )
-    add(
-        "--caption_weights",
-        nargs="+",
-        type=number(1e-6, 1e6),
-        help="relative probabilities of the captions of an image, such as 0.3 0.7",
-    )
-
-
-def add_tag_flags(add: Callable[..., Any]) -> None:
-    """Add the flags for shuffling tags, which `choose_caption` reads."""
-    add(
-        "--shuffle_caption",
-        **SWITCH,
-        help="shuffle the tags (text between commas) of each caption anew in each epoch",
-    )
-    add(
-        "--keep_tokens",
-        type=number(0, 1000, int),
-        default=0,
-        help="with --shuffle_caption, number of tags at the front that stay in place",
-    )
-
-
-def check_captions(parser: ArgumentParser, args: Namespace) -> None:
-    """Stop with an error if the caption flags do not fit together."""
-    if vars(args).get("keep_tokens") and not args.shuffle_caption:
-        parser.error("--keep_tokens does nothing without --shuffle_caption")
-    if vars(args).get("text_cache") == "ids" and args.clip_skip:
-        parser.error(
-            "--clip_skip does nothing with --text_cache ids: give it to the trainer, which encodes "
-            "the captions"
-        )
-    if args.bucket_no_upscale and not args.bucket_step:
-        parser.error("--bucket_no_upscale does nothing without --bucket_step: give both")
-    if not isinstance(args.caption_column, list):
-        return
-    num_weights = len(weigh_captions(args) or [])
-    if num_weights != len(args.caption_column):
-        parser.error(
-            f"--caption_weights has {num_weights} values for {len(args.caption_column)} "
-            "columns of --caption_column: give one for each"
-        )
-    for name in ("instance_prompt", "folder_repeats"):
-        if vars(args)[name]:
-            parser.error(f"--{name} fills gaps in a single column: give only one --caption_column")
-
-
-def weigh_captions(args: Namespace) -> list[float] | None:
-    """Return --caption_weights; several caption columns have equal ones by default."""
-    if args.caption_weights is None and isinstance(args.caption_column, list):
-        return [1.0] * len(args.caption_column)
-    return args.caption_weights
 
 
 def draw_text(item: dict, choice: float, transform: Transform) -> str:

@@ -18,8 +18,6 @@ FAMILIES: dict[str, Family] = {
         QwenImage(),
     )
 }
-DEFAULT_FAMILY = "sd"  # if models are given one by one
-DEFAULT_FLOW_FAMILY = "prx"  # in train_flow.py
 
 
 def find_family(class_name: str) -> Family | None:

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
-from diffusion_training.families.known import DEFAULT_FAMILY, FAMILIES, find_family
+from diffusion_training.families.known import FAMILIES, find_family
+from diffusion_training.families.names import DEFAULT_FAMILY
 from diffusion_training.files import clean, delete, saving
 
 

@@ -11,8 +11,8 @@ import fsspec
 
 from diffusion_training.arguments import list_values
 from diffusion_training.data.captions import report_cut
+from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.rows import ImageRows
-from diffusion_training.data.texts import weigh_captions
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Encoders, Family

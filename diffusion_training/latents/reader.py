@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from diffusion_training.arguments import is_address
 from diffusion_training.batches import LatentBatch
 from diffusion_training.data.captions import tokenize_batch, tokenize_longest
 from diffusion_training.data.texts import CaptionChoice
@@ -27,7 +28,7 @@ from diffusion_training.latents.columns import EMPTY, FORMAT_VERSION, Column, li
 from diffusion_training.latents.fetch import Fetcher
 from diffusion_training.latents.shards import OpenShard, Shards
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
-from diffusion_training.remote import is_address, read_bytes
+from diffusion_training.remote import read_bytes
 
 FEW_SHARDS = 1000  # a local cache with at most these is checked whole at the start
 MOST_OPEN = 50_000  # shards at a time: Linux lets a process map 65,530 files

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
+from diffusion_training.arguments import is_address
 from diffusion_training.data.buckets import choose_sizes
 from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.captions import (
@@ -21,8 +22,9 @@ from diffusion_training.data.captions import (
     report_equal,
     sample_captions,
 )
+from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.rows import load_rows
-from diffusion_training.data.texts import CaptionChoice, weigh_captions
+from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts
@@ -44,7 +46,6 @@ from diffusion_training.latents.shards import Shards
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.launch import Launch
 from diffusion_training.models import put_on_device
-from diffusion_training.remote import is_address
 
 
 @dataclass(frozen=True)

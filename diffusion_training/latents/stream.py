@@ -13,6 +13,7 @@ import numpy as np
 from accelerate import Accelerator
 from tqdm.auto import tqdm
 
+from diffusion_training.arguments import is_address
 from diffusion_training.errors import explained, fail
 from diffusion_training.latents.fetch import Fetcher, make_fetch_folder
 from diffusion_training.latents.ranges import Ranges
@@ -20,7 +21,7 @@ from diffusion_training.latents.reader import Cache, CachedLatents
 from diffusion_training.latents.shards import Shards
 from diffusion_training.launch import Launch
 from diffusion_training.order import hash_names
-from diffusion_training.remote import is_address, persist
+from diffusion_training.remote import persist
 
 MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them: 128 MB
 LEAST_RANGES = 64  # so that neighbours come from shards far apart, even with one process

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diffusion_training.arguments import is_address
 from diffusion_training.files import fits
-from diffusion_training.remote import is_address
 
 NUMBERS = (
     "epoch",

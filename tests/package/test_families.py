@@ -37,6 +37,7 @@ from diffusion_training.data.captions import tokenize
 from diffusion_training.data.images import make_time_ids
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import FAMILIES, find_family
+from diffusion_training.families.names import FACTS, Facts
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_features
 from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
@@ -154,6 +155,20 @@ def test_families_match_their_diffusers_classes_and_scripts():
             assert family.max_tokens == options["max_sequence_length"].default
     titles = {family.title for family in FAMILIES.values()}
     assert len(titles) == len(FAMILIES)
+
+
+def test_facts_for_the_flags_are_those_of_the_families():
+    found = {
+        name: Facts(
+            family.title,
+            family.script,
+            family.max_tokens,
+            family.vae_classes,
+            has_lora=bool(family.attention or family.other_layers),
+        )
+        for name, family in FAMILIES.items()
+    }
+    assert found == FACTS
 
 
 @pytest.mark.parametrize("name", ["prx", "z-image"])

@@ -6,8 +6,11 @@ import importlib.util
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from conftest import needs
+from diffusers.optimization import SchedulerType
 
 from diffusion_training.flags import (
+    SCHEDULES,
+    TRACKERS,
     add_logging_flags,
     add_optimization_flags,
     add_saving_flags,
@@ -68,8 +71,13 @@ def test_good_training_flags_are_accepted():
     assert parse("--push_to_hub").push_to_hub and not parse("--find_lr").push_to_hub
 
 
+def test_choices_are_those_of_accelerate_and_diffusers():
+    assert {*TRACKERS} == LOGGER_TYPE_TO_CLASS.keys()
+    assert [*SCHEDULES] == [schedule.value for schedule in SchedulerType]
+
+
 def test_report_to_accepts_every_tracker_and_names_a_missing_one(capsys, monkeypatch):
-    for name in LOGGER_TYPE_TO_CLASS:
+    for name in TRACKERS:
         monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
         with pytest.raises(SystemExit):
             parse(f"--report_to={name}")

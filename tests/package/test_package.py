@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,9 @@ TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 LAYERS = """
 __init__ arguments batches errors library_fixes pillow cluster.supervisor
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
+families.names data.flags
+flags
+latents.flags
 loading models
 remote quantization web.downloads families.base families.original_layout
 launch
@@ -38,7 +42,7 @@ families.opening
 data.arrays data.folders data.images data.streams
 data.transforms data.image_cache data.rows
 data.texts data.buckets
-data.captions flags
+data.captions
 data.captioned_images
 latents.ranges
 latents.columns latents.fetch latents.passes cluster.remote_rows
@@ -268,6 +272,48 @@ def test_a_script_with_an_older_package_ends_in_one_sentence(tmp_path):
 
 # ------------------------------------------------------------------- the flags
 
+ON_RAY = {"precompute_latents_ray", "train_on_ray"}
+# What takes seconds to import. The standard library and pyarrow take tenths of a second.
+SLOW = {"PIL", "accelerate", "datasets", "diffusers", "numpy", "ray", "torch", "transformers"}
+CACHE = "--pretrained_model_name_or_path=x --dataset_name=x"
+REFUSED = {
+    "download_images": "--input=x --output_dir=x --keep_columns url",
+    "precompute_latents": f"{CACHE} --train_data_dir=.",
+    "precompute_latents_ray": f"{CACHE} --mixed_precision=fp16 --gpus_per_encoder=0",
+    "train_flow": f"{CACHE} --rank=4",
+    "train_on_ray": f"--max_workers=2 train_flow.py {CACHE} --rank=4",
+    "train_text_to_image": f"{CACHE} --lora_alpha=2",
+    "train_unconditional": "--train_data_dir=nowhere",
+}
+
+
+@pytest.mark.parametrize(
+    "flags, status", [("--help", 0), ("--outptu_dir=x", 2), ("--output_di=x", 2), (None, 2)]
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_and_refused_flags_import_nothing_that_is_slow(script, flags, status, tmp_path):
+    flags = (flags or REFUSED[script]).split()
+    command = [sys.executable, "-X", "importtime", ROOT / f"{script}.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    imports, said = [], []
+    for line in done.stderr.splitlines():
+        (imports if line.startswith("import time:") else said).append(line)
+    assert done.returncode == status and len(imports) > 50, said
+    assert (not said) if status == 0 else ".py: error: " in said[-1], said
+    assert not {line.split()[-1].split(".")[0] for line in imports} & SLOW
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_importing_a_script_parses_no_flags(script, monkeypatch):
+    """With the start method spawn, loader processes import it under this name."""
+    if script in ON_RAY:
+        pytest.importorskip("ray")
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--no_such_flag"])
+    names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="__mp_main__")
+    assert "main" in names and "args" not in names
+
+
 # Flags with different defaults, because diffusers' two scripts differ, or because a script has its
 # own kind of data.
 DEFAULTS = {
@@ -304,9 +350,6 @@ def test_flags_of_the_same_name_are_equal_in_all_scripts():
                 assert means == first or option == "--resolution", (script, option)
                 differ |= {option} if action.default != default else set()
     assert len(seen) > 100 and differ == DEFAULTS
-
-
-ON_RAY = {"precompute_latents_ray", "train_on_ray"}
 
 
 @pytest.mark.parametrize(

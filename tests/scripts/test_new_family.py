@@ -40,6 +40,7 @@ import train_flow as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.names import FACTS, Facts
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
@@ -175,8 +176,9 @@ CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """Add the family to the list. The package needs nothing else."""
+    """Add the family to the two lists. The package needs nothing else."""
     monkeypatch.setitem(FAMILIES, "sd3", StableDiffusion3())
+    monkeypatch.setitem(FACTS, "sd3", Facts(StableDiffusion3.title))
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +234,7 @@ def test_a_new_family_is_a_choice_of_model_family(root, parse_args, monkeypatch,
     with pytest.raises(SystemExit) as stop:
         parse_args(["--help"])
     assert stop.value.code == 0 and ",sd3}" in capsys.readouterr().out
-    monkeypatch.delitem(FAMILIES, "sd3")
+    monkeypatch.delitem(FACTS, "sd3")
     with pytest.raises(SystemExit) as stop:
         parse_args(argv)
     assert stop.value.code == 2 and "invalid choice: 'sd3'" in capsys.readouterr().err

@@ -20,7 +20,8 @@ from test_several_captions import (
 )
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.data.texts import choose_caption, weigh_captions
+from diffusion_training.data.flags import weigh_captions
+from diffusion_training.data.texts import choose_caption
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
