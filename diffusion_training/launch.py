@@ -114,6 +114,8 @@ def accelerator_options(args: Namespace, timeout: timedelta = TIMEOUT) -> dict[s
                 advice = "use --shard, and launch with DDP (--multi_gpu)"
             fail(f"{engine} is not supported: {advice}")
     precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper() != "NO":  # whatever the precision
+        precision = "fp8"
     if precision not in DTYPES:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
     # autocast would cache its copies of all weights, too many for one process
@@ -141,8 +143,8 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     """
     shard = "shard" in args and args.shard
     with explained("the launched processes can't be set up"):
-        # fails if the device is busy, missing, or too old for this torch
-        torch.ones(1, device=accelerator.device)
+        # fails if the device is busy, missing, too old for this torch, or holds no numbers (meta)
+        torch.ones(1, device=accelerator.device).item()
         check_processes(accelerator)
         handler = accelerator.init_handler  # None for an Accelerator of the user's own
         listen_to_machines(handler.timeout if handler else TIMEOUT)

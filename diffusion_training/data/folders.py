@@ -93,13 +93,16 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     captions = [prompt] * len(rows)
     source = find_source(args)
     if args.folder_repeats:
-        if not os.path.isdir(source) or "image" not in rows.features:
+        paths: list[str | None] = [None]
+        if os.path.isdir(source) and "image" in rows.features:
+            images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+            paths = [image["path"] for image in images]
+        if None in paths:  # for example, images in parquet files
             fail(
                 "--folder_repeats needs folders of images such as 10_name, and "
                 f"{source} is not a local folder of images"
             )
-        images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
-        folders = [os.path.relpath(image["path"], source).split(os.sep)[0] for image in images]
+        folders = [os.path.relpath(path, source).split(os.sep)[0] for path in paths]
         matches = [re.fullmatch(r"(\d+)_(.+)", folder) for folder in folders]
         if not any(matches):
             fail(f"--folder_repeats: {source} has no folder with a name like 10_name")

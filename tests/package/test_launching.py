@@ -89,6 +89,8 @@ def test_make_launch_refuses_unsupported_settings(monkeypatch):
             "2 processes were launched, but they do not work together .*: on CPUs set ACCEL",
         ),
         ("WORLD_SIZE", "abc", "the launched processes can't be set up"),
+        ("ACCELERATE_FP8_BACKEND", "TE", "mixed precision fp8 is not supported"),
+        ("ACCELERATE_TORCH_DEVICE", "meta", "can't be set up .*cannot be called on meta tensors"),
     ):
         with monkeypatch.context() as launched, pytest.raises(SystemExit, match=sentence):
             reset()

@@ -25,8 +25,9 @@ SCRIPTS = [
 TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ arguments batches errors library_fixes pillow cluster.supervisor
-csv_files files order heartbeat cluster.connection memory web.pictures web.filters
+__init__ batches errors library_fixes pillow cluster.supervisor
+arguments csv_files
+files order heartbeat cluster.connection memory web.pictures web.filters
 loading models
 remote quantization web.downloads families.base families.original_layout
 launch
