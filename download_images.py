@@ -70,7 +70,14 @@ from tqdm.auto import tqdm
 
 from diffusion_training.arguments import COUNT, PATH, Flags, make_parser, number
 from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
-from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
+from diffusion_training.errors import (
+    CHANGED,
+    explain,
+    explained,
+    fail,
+    hide_secrets,
+    in_one_sentence,
+)
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import is_address, open_folder, reading, remove, writing
 from diffusion_training.web.filters import find_columns
@@ -361,7 +368,8 @@ def download_shard(
             failed = [failures[row] for row in sorted(failures.keys() - images.keys())]
             for failure in failed:
                 failure["url"] = (failure.get("url") or "")[:MAX_URL]
-            record = {"images": len(images), **digest, "table": item["table"], "failures": failed}
+            source = hide_secrets(item["table"])
+            record = {"images": len(images), **digest, "table": source, "failures": failed}
             with writing(record_path) as unfinished:
                 unfinished.write_text(json.dumps(record))
     except (OSError, MemoryError, pa.ArrowException) as error:
