@@ -1,5 +1,6 @@
 """Download the images of a table of URLs and captions into shards, on one machine or a cluster.
 
+    python download_images.py     # the demo: handwritten digits, from a server on this machine
     python download_images.py --input urls.parquet --output_dir images
     python download_images.py --input 's3://bucket/laion/*.parquet' \\
         --url_column URL --caption_column TEXT --resize_to 512 --rows_per_shard 10000 \\
@@ -56,7 +57,10 @@ import ipaddress
 import itertools
 import json
 import os
+import shlex
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -64,9 +68,31 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from diffusion_training.arguments import COUNT, PATH, Flags, is_address, make_parser, number
-from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    Flags,
+    is_address,
+    make_parser,
+    number,
+    parse_demo,
+)
+from diffusion_training.cluster.connection import (
+    Gauges,
+    check_kept,
+    connect,
+    find_modules,
+    run_tasks,
+)
 
+HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
+# `main` starts a server that answers at this address, demo/serve_digits.py
+DEMO_ADDRESS = "http://127.0.0.1:8747/"
+# The flags of a run without a table. Flags on the command line override them.
+DEMO = f"""
+    --input {DEMO_ADDRESS}digits.csv --allow_private_addresses 127.0.0.1
+    --output_dir images-digits
+"""
 MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
 # full disk.
@@ -221,6 +247,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
 
     args = parser.parse_args(argv)
+    if args.input is args.dataset_name is None:
+        args = parse_demo(parser, DEMO, argv, launcher="python")
     if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
         needed = "--output_dir and one of --input and --dataset_name are needed"
         parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
@@ -266,7 +294,14 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
-from diffusion_training.errors import CHANGED, explain, explained, fail, in_one_sentence
+from diffusion_training.errors import (
+    CHANGED,
+    explain,
+    explained,
+    fail,
+    hide_secrets,
+    in_one_sentence,
+)
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import open_folder, reading, remove, writing
 from diffusion_training.web.pictures import THREADS
@@ -293,6 +328,20 @@ from diffusion_training.web.tables import (
     plan_copies,
     read_rows,
 )
+
+
+def serve_demo() -> None:
+    """Start the server of the demo. It ends with this process, or when `main` ends."""
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "demo/serve_digits.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C must not end it while downloads run
+    )
+    CHANGED.enter_context(server)
+    CHANGED.callback(server.kill)
+    if not server.stdout or not server.stdout.readline():
+        fail(f"the demo's server can't be started: another program answers at {DEMO_ADDRESS}")
 
 
 def copy_options(args: Namespace, folder: str) -> dict[str, Any]:
@@ -370,7 +419,8 @@ def download_shard(
             failed = [failures[row] for row in sorted(failures.keys() - images.keys())]
             for failure in failed:
                 failure["url"] = (failure.get("url") or "")[:MAX_URL]
-            record = {"images": len(images), **digest, "table": item["table"], "failures": failed}
+            source = hide_secrets(item["table"])
+            record = {"images": len(images), **digest, "table": source, "failures": failed}
             with writing(record_path) as unfinished:
                 unfinished.write_text(json.dumps(record))
     except (OSError, MemoryError, pa.ArrowException) as error:
@@ -478,6 +528,13 @@ def download(
     rows = images = received = 0
     reasons = collections.Counter()
     errors = []
+    gauges = Gauges(
+        "download_images",
+        rows_done="Rows of the table that are done, with an image or a failure",
+        images_per_second="Images that were downloaded per second",
+        bytes_per_second="Bytes that were received per second",
+        failed_share="Share of the rows of this run that failed",
+    )
     # Closing it ends the tasks that still run, before Ray is shut down.
     with contextlib.closing(run_items(missing, args, folder, schema)) as results:
         for result in results if missing else ():
@@ -494,6 +551,12 @@ def download(
             speed = f"{images / seconds:.1f} images/s, {received / seconds / 1e6:.1f} MB/s"
             bar.set_postfix_str(f"{speed}, {describe_failures(reasons, rows)}", refresh=False)
             bar.update(result["rows"])
+            gauges.set(
+                rows_done=bar.n,
+                images_per_second=images / seconds,
+                bytes_per_second=received / seconds,
+                failed_share=reasons.total() / rows,
+            )
     bar.close()
     return errors
 
@@ -514,9 +577,12 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
     if summary["failures"]:
         print(why)
     streaming = " --streaming" if is_address(args.output_dir) else ""
+    model = "... (your model)"
+    if (args.input or "").startswith(DEMO_ADDRESS):
+        model = f"{HERE}/demo/models --resolution 8 --output_dir latents-digits"
     print(
         f"Next: accelerate launch precompute_latents.py --train_data_dir {args.output_dir}"
-        f"{streaming} --pretrained_model_name_or_path ... (your model)"
+        f"{streaming} --pretrained_model_name_or_path {model}"
     )
 
 
@@ -529,6 +595,9 @@ def main(args: Namespace) -> None:
     for package in ("aiohttp", "ray"):
         if importlib.util.find_spec(package) is None:
             fail(f"{package} is missing: pip install -r requirements-ray.txt")
+
+    if (args.input or "").startswith(DEMO_ADDRESS):
+        serve_demo()
 
     # Open the output folder, or make it.
     tables_fs, paths = list_tables(args)

@@ -46,7 +46,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, NamedTuple, TypedDict
 
 from diffusion_training.arguments import make_parser, parse_demo
@@ -136,7 +135,7 @@ from diffusion_training.latents.encoders import (
 )
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
-from diffusion_training.launch import accelerator_options, make_launch
+from diffusion_training.launch import Meeting, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
@@ -519,10 +518,10 @@ def main(args: Namespace) -> None:
     Exit status: 130 after Ctrl-C, 143 after SIGTERM, 1 after an error, printed in one line.
     """
     transformers.utils.logging.disable_progress_bar()
-    # Processes synchronize only at the start and at the end, which may be days apart.
     with explained("the launched processes can't be set up"):
-        accelerator = Accelerator(**accelerator_options(args, timeout=timedelta(days=100)))
+        accelerator = Accelerator(**accelerator_options(args))
     launch = make_launch(accelerator, args)
+    end = Meeting(launch)  # the first process to come there may have to wait for days
     device = launch.device
     rank, num_processes = launch.rank, launch.num_processes
 
@@ -609,7 +608,7 @@ def main(args: Namespace) -> None:
     batches.close()
     progress_bar.close()
 
-    accelerator.wait_for_everyone()
+    end.wait()
     finish(caches, opened, empty_prompt, args.max_skipped)
     accelerator.wait_for_everyone()
     # torch 2.11 can hang at exit if gloo's thread has not yet released the last gather.

@@ -57,7 +57,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from diffusion_training.arguments import Flags, is_address, make_parser, number, parse_demo
-from diffusion_training.cluster.connection import check_kept, connect, find_modules, run_tasks
+from diffusion_training.cluster.connection import (
+    Gauges,
+    check_kept,
+    connect,
+    find_modules,
+    run_tasks,
+)
 from diffusion_training.latents.flags import add_cache_flags, check_cache_args
 
 
@@ -182,7 +188,6 @@ from precompute_latents import TransformedRows, describe_encoders, encode, encod
 try:
     import ray
     from ray.util import placement_group, remove_placement_group
-    from ray.util.metrics import Gauge
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
@@ -750,16 +755,14 @@ class CrewProgress:
         self.bar = tqdm(total=total, initial=done, desc="Images", unit="img")
         self.busy = self.waited = 0.0  # seconds of the encoders
         self.encoders = (0, 0)  # at work, and those to come
-        self.gauges = [
-            Gauge(f"precompute_latents_{name}", description)
-            for name, description in {
-                "rows_done": "Rows that are in the cache",
-                "rows_per_second": "Rows per second, as in the progress bar",
-                "waiting_share": "Share of time that encoders waited for images",
-                "encoders_at_work": "Encoders that have a place and have loaded the models",
-                "encoders_waiting": "Encoders that start or wait for a place",
-            }.items()
-        ]
+        self.gauges = Gauges(
+            "precompute_latents",
+            rows_done="Rows that are in the cache",
+            rows_per_second="Rows per second, as in the progress bar",
+            waiting_share="Share of time that encoders waited for images",
+            encoders_at_work="Encoders that have a place and have loaded the models",
+            encoders_waiting="Encoders that start or wait for a place",
+        )
 
     def add(self, rows: int, result: dict[str, Any]) -> None:
         """Count the rows of a result of `Encoder.make`."""
@@ -777,9 +780,13 @@ class CrewProgress:
         if waiting:
             phrases.append(f"{waiting} starting or waiting for a place")
         self.bar.set_postfix_str(", ".join(phrases), refresh=is_new)
-        values = (self.bar.n, self.bar.format_dict["rate"], share, at_work, waiting)
-        for gauge, value in zip(self.gauges, values, strict=True):
-            gauge.set(value)
+        self.gauges.set(
+            rows_done=self.bar.n,
+            rows_per_second=self.bar.format_dict["rate"],
+            waiting_share=share,
+            encoders_at_work=at_work,
+            encoders_waiting=waiting,
+        )
 
 
 def make_missing(

@@ -1,6 +1,6 @@
 """Run any trainer on Ray Train, with as many workers as a Ray cluster has at the moment.
 
-    python train_on_ray.py --cpu --max_workers 2 train_unconditional.py  # the demo, on this machine
+    python train_on_ray.py     # the demo of train_unconditional.py, by two workers on this machine
     python train_on_ray.py --address 10.0.0.1:6379 --min_workers 2 --max_workers 8 \\
         train_flow.py --pretrained_model_name_or_path black-forest-labs/FLUX.2-klein-base-4B \\
         --model_family flux2-klein --latents_dir /shared/latents --output_dir /shared/klein
@@ -37,6 +37,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import signal
 import socket
@@ -49,8 +50,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number
-from diffusion_training.cluster.connection import check_kept, connect, find_modules
+from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number, parse_demo
+from diffusion_training.cluster.connection import Gauges, check_kept, connect, find_modules
 from diffusion_training.cluster.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
 from diffusion_training.errors import (
     PEER_ENDED,
@@ -63,6 +64,9 @@ from diffusion_training.errors import (
     in_one_sentence,
 )
 
+# The command line without arguments
+DEMO = "--cpu --max_workers 2 train_unconditional.py"
+RECORDED = ("step", "loss", "images_per_second")  # what `watch` shows of a record
 RESUME = ["--resume_from_checkpoint", "latest"]
 # what torchrun sets in the environment of each process
 RANKS = (
@@ -125,7 +129,10 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         help="address of a Ray cluster (default: RAY_ADDRESS, or start Ray on this machine)",
     )
 
-    args = parser.parse_args(argv)
+    if sys.argv[1:] if argv is None else argv:
+        args = parser.parse_args(argv)
+    else:
+        args = parse_demo(parser, DEMO, argv, launcher="python")
     if args.min_workers > args.max_workers:
         parser.error(f"--min_workers {args.min_workers} exceeds --max_workers {args.max_workers}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -199,6 +206,7 @@ class Event(NamedTuple):
 
     kind: str  # "started"; "lost": all workers start again; "failed": the job ends
     text: str
+    workers: int = 0  # of "started"
 
 
 @dataclass(frozen=True)
@@ -291,7 +299,8 @@ def join_group(job: RayJob, events: Queue) -> dict[str, str] | None:
             with socket.socket() as listener:
                 listener.bind(("", 0))
                 address = ray.util.get_node_ip_address(), listener.getsockname()[1]
-            events.put(Event("started", amount(context.get_world_size(), "worker")))
+            count = context.get_world_size()
+            events.put(Event("started", amount(count, "worker"), count))
         else:
             events.put(Event("failed", job.busy))
     address = broadcast_from_rank_zero(address)
@@ -419,7 +428,16 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
     Stops with an error if a trainer failed, or if workers start again and again without saving.
     """
     saved: set[Path] | None = None
-    starts = 0
+    gauges = Gauges(
+        "train_on_ray",
+        workers="Workers that train",
+        starts="How often the workers have started",
+        step="Optimizer steps, as in the last record",
+        loss="Mean loss of the last record",
+        images_per_second="Images per second of the last record",
+    )
+    num_starts = 0  # all of them
+    starts = 0  # without a new checkpoint
     reason = ""
     failures: list[str] = []
     printed = ""
@@ -434,6 +452,8 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
                 sentence = next((x for x in failures if x.startswith(f"{name}: ")), failures[0])
                 raise SystemExit(1) if sentence in printed else Refused(sentence)
             if event is None:
+                record = read_last_record(Path(job.output_dir))
+                gauges.set(**{name: record.get(name) for name in RECORDED})
                 if fitting.is_alive():
                     continue
                 return
@@ -444,11 +464,24 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
             if event.kind == "lost":
                 reason = f"; the last reason: {event.text}"
                 continue
+            num_starts += 1
+            gauges.set(workers=event.workers, starts=num_starts)
             before = saved
             saved = set(Path(job.output_dir).glob("checkpoint-*/trainer_state.json"))
             starts = starts + 1 if saved == before else 0
             if starts > max_failures:
                 fail(f"the workers started {starts + 1} times without a new checkpoint{reason}")
+
+
+def read_last_record(output_dir: Path) -> dict[str, float]:
+    """The last record with a loss in the last 64 KiB of metrics.jsonl; empty if there is none."""
+    with contextlib.suppress(OSError), open(output_dir / "metrics.jsonl", "rb") as file:
+        file.seek(-min(2**16, os.path.getsize(file.name)), os.SEEK_END)
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError):  # a line that is cut off
+                if "loss" in (record := json.loads(line)):
+                    return record
+    return {}
 
 
 def next_event(events: Queue) -> Event | None:
@@ -489,7 +522,7 @@ def fit(args: argparse.Namespace, job: RayJob, events: Queue, errors: list[Excep
 def end_trainers(job: RayJob, fitting: threading.Thread) -> None:
     """End the trainers, which save first, and then Ray Train.
 
-    Ray kills this process if a thread still uses Ray when it is shut down.
+    Workers that still start keep Ray Train busy.
     """
     job.over.touch()
     wait_until_free(job.lock, job.save_seconds + 10)
@@ -538,7 +571,8 @@ def main(args: argparse.Namespace) -> None:
                 fail(f"Ray Train stopped ({reason}); the same command resumes the run")
         finally:
             end_trainers(job, fitting)
-            disconnect()
+            if not fitting.is_alive():  # Ray kills this process if a thread still uses it then
+                disconnect()
     finally:
         delete(job.shared)
         lock.release(force=True)
@@ -548,4 +582,10 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     # Run the module under its own name, not as __main__, since workers import it by that name.
-    importlib.import_module(Path(__file__).stem).main(args)
+    this = importlib.import_module(Path(__file__).stem)
+    try:
+        this.main(args)
+    except SystemExit as stop:
+        if threading.active_count() > 1:  # `fit`; Python's own end would shut Ray down
+            os._exit(int(stop.code or 0))
+        raise

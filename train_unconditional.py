@@ -316,7 +316,8 @@ class ImageDataset(RowDataset):
                     raise
                 weight[i] = 0.0  # so it adds nothing to the gradient
                 skipped.append((name_image(key[1], item[self.column]), explain(error)))
-        return {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
+        batch: ImageBatch = {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
+        return batch
 
     def load(self, epoch: int | None, row: int, item: dict) -> torch.Tensor:
         """Return one image [C, resolution, resolution], with the crop and flip of its key."""

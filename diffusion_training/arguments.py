@@ -9,7 +9,9 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from diffusion_training.errors import hide_secrets
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -23,7 +25,7 @@ def clean_path(text: str) -> str:
     would be another name. s3:/bucket, which pathlib makes of s3://bucket, would be a local folder.
     """
     if re.match(r"[a-z0-9]{2,}:/[^/]", text):
-        raise argparse.ArgumentTypeError(f"{text} has one slash after the colon: write two")
+        raise argparse.ArgumentTypeError("one slash after the colon: write two, as s3://bucket")
     if "://" not in text:
         return os.path.expanduser(text)
     return re.sub(r"(?<![:/])/+(?=/|$)", "", text)
@@ -64,6 +66,10 @@ class Parser(argparse.ArgumentParser):
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
             self.error(f"there is no flag {typo}{advice}")
         return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2 and one line, without passwords in addresses."""
+        super().error(hide_secrets(message))
 
     def freeze(self, args: argparse.Namespace) -> "Flags":
         """The parsed flags, read-only."""
@@ -216,7 +222,7 @@ def parse_demo(
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
         full = f"{launcher} {parser.prog} {shlex.join(command)}"
-        print(f"No data given, so this is the demo. The full command:\n{full}")
+        print(f"No data given, so this is the demo. The full command:\n{hide_secrets(full)}")
     return parser.parse_args(command)
 
 

@@ -86,6 +86,7 @@ def explain(error: BaseException) -> str:
 
     An error that `datasets` or a loader process wrapped is replaced by its cause. So is diffusers'
     error for a hub that can't be reached. The address of a buffer in Pillow's message is cut off.
+    A temporary name is replaced by the name that the file will have.
     """
     cause: BaseException | None = error
     while cause:
@@ -103,6 +104,7 @@ def explain(error: BaseException) -> str:
     if "Original Traceback" in text:
         text = text.splitlines()[-1]
     text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
+    text = re.sub(r"\.tmp-(saving/|old-|[0-9a-f]{12}-)", "", text)
     return text if len(text) < 400 else f"{text[:400]} ..."
 
 

@@ -4,7 +4,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,13 +25,24 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from diffusion_training.errors import CHANGED, SIGNALS, amount, explained, fail, handling, surviving
+from diffusion_training.errors import (
+    CHANGED,
+    SIGNALS,
+    amount,
+    explain,
+    explained,
+    fail,
+    handling,
+    surviving,
+)
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
 from diffusion_training.quantization import check_quantization
 
-TIMEOUT = timedelta(hours=2)  # of processes that wait for each other
+# of processes that wait for each other, for example while the first one checks a model
+TIMEOUT = timedelta(hours=2)
+CONNECTING = 600.0  # seconds that a process waits for the first machine to answer
 
 
 @dataclass(frozen=True)
@@ -97,14 +110,12 @@ class Launch:
         return {name: getattr(self, name) for name in names}
 
 
-def accelerator_options(args: Namespace, timeout: timedelta = TIMEOUT) -> dict[str, Any]:
+def accelerator_options(args: Namespace) -> dict[str, Any]:
     """Return the arguments of `Accelerator`: precision, trackers, time-outs.
 
     It also sets torch's precision and determinism, which has to be done before CUDA starts. Stops
-    with an error if `accelerate config` or its launcher asks for something that is not supported.
-
-    timeout: how long processes wait for each other, for example while the first one
-    downloads or checks a model.
+    with an error if `accelerate config` or its launcher asks for something that is not supported,
+    or if the first machine does not answer.
     """
     # on a CPU, Accelerate would ignore these
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
@@ -114,15 +125,18 @@ def accelerator_options(args: Namespace, timeout: timedelta = TIMEOUT) -> dict[s
                 advice = "use --shard, and launch with DDP (--multi_gpu)"
             fail(f"{engine} is not supported: {advice}")
     precision = args.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper() != "NO":  # whatever the precision
+        precision = "fp8"
     if precision not in DTYPES:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
+    wait_for_first_machine()
     # autocast would cache its copies of all weights, too many for one process
     autocast = AutocastKwargs(cache_enabled=not ("shard" in args and args.shard))
     options = {
         "mixed_precision": precision,
         # `compile_model` compiles instead, and keeps the names of weights
         "dynamo_backend": "no",
-        "kwargs_handlers": [InitProcessGroupKwargs(timeout=timeout), autocast],
+        "kwargs_handlers": [InitProcessGroupKwargs(timeout=TIMEOUT), autocast],
     }
     if "report_to" in args:  # only trainers have this flag
         logs = str(Path(args.output_dir, args.logging_dir))
@@ -134,6 +148,42 @@ def accelerator_options(args: Namespace, timeout: timedelta = TIMEOUT) -> dict[s
     return options
 
 
+def wait_for_first_machine() -> None:
+    """Wait until the first process can be reached. A signal ends this, but not torch's own wait."""
+    if os.environ.get("RANK", "0") == "0":
+        return
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    deadline = time.monotonic() + CONNECTING
+    while host and port:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                fail(
+                    f"the first machine, {host}:{port}, has not answered for {CONNECTING:.0f} "
+                    f"seconds ({explain(error)}): is it running, and can it be reached from here?"
+                )
+        time.sleep(0.5)
+
+
+class Meeting:
+    """A point at which all processes wait for the last one, perhaps for days. A signal ends it."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.group = None
+        if launch.num_processes > 1:
+            days = timedelta(days=100)
+            self.group = torch.distributed.new_group(backend="gloo", timeout=days)
+
+    def wait(self) -> None:
+        if self.group is not None:
+            work = torch.distributed.barrier(self.group, async_op=True)
+            while not work.is_completed():  # not work.wait(), in which Python handles no signal
+                time.sleep(0.1)
+            work.wait()  # raises its error
+
+
 def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     """Check the device and the processes of an Accelerator, and the launcher's other settings.
 
@@ -141,8 +191,8 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     """
     shard = "shard" in args and args.shard
     with explained("the launched processes can't be set up"):
-        # fails if the device is busy, missing, or too old for this torch
-        torch.ones(1, device=accelerator.device)
+        # fails if the device is busy, missing, too old for this torch, or holds no numbers (meta)
+        torch.ones(1, device=accelerator.device).item()
         check_processes(accelerator)
         handler = accelerator.init_handler  # None for an Accelerator of the user's own
         listen_to_machines(handler.timeout if handler else TIMEOUT)

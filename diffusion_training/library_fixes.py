@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import torch
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from datasets.utils.file_utils import xopen
 from fsspec.implementations.local import LocalFileSystem
 
@@ -64,6 +65,27 @@ def open_for_tars(file: Any, *args: Any, **options: Any) -> Any:
     if str(file).split("://")[0] not in ("http", "https", "hf"):
         options.pop("block_size", None)
     return xopen(file, *args, **options)
+
+
+def skip_captions_that_are_not_utf_8() -> None:
+    """Let `datasets` read a caption in a tar that is not UTF-8 as a missing one.
+
+    `datasets` 5.2 raises UnicodeDecodeError, without the name of the file or the tar, and none of
+    the tars can be used. An image beside such a caption on a disk has no caption either.
+    """
+    for extension in ("txt", "text", "transcript"):
+        WebDataset.DECODERS[extension] = decode_caption
+
+
+def decode_caption(data: bytes) -> str | None:
+    """Text from UTF-8, None if it is in another encoding."""
+    with contextlib.suppress(UnicodeDecodeError):
+        return data.decode()
+    print_first("Captions in tars that are not UTF-8 are not used: their images have no caption")
+    return None
+
+
+print_first = functools.cache(print)  # a sentence only once
 
 
 def end_streams_at_once() -> None:

@@ -37,14 +37,20 @@ def list_files(folder: str) -> list[str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the names of a range in braces: a{08..10} -> a08, a09, a10."""
-    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    """Return the names of a range or a list in braces.
+
+    For example, a{08..10} -> a08, a09, a10, and {a,b}.tar -> a.tar, b.tar.
+    """
+    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
     if match is None:
         return [pattern]
-    first, last = match.groups()
-    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    first, last, listed = match.groups()
+    if listed is not None:
+        parts = listed.split(",")
+    else:
+        parts = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     head, tail = pattern[: match.start()], pattern[match.end() :]
-    return [name for number in numbers for name in expand(head + number + tail)]
+    return [name for part in parts for name in expand(head + part + tail)]
 
 
 def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_training.errors import end_if_stopped, explained, list_stop_signals
+from diffusion_training.errors import end_at_once, end_if_stopped, explained, list_stop_signals
 
 Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies
@@ -56,16 +56,40 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
         if re.fullmatch(r"[^/]+:\d+", cluster):
             host, port = cluster.rsplit(":", 1)
             socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(
-            address,
-            runtime_env={"py_modules": modules},
-            logging_level="error",
-            log_to_driver=False,
-            **options,
-        )
+        try:
+            ray.init(
+                address,
+                runtime_env={"py_modules": modules},
+                logging_level="error",
+                log_to_driver=False,
+                **options,
+            )
+        except SystemExit:  # by Ray's handler of SIGTERM, which replaces ours in the meantime
+            end_at_once(signal.SIGTERM, None)
     for number, handler in handlers.items():  # Ray has replaced them
         signal.signal(number, handler)
     return ray.shutdown
+
+
+class Gauges:
+    """Numbers of a script that Ray exports to Prometheus, such as ray_download_images_rows_done.
+
+    descriptions: {name of a number: what it is}.
+    """
+
+    def __init__(self, script: str, **descriptions: str) -> None:
+        from ray.util.metrics import Gauge
+
+        self.gauges = {
+            name: Gauge(f"{script}_{name}", description)
+            for name, description in descriptions.items()
+        }
+
+    def set(self, **values: float | None) -> None:
+        """Set some of the numbers; None, for one that is not known yet, changes nothing."""
+        for name, value in values.items():
+            if value is not None:
+                self.gauges[name].set(value)
 
 
 def run_tasks(

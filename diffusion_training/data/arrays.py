@@ -25,6 +25,7 @@ class ArrayReader:
     is_last: bool  # whether the channels are the last axis
     span: list[float] | None  # (black, white), for floats
     keep_precision: bool
+    size: int  # bytes of the file
     array: np.ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -39,6 +40,13 @@ class ArrayReader:
         }
 
     def read(self, row: int) -> torch.Tensor:
+        size = Path(self.path).stat().st_size
+        if size != self.size:  # reading beyond the end would kill the process
+            fail(
+                f"{self.path} has {size} bytes, and had {self.size} when the run began: do not "
+                "write to it during a run",
+                alone=True,
+            )
         if self.array is None:
             self.array = np.lib.format.open_memmap(self.path, mode="r")
         values = self.array[row]
@@ -93,6 +101,6 @@ def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:
         [str(Path(path).resolve()), stat.st_size, stat.st_mtime_ns, layouts]
     )
     reader = ArrayReader(
-        path, layouts[0] == "nhwc", args.array_range, args.preserve_input_precision
+        path, layouts[0] == "nhwc", args.array_range, args.preserve_input_precision, stat.st_size
     )
     return rows.with_transform(reader)

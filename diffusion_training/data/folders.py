@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from PIL import Image
 from diffusion_training.errors import fail, print_once, printable, suppressing_row_errors
 from diffusion_training.files import hash_values
 
+TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip")
 # cached, because realpath looks at each folder of a path and is called for every row
 resolve = functools.cache(os.path.realpath)
 
@@ -29,6 +31,22 @@ def find_source(args: Namespace) -> str:
 def list_paths(folder: str) -> list[str]:
     """The paths of all files and folders in a local folder; none if it is not a folder."""
     return [str(path) for path in Path(folder).rglob("*")]
+
+
+def check_files(folder: str) -> None:
+    """Raise ValueError for a file in a local folder that `datasets` can't read, or never ends to.
+
+    It hides all files of an archive in which one has such a name, and waits for pipes.
+    """
+    for path in list_paths(folder):
+        if path.lower().endswith(TABLES) and Path(path).is_fifo():
+            raise ValueError(f"{path} is a pipe: write a file")
+        if path.lower().endswith(".zip") and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                names = archive.namelist()
+            for name in names:
+                if "[" in name or ".." in name.split("/"):
+                    raise ValueError(f"{path} holds the name {name!r}: unpack it, and rename that")
 
 
 def split_suffix(path: str | None) -> tuple[str, str]:
@@ -93,13 +111,16 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     captions = [prompt] * len(rows)
     source = find_source(args)
     if args.folder_repeats:
-        if not os.path.isdir(source) or "image" not in rows.features:
+        paths: list[str | None] = [None]
+        if os.path.isdir(source) and "image" in rows.features:
+            images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
+            paths = [image["path"] for image in images]
+        if None in paths:  # for example, images in parquet files
             fail(
                 "--folder_repeats needs folders of images such as 10_name, and "
                 f"{source} is not a local folder of images"
             )
-        images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
-        folders = [os.path.relpath(image["path"], source).split(os.sep)[0] for image in images]
+        folders = [os.path.relpath(path, source).split(os.sep)[0] for path in paths]
         matches = [re.fullmatch(r"(\d+)_(.+)", folder) for folder in folders]
         if not any(matches):
             fail(f"--folder_repeats: {source} has no folder with a name like 10_name")

@@ -22,6 +22,7 @@ from diffusion_training.data.flags import is_array
 from diffusion_training.data.folders import (
     add_captions,
     apply_folder_flags,
+    check_files,
     find_source,
     has_caption_files,
     is_image,
@@ -37,6 +38,7 @@ from diffusion_training.library_fixes import (
     end_streams_at_once,
     listed_once,
     refuse_cut_tars,
+    skip_captions_that_are_not_utf_8,
     stream_tars_from_storage,
 )
 from diffusion_training.remote import list_data
@@ -143,12 +145,14 @@ def open_builder(
         )
 
     refuse_cut_tars()
+    skip_captions_that_are_not_utf_8()
     if os.path.isdir(source) and "::" in source:
         fail(f"{source}: `datasets` reads '::' in a path as an archive: rename the folder")
     cache = args.cache_dir or datasets.config.HF_DATASETS_CACHE
     with explained(f"{cache} can't be written to: give another folder with --cache_dir"):
         os.makedirs(cache, exist_ok=True)  # it is in the home folder, which may be read-only
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
+        check_files(source)
         if is_address(source):
             stream_tars_from_storage()
             builder = open_as(*find_files(source))
@@ -177,11 +181,14 @@ def open_builder(
             return builder, builder.as_streaming_dataset(split=args.dataset_split)
         builder.download_and_prepare()
         rows = builder.as_dataset(split=args.dataset_split)
-    if len(metadata) > 1:
+    if metadata:
         paths = pc.struct_field(rows.data["image"], "path").to_pylist()
         path, count = collections.Counter(paths).most_common(1)[0]
+        sentence = f"{described} names {path} {count} times"
+        if count > 1 and len(metadata) > 1:
+            fail(f"{sentence}: keep only one of these files")
         if count > 1:
-            fail(f"{described} names {path} {count} times: keep only one of these files")
+            print_once(f"{sentence}; each time counts as an image")
     return builder, rows
 
 

@@ -27,6 +27,14 @@ class CaptionChoice:
     num_kept: int = 0  # tags at the front that stay in place
 
 
+def strip_caption(text: str) -> str:
+    """Cut off what is around a caption: blanks, line breaks, and the mark at the start of a file.
+
+    Captions from all sources go through this, since a chat model reads these characters too.
+    """
+    return text.removeprefix("\ufeff").strip()
+
+
 def draw_text(item: dict, choice: float, transform: Transform) -> str:
     """Return the caption of a row; `choice` in [0, 1) picks one from a list.
 
@@ -39,7 +47,8 @@ def draw_text(item: dict, choice: float, transform: Transform) -> str:
         raise ValueError("it has no caption")
     if not isinstance(text, str):
         raise ValueError(f"its caption is not text but {text!r:.60}")
-    if transform.skip_empty_captions and not text.strip():
+    text = strip_caption(text)
+    if transform.skip_empty_captions and not text:
         raise ValueError("its caption is empty")
     return text
 
@@ -57,8 +66,9 @@ def list_captions(item: dict, transform: Transform) -> list[str | None]:
         raise ValueError(f"it has {len(texts)} captions for {count} --caption_weights")
     if wrong := [text for text in texts if not isinstance(text, str | None)]:
         raise ValueError(f"its caption is not text but {wrong[0]!r:.60}")
+    texts = [text if text is None else strip_caption(text) for text in texts]
     if transform.skip_empty_captions:
-        texts = [text if text and text.strip() else None for text in texts]
+        texts = [text or None for text in texts]
     if not any(text is not None for text in texts):
         raise ValueError("it has no caption")
     return texts

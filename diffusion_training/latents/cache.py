@@ -235,6 +235,12 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
     write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
     num_rows = sum(record["rows"] for record in records.values())
     check_skipped(skipped, len(skipped) + num_rows, max_skipped)
+    if not num_rows:
+        entry = skipped[0]
+        fail(
+            f"none of the {len(skipped)} rows could be used, such as {entry['key']} "
+            f"({entry['reason']}): delete {output_dir}, and look at the data"
+        )
     for name, embeds in empty_prompt.items():
         path = output_dir / f"{EMPTY[name]}.npy"
         np.save(output_dir / f".tmp-{path.name}", embeds)

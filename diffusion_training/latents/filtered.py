@@ -37,9 +37,12 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     """Write `rows`, with the columns and models of the cache `like`, as a cache.
 
     Rows may be missing, repeated or in another order, and numbers may have changed: all checksums
-    are computed again.
+    are computed again. A row that still has the checksum of its numbers must be one of the cache's,
+    because rows from a cache of another VAE would be trained on as if they fitted.
     """
     opened = load_cache(like)
+    if not len(rows):
+        fail("there are no rows to write")
     # drops other columns, such as one that was added to choose rows
     schema = next(batch.schema for batch in opened.shards)
     cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
@@ -49,6 +52,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     own = pa.schema([field for field in schema if field.name not in groups])
     if missing := set(own.names) - set(rows.column_names):
         fail(f"the rows have no column {min(missing)!r}, which {like} has")
+    known = np.concatenate([batch["checksum"].to_numpy() for batch in opened.shards])
 
     def is_begun(names: set[str]) -> bool:
         """Whether this command was ended here before it was done."""
@@ -61,22 +65,37 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
         delete(path)
     write_file(output_dir / "cache.json", BEGUN)
     (output_dir / "unfinished").mkdir()
-    rows = rows.with_format("arrow").select_columns(own.names)
+    rows = rows.select_columns([*own.names, *{"checksum"} & {*rows.column_names}])
+    rows = rows.with_format("arrow")
     per_shard = cache["rows_per_shard"]
     for number, first in enumerate(range(0, len(rows), per_shard)):
         with writing_shard(output_dir / name_shard(number, cache)) as (_, add):
             table = rows[first : first + per_shard]
+            row = first
             with explained(f"the columns differ from those of {like}"):
+                before = table["checksum"] if "checksum" in table.column_names else None
                 table = pa.table({name: table[name] for name in own.names}).cast(own)
             for batch in table.combine_chunks().to_batches():
                 columns = {name: batch[name] for name in own.names}
                 for checksum, names in groups.items():
+                    for name in names:
+                        check_numbers(name, columns[name])
                     views = {name: view_rows(columns[name]) for name in names}
                     sums = [
                         checksum_row({name: view[row] for name, view in views.items()})
                         for row in range(len(batch))
                     ]
                     columns[checksum] = pa.array(sums, schema.field(checksum).type)
+                if before is not None:
+                    now = columns["checksum"].to_numpy()
+                    was = before[row - first : row - first + len(batch)].to_numpy()
+                    is_foreign = (was.astype(now.dtype) == now) & ~np.isin(now, known)
+                    if is_foreign.any():
+                        fail(
+                            f"row {row + int(is_foreign.argmax())} is of another cache than "
+                            f"{like}: give --like the cache that it was chosen from"
+                        )
+                row += len(batch)
                 add(EncodedRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
     empty_prompt = {
         name: np.load(io.BytesIO(read_bytes(f"{like}/{file}.npy")))
@@ -86,6 +105,15 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     finish_cache(output_dir, empty_prompt, 1.0)
     lock.release(force=True)
+
+
+def check_numbers(name: str, column: pa.ListArray | pa.FixedSizeListArray) -> None:
+    """End the program if a column lacks numbers, or holds some that are not finite."""
+    numbers = column.flatten()
+    if column.null_count or numbers.null_count:
+        fail(f"column {name!r} has missing values: leave such rows out")
+    if not np.isfinite(numbers.to_numpy()).all():
+        fail(f"column {name!r} has numbers that are not finite: leave such rows out")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -30,6 +30,7 @@ from diffusion_training.latents.shards import OpenShard, Shards
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import read_bytes
 
+CHOOSE = "diffusion_training.latents.filtered"
 FEW_SHARDS = 1000  # a local cache with at most these is checked whole at the start
 MOST_OPEN = 50_000  # shards at a time: Linux lets a process map 65,530 files
 
@@ -48,6 +49,9 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
     maker: the command that makes such caches.
     """
     folder = str(folder)
+    # a run resumes a cache only if it can read cache.json and state.json
+    missing = f"make the cache with {maker}, in an empty folder"
+    damaged = "delete it, and make the cache again"
     try:
         cache = json.loads(read_bytes(f"{folder}/cache.json"))
         try:
@@ -56,6 +60,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
             fail(f"{folder} is not finished: to finish it, run the command that made it")
         if state["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json has changed since it was written")
+        missing = damaged = "to repair it, run the command that made the cache"
         if cache["format_version"] != FORMAT_VERSION:
             fail(
                 f"{folder} has format {cache['format_version']}, but this version reads "
@@ -83,9 +88,14 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
     except FileNotFoundError as error:
-        fail(f"{error.filename or error} is missing: make the cache with {maker}")
+        if (Path(folder) / "dataset_info.json").is_file() and missing != damaged:
+            missing = (
+                f"if its rows were chosen from a cache, run python -m {CHOOSE} {folder} --like "
+                "CACHE --output_dir NEW"
+            )
+        fail(f"{error.filename or error} is missing: {missing}")
     except Exception as error:
-        fail(f"{folder} is damaged ({error}): to repair it, run the command that made the cache")
+        fail(f"{folder} is damaged ({error}): {damaged}")
     if len(shards) <= FEW_SHARDS and not is_address(folder):
         for number in range(len(shards)):
             shards.open(number)

@@ -73,12 +73,12 @@ def choose_urls(
         url = None if row in invalid else url.as_py()
         if row in invalid:
             reason = "not UTF-8"
-        elif not url:
+        elif not url or not url.strip():
             reason = "no URL"
         elif text.as_py() is None:
             reason = "no caption"
         else:
-            urls[row] = url
+            urls[row] = url.strip()  # a blank at the end would be a part of the path
             continue
         failures[row] = {"row": row, "url": url, "reason": reason, "tries": 0}
     return urls

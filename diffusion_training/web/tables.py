@@ -2,24 +2,24 @@
 
 import contextlib
 import hashlib
+import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
 from typing import Any
 
 import datasets
 import fsspec
 import pyarrow as pa
 import pyarrow.csv as pa_csv
-import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from diffusion_training.csv_files import check_csv
+from diffusion_training.csv_files import MAX_ROW, UTF_16, check_csv, find_compression, find_suffix
 from diffusion_training.errors import explained, fail, print_once
-from diffusion_training.remote import open_folder, writing
+from diffusion_training.remote import expand, open_folder, writing
 from diffusion_training.web.filters import TEXT, find_columns, find_non_number, make_filter
 
 SUFFIXES = (
@@ -36,24 +36,49 @@ def list_tables(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
     if args.input is None:
         return list_split(args)
     try:
-        fs, path = fsspec.url_to_fs(args.input)
-        files = []
-        if fs.isdir(path):
-            files = [file for file in fs.find(path) if "/." not in file[len(path) :]]
-        if not files:
-            files = [path] if fs.exists(path) else fs.glob(path)
+        fs, pattern = fsspec.url_to_fs(args.input)
         output_dir = f"{open_folder(args.output_dir)[2]}/"
-        tables = []
-        for file in sorted(files):
-            is_hidden = PurePosixPath(file).name.startswith((".", "_"))
-            is_output = fs.unstrip_protocol(file).removeprefix("file://").startswith(output_dir)
-            if file.lower().endswith(SUFFIXES) and not is_hidden and not is_output:
-                tables.append(file)
+        tables = set()
+        for path in expand(pattern):
+            for file in find_tables(fs, path):
+                location = fs.unstrip_protocol(file).removeprefix("file://")
+                if not location.startswith(output_dir):
+                    tables.add(file)
         if not tables:
             raise FileNotFoundError(f"there is no file that ends in {', '.join(SUFFIXES)}")
     except Exception as error:  # file systems raise errors of any type, such as for credentials
         fail(f"--input {args.input} can't be read: {error}")
-    return fs, tables
+    return fs, sorted(tables)
+
+
+def find_tables(fs: AbstractFileSystem, path: str) -> list[str]:
+    """The tables that a path names: a file, a folder, or a pattern with * that matches both.
+
+    Hidden files and folders are left out (.ipynb_checkpoints, _metadata, __download__), unless
+    the path names them itself.
+    """
+    if fs.isfile(path):
+        if find_suffix(path) not in SUFFIXES:
+            raise ValueError(f"its name does not end in {', '.join(SUFFIXES)}")
+        return [path]
+    folder = path
+    if fs.isdir(path):
+        found = fs.find(path, detail=True)
+    else:
+        if fs.exists(path):  # reading a pipe might never end
+            raise ValueError("it is neither a file nor a folder")
+        if not (match := re.search(r"[*\[]|\?(?!\w+=)", path)):  # not ?download=true
+            raise FileNotFoundError("it does not exist")
+        found = fs.glob(path, detail=True)
+        folder = path[: path.rfind("/", 0, match.start())]
+    is_named = re.search(r"/[._]", path[len(folder) :])
+    return [
+        file
+        for file, info in found.items()
+        if (info["type"] == "file" or fs.isfile(file))  # it may be a link
+        and find_suffix(file) in SUFFIXES
+        and (is_named or not re.search(r"/(\.|__)|/_[^/]*$", file[len(folder) :]))
+    ]
 
 
 def list_split(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
@@ -69,7 +94,7 @@ def list_split(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
             raise ValueError(f"it has no split {args.dataset_split!r}; its splits: {splits}")
         urls = list(map(str, files[args.dataset_split]))
         for url in urls:
-            if not url.lower().endswith(SUFFIXES):
+            if find_suffix(url) not in SUFFIXES:
                 raise ValueError(
                     f"{url} is not a table of URLs, whose name ends in {', '.join(SUFFIXES)}"
                 )
@@ -83,7 +108,7 @@ def digest_table(fs: AbstractFileSystem, path: str) -> str:
     For parquet only the footer is hashed. It has the sizes and statistics of all data in the file.
     """
     with explained(f"{path} can't be used"), fs.open(path) as file:
-        if not path.lower().endswith(".parquet"):
+        if find_suffix(path) != ".parquet":
             return hashlib.file_digest(file, "sha256").hexdigest()
         length = pq.read_metadata(file).serialized_size
         file.seek(-8 - length, os.SEEK_END)
@@ -188,36 +213,101 @@ def open_table(
 ) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     """Open a table; yields (schema of `columns`, iterator of record batches).
 
-    All CSV columns are read as text. The types of JSON lines are taken from the first megabyte.
-    Raises ValueError if a column is missing or occurs twice.
+    All CSV columns are read as text. Raises ValueError if a column is missing or occurs twice.
     """
-    with fsspec.open(url, compression="infer") as file:
-        suffix = PurePosixPath(url.lower().removesuffix(".gz")).suffix
+    compression = find_compression(url)
+    suffix = find_suffix(url).removesuffix(".gz")
+    if suffix not in (".parquet", ".csv", ".tsv"):
+        schema = infer_schema(url, columns)
+        yield choose_columns(schema, columns), read_json_lines(url, schema, columns)
+        return
+    with fsspec.open(url, compression=compression) as file:
         if suffix == ".parquet":
             # With pre_buffer, the whole file would be read into memory.
             parquet = pq.ParquetFile(file, pre_buffer=False)
             schema = parquet.schema_arrow
             batches = parquet.iter_batches(10_000, columns=columns)
-        elif suffix in (".csv", ".tsv"):
+        else:
             parse = pa_csv.ParseOptions(
                 delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True
             )
             print_once(check_csv(url))
-            with fsspec.open(url, compression="infer") as begin:
-                names = pa_csv.open_csv(begin, parse_options=parse).schema.names
+            # a block holds the longest row, even with doubled quotes
+            read = pa_csv.ReadOptions(block_size=2 * MAX_ROW)
+            with fsspec.open(url, compression=compression) as begin:
+                names = pa_csv.open_csv(begin, read, parse).schema.names
             convert = pa_csv.ConvertOptions(
                 column_types=dict.fromkeys(names, pa.string()),
                 null_values=[""],
                 strings_can_be_null=True,
                 check_utf8=False,
             )
-            batches = pa_csv.open_csv(file, parse_options=parse, convert_options=convert)
-            schema = batches.schema
-        else:
-            batches = pa_json.open_json(file)
+            batches = pa_csv.open_csv(file, read, parse, convert)
             schema = batches.schema
         schema = choose_columns(schema, columns)
         yield schema, (batch.select(columns) for batch in batches)
+
+
+def list_json_rows(url: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield the rows of JSON lines, some 10,000 at a time: (number of the first line, rows).
+
+    Raises ValueError with the line that is not an object.
+    """
+    rows: list[dict[str, Any]] = []
+    first = number = 1
+    with fsspec.open(url, compression=find_compression(url)) as file:
+        for number, line in enumerate(file, 1):
+            if number == 1 and line[:2] in UTF_16:
+                raise ValueError("it is in UTF-16: save it as UTF-8")
+            if number == 1 and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+                raise ValueError("it holds a list: write one object a line, without [ and commas")
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # also for text that is not UTF-8
+                raise ValueError(f"line {number:,} is not one JSON object: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number:,} is not a JSON object, but {line[:40]!r}")
+            rows.append(row)
+            if len(rows) == 10_000:
+                yield first, rows
+                first, rows = number + 1, []
+    if rows:
+        yield first, rows
+
+
+def infer_schema(url: str, columns: list[str]) -> pa.Schema:
+    """Read JSON lines once to find the types of `columns`; other columns have the type null.
+
+    Dates are text, and a column of integers and fractions holds floats. Raises ValueError if the
+    values of a column have several types.
+    """
+    types: dict[str, pa.DataType] = {}
+    for first, rows in list_json_rows(url):
+        types |= {name: pa.null() for row in rows for name in row if name not in types}
+        for name in columns:
+            try:
+                new = pa.array([row.get(name) for row in rows]).type
+                schemas = [pa.schema({name: kind}) for kind in (types.get(name, new), new)]
+                merged = pa.unify_schemas(schemas, promote_options="permissive")
+            except (pa.ArrowException, OverflowError) as error:
+                raise ValueError(
+                    f"the values of {name!r} have several types, or one that can't be stored, "
+                    f"from line {first:,} on ({error}): make all of them text, or all numbers"
+                ) from None
+            if name in types:
+                types[name] = merged.field(name).type
+    return pa.schema(types)
+
+
+def read_json_lines(url: str, schema: pa.Schema, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Read `columns` of JSON lines with the types of `infer_schema`."""
+    for _, rows in list_json_rows(url):
+        arrays = [
+            pa.array([row.get(name) for row in rows], schema.field(name).type) for name in columns
+        ]
+        yield pa.RecordBatch.from_arrays(arrays, columns)
 
 
 def filter_rows(
@@ -277,7 +367,8 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
                 "make them the same"
             )
     url, text, *kept = schema
-    if url.type not in TEXT:
+    # categories (dictionary-encoded columns) of text are text
+    if (url.type.value_type if pa.types.is_dictionary(url.type) else url.type) not in TEXT:
         fail(f"--url_column {args.url_column} holds {url.type}, not text")
     inner = getattr(text.type, "value_type", text.type)  # of lists and dictionary-encoded columns
     if inner not in TEXT:
@@ -285,6 +376,11 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
             f"--caption_column {args.caption_column} holds {text.type}, "
             "neither text nor lists of text"
         )
+    for field in kept:
+        if re.search(r"_view\b", str(field.type)):  # `datasets` accepts these, and can't write them
+            fail(
+                f"--keep_columns {field.name} holds {field.type}: convert it, for example to string"
+            )
     columns = {
         "text": text.type,
         "url": pa.string(),

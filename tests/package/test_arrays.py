@@ -1,5 +1,6 @@
 """Arrays of images: memory-mapped, of any layout and value range; unusable ones are refused."""
 
+import os
 import pickle
 import resource
 
@@ -71,6 +72,21 @@ def test_arrays_of_wrong_shape_type_or_range_are_refused(save):
         with pytest.raises(SystemExit) as stop:
             read(save(array, *flags))
         assert sentence in str(stop.value), sentence
+
+
+def test_an_array_that_is_cut_short_while_it_is_read_ends_in_a_sentence(save, tmp_path):
+    """Reading memory beyond the end of the file would kill the process."""
+    flags = save(np.zeros((50, 2, 64, 64), np.uint8))
+    rows = load_rows(train.module.parse_args(flags), channels=2).rows
+    assert rows[49]["image"]["pixels"].shape == (2, 64, 64)
+    path = tmp_path / "images.npy"
+    size = path.stat().st_size
+    os.truncate(path, 5000)
+    with pytest.raises(SystemExit, match=f"npy has 5000 bytes, and had {size} when the run began"):
+        rows[49]
+    with path.open("ab") as file:
+        file.truncate(size)
+    assert rows[49]
 
 
 def test_files_that_are_not_npy_arrays_are_refused(tmp_path):

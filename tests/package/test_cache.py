@@ -618,6 +618,21 @@ def test_skipped_rows_are_listed_in_order_and_too_many_stop_finish_cache(tmp_pat
     assert listed == [0, 1, 5] and len(datasets.load_from_disk(str(tmp_path))) == 4
 
 
+def test_a_cache_without_a_single_row_is_an_error_with_any_max_skipped(tmp_path):
+    args = make_args(tmp_path)
+    shards, lock, *_ = open_cache(args)
+    for i, name in enumerate(shards):
+        rows = range(i * ROWS_PER_SHARD, min(NUM_ROWS, (i + 1) * ROWS_PER_SHARD))
+        skipped = [{"row": row, "key": f"{row}.png", "reason": "broken"} for row in rows]
+        encoded, *_ = encode_rows(rows.start, rows.stop)
+        write_shard(tmp_path / name, [encoded._replace(rows=encoded.rows[:0], skipped=skipped)])
+    said = f"none of the {NUM_ROWS} rows could be used, such as 0.png .broken.: delete .*, and look"
+    with pytest.raises(SystemExit, match=said):
+        module.finish_cache(tmp_path, {}, 1.0)
+    assert not (tmp_path / "state.json").exists()
+    lock.release(force=True)
+
+
 def test_a_kill_in_finish_cache_loses_nothing_and_state_json_is_last(tmp_path, monkeypatch):
     """Without state.json a cache can't be opened."""
     make_cache(tmp_path / "whole")

@@ -141,6 +141,11 @@ def test_a_failed_save_ends_in_one_sentence_and_changes_no_file(tmp_path, monkey
             # torch.save's error for a full disk
             raise RuntimeError("[enforce fail at inline_container.cc:603]")
     assert stop.value.alone and tree(tmp_path / "out") == before
+    monkeypatch.undo()
+    for place in (tmp_path / "out/.tmp-saving/best/unet", tmp_path / f"out/.tmp-{'0' * 12}-unet"):
+        with pytest.raises(SystemExit) as stop, saving(tmp_path / "out", "the model"):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(place))
+        assert ".tmp" not in str(stop.value) and "unet')" in str(stop.value)
     # the folder was moved away
     with pytest.raises(SystemExit, match=r"could not be saved \(\[Errno 2\]"):
         save(tmp_path / "elsewhere", "new")

@@ -3,6 +3,7 @@
 The page on caches shows the same commands.
 """
 
+import math
 import shutil
 
 import datasets
@@ -60,6 +61,23 @@ def test_an_interrupted_filter_command_can_be_run_again(tmp_path, monkeypatch):
     assert len(read(filtered(tmp_path))["latents"]) == 6
 
 
+def change(rows, name, function):
+    """Rows in which the first one has another value in a column."""
+    first = lambda row, number: {name: row[name] if number else function(row[name])}
+    return rows.map(first, with_indices=True, features=rows.features)
+
+
+def test_a_folder_of_rows_gets_the_command_that_makes_a_cache(tmp_path, monkeypatch):
+    make_cache(tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    datasets.load_from_disk(str(tmp_path / "cache")).save_to_disk(tmp_path / "chosen")
+    with pytest.raises(SystemExit) as stop:
+        load_cache(tmp_path / "chosen")
+    command = str(stop.value).partition("python -m diffusion_training.latents.filtered ")[2]
+    main(parse_args(command.replace("CACHE", str(tmp_path / "cache")).split()))
+    assert len(read("NEW")["latents"]) == 6
+
+
 def interrupt(*args):
     raise KeyboardInterrupt
 
@@ -67,9 +85,14 @@ def interrupt(*args):
 def test_filtered_rows_that_do_not_fit_the_cache_are_refused(tmp_path, capfd):
     make_cache(tmp_path / "cache")
     rows = datasets.load_from_disk(str(tmp_path / "cache"))
+    other = str(tmp_path / "other")
+    make_cache(tmp_path / "other", seed=1)
     for chosen, said in [
         (rows.remove_columns("latents"), "no column 'latents'"),
         (rows.select([]), "chosen is not a folder of save_to_disk"),
+        (change(rows, "latents", lambda numbers: None), "'latents' has missing values: leave"),
+        (change(rows, "latents", lambda numbers: [math.nan] * len(numbers)), "are not finite: le"),
+        (datasets.load_from_disk(other), "row 0 is of another cache than"),
         (datasets.DatasetDict(train=rows), "several splits: train"),
     ]:
         chosen.save_to_disk(tmp_path / "chosen")

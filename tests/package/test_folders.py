@@ -4,6 +4,7 @@ import argparse
 import errno
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from conftest import make_images
@@ -118,6 +119,18 @@ def test_folder_repeats_without_numbered_folders_is_refused(tmp_path):
     make_images(tmp_path / "images", 2)
     with pytest.raises(SystemExit, match="images has no folder with a name like 10_name"):
         load(tmp_path / "images", folder_repeats=True)
+
+
+def test_folder_repeats_of_parquet_files_is_refused(tmp_path):
+    make_images(tmp_path / "images", 2)
+    paths = [str(tmp_path / "images" / f"{i}.png") for i in range(2)]
+    rows = [{"image": {"bytes": Path(path).read_bytes(), "path": None}} for path in paths]
+    features = datasets.Features({"image": datasets.Image()})
+    (tmp_path / "tables").mkdir()
+    rows = datasets.Dataset.from_list(rows, features)
+    rows.to_parquet(tmp_path / "tables/train.parquet")
+    with pytest.raises(SystemExit, match="tables is not a local folder of images"):
+        load(tmp_path / "tables", folder_repeats=True)
 
 
 def test_a_linked_folder_has_the_same_rows_captions_and_masks(tmp_path):

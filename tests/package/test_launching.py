@@ -6,18 +6,21 @@ import os
 import platform
 import resource
 import signal
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import finish, patch, reset, start
+from conftest import finish, free_port, kill, patch, reset, start, wait_until
 from filelock import FileLock
 
 import train_unconditional
 from diffusion_training.arguments import Flags
-from diffusion_training.errors import fail, in_one_sentence
+from diffusion_training.errors import PEER_ENDED, fail, in_one_sentence
 from diffusion_training.launch import (
     Launch,
+    Meeting,
     StopSignal,
     accelerator_options,
     advise_precision,
@@ -89,6 +92,8 @@ def test_make_launch_refuses_unsupported_settings(monkeypatch):
             "2 processes were launched, but they do not work together .*: on CPUs set ACCEL",
         ),
         ("WORLD_SIZE", "abc", "the launched processes can't be set up"),
+        ("ACCELERATE_FP8_BACKEND", "TE", "mixed precision fp8 is not supported"),
+        ("ACCELERATE_TORCH_DEVICE", "meta", "can't be set up .*cannot be called on meta tensors"),
     ):
         with monkeypatch.context() as launched, pytest.raises(SystemExit, match=sentence):
             reset()
@@ -289,3 +294,58 @@ def test_find_lr_creates_no_hub_repository(tmp_path, monkeypatch):
         run.lock.release(force=True)
         assert run.hub_model_id == expected
     assert made == ["out"]
+
+
+def start_second(folder, monkeypatch):
+    """Start the second process of two, whose first one does not exist; returns its id."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+    def connect(args):
+        (folder / "begun").touch()
+        accelerator_options(args)
+
+    main = in_one_sentence(connect)
+    return start(lambda: main(Flags(mixed_precision=None)), log=folder / "log")
+
+
+def test_a_process_that_waits_for_the_first_machine_can_be_stopped(tmp_path, monkeypatch):
+    pids = start_second(tmp_path, monkeypatch)
+    wait_until((tmp_path / "begun").exists)
+    time.sleep(0.2)
+    os.kill(pids[0], signal.SIGTERM)
+    assert finish(pids, 5) == [143]
+
+
+def test_a_first_machine_that_does_not_answer_ends_in_a_sentence(tmp_path, monkeypatch):
+    patch(monkeypatch, "CONNECTING", 0.1)
+    assert finish(start_second(tmp_path, monkeypatch), 10) == [1]
+    said = (tmp_path / "log").read_text()
+    assert "has not answered for 0 seconds ([Errno 111] Connection refused): is it running" in said
+
+
+@pytest.mark.parametrize("late", ["works", "dies", "is interrupted"])
+def test_processes_meet_after_any_time_or_stop(tmp_path, monkeypatch, late):
+    """The first process waits longer than torch's time-out. If the other one dies, it ends."""
+    patch(monkeypatch, "TIMEOUT", timedelta(seconds=2))
+
+    def work(args):
+        launch = make_launch(Accelerator(**accelerator_options(args)), args)
+        end = Meeting(launch)
+        (tmp_path / f"begun-{launch.rank}").touch()
+        if launch.rank:
+            time.sleep(3 if late == "works" else 0.5)
+            os._exit(1) if late == "dies" else time.sleep(30 * (late == "is interrupted"))
+        end.wait()
+
+    main = in_one_sentence(work)
+    pids = start(lambda: main(Flags(mixed_precision=None, compile=None)), 2, tmp_path / "log")
+    wait_until((tmp_path / "begun-0").exists)
+    if late == "is interrupted":
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGTERM)
+    codes = finish(pids[:1], 20)
+    kill(pids[1:]) if late == "is interrupted" else finish(pids[1:])
+    assert codes == [{"works": 0, "dies": PEER_ENDED, "is interrupted": 143}[late]]

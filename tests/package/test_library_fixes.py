@@ -14,11 +14,12 @@ import datasets
 import pytest
 import torch
 from conftest import make_images
+from datasets.packaged_modules.webdataset.webdataset import WebDataset, text_loads
 from datasets.utils import file_utils
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training import library_fixes
-from diffusion_training.library_fixes import end_streams_at_once, refuse_cut_tars
+from diffusion_training.library_fixes import decode_caption, end_streams_at_once, refuse_cut_tars
 from diffusion_training.models import compile_model
 
 
@@ -27,6 +28,7 @@ def unchanged(monkeypatch):
     """The libraries as they are installed, whatever other tests have changed in this process."""
     monkeypatch.setattr(tarfile.TarFile, "tarinfo", tarfile.TarInfo)
     monkeypatch.setattr(file_utils, "xopen", library_fixes.xopen)
+    monkeypatch.setitem(WebDataset.DECODERS, "txt", text_loads)
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 5)
     with torch._dynamo.config.patch(recompile_limit=8):
         yield
@@ -77,6 +79,13 @@ def test_tarfile_reads_a_broken_tar_as_a_shorter_one(fault):
     refuse_cut_tars()
     assert read(whole) == ["a", "b", "c", "d"]
     assert "was cut off or is damaged at byte 2,048" in error_of(read, broken)
+
+
+def test_datasets_names_no_file_for_a_caption_that_is_not_utf_8():
+    """Through `load_rows`: test_captions_in_tars_are_those_of_files_beside_images."""
+    error = error_of(WebDataset.DECODERS["txt"], b"caf\xe9")
+    assert_has_fault("UnicodeDecodeError" in error, "datasets", "skip_captions_that_are_not_utf_8")
+    assert decode_caption(b"caf\xe9") is None and decode_caption(b"caf\xc3\xa9\n") == "café\n"
 
 
 def test_torch_hangs_if_a_loader_process_can_not_send_a_batch():

@@ -248,6 +248,11 @@ def test_missing_unfinished_or_damaged_caches_are_refused(tmp_path, cache):
         tmp_path / "nowhere",
         "nowhere/cache.json is missing: make the cache with precompute_latents.py",
     )
+    for name in ("cache.json", "state.json"):  # precompute_latents.py can't read these either
+        path, data = cache / name, (cache / name).read_bytes()
+        path.write_bytes(data[:-4])
+        refused(cache, "is damaged", "delete it, and make the cache again")
+        path.write_bytes(data)
     for name in ("data-00001-of-00003.arrow", "empty_prompt.npy"):
         path, data = cache / name, (cache / name).read_bytes()
         path.unlink()

@@ -4,22 +4,28 @@ import argparse
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
-from conftest import finish, make_captioned, make_images, start
+from conftest import MODELS, Script, finish, make_captioned, make_images, start
 from fsspec.implementations.local import LocalFileSystem
 
+from diffusion_training.data.captions import transform_row
 from diffusion_training.data.folders import find_source
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.data.transforms import make_transform
 from diffusion_training.errors import in_one_sentence
 from diffusion_training.loading import load_batches
+
+precompute = Script("precompute_latents")
 
 
 @pytest.fixture
@@ -306,6 +312,52 @@ def test_a_csv_file_with_a_stray_quote_loses_no_rows(tmp_path, load, capsys):
                 SystemExit, match=f"{name} can't be loaded as a data set .the {said}"
             ):
                 load(folder)
+
+
+def test_captions_in_tars_are_those_of_files_beside_images(tmp_path, load, capsys):
+    """Without the mark at a file's start and the line break at its end; not UTF-8 is no caption."""
+    make_images(tmp_path / "images", 3)
+    texts = [b"\xef\xbb\xbfa cat\n", b"a dog\r\n", "café".encode("latin-1")]
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars/train.tar", "w") as tar:
+        for i, text in enumerate(texts):
+            (tmp_path / f"images/{i}.txt").write_bytes(text)
+            tar.add(tmp_path / f"images/{i}.png", f"{i}.png")
+            tar.add(tmp_path / f"images/{i}.txt", f"{i}.txt")
+    seen = {}
+    for folder, column in {"images": "text", "tars": "txt"}.items():
+        flags = ["--output_dir=none", f"--train_data_dir={tmp_path / folder}"]
+        flags += [f"--pretrained_model_name_or_path={MODELS}", "--resolution=16"]
+        args = precompute.module.parse_args([*flags, f"--caption_column={column}"])
+        images = load(folder=tmp_path / folder, others=[column], caption_column=column)
+        transform = make_transform(args, images.column, None, None, 3, 16)
+        made = [transform_row(i, None, images.rows[i], transform) for i in range(3)]
+        seen[folder] = [(row["text"], row["skipped"]) for row in made]
+    assert seen["tars"] == seen["images"]
+    assert seen["tars"] == [("a cat", None), ("a dog", None), ("", "it has no caption")]
+    assert capsys.readouterr().out.count("Captions in tars that are not UTF-8 are not used") == 1
+
+
+def test_files_that_datasets_never_reads_to_the_end_are_refused(tmp_path, load):
+    make_images(tmp_path / "images", 2)
+    os.mkfifo(tmp_path / "images/x.parquet")
+    with pytest.raises(SystemExit, match="images/x.parquet is a pipe: write a file"):
+        load(tmp_path / "images")
+    (tmp_path / "images/x.parquet").unlink()
+    for name in ("[a].png", "../b.png", ".."):
+        with zipfile.ZipFile(tmp_path / "images/a.zip", "w") as archive:
+            archive.write(tmp_path / "images/0.png", "0.png")
+            archive.writestr(name, b"")
+        with pytest.raises(SystemExit, match=re.escape(f"images/a.zip holds the name {name!r}: ")):
+            load(tmp_path / "images")
+
+
+def test_an_image_that_a_metadata_file_names_twice_is_reported(tmp_path, load, capsys):
+    make_captioned(tmp_path / "images", 2, ["a", "b"])
+    path = tmp_path / "images/metadata.jsonl"
+    path.write_text(f'{path.read_text()}\n{{"file_name": "1.png", "text": "c"}}')
+    assert len(load(tmp_path / "images", others=["text"]).rows) == 3
+    assert "images/1.png 2 times; each time counts as an image" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,9 +1,14 @@
 """Tables of URLs and captions: found, copied to parquet and read in ranges, or refused."""
 
 import argparse
+import functools
 import gzip
 import hashlib
+import http.server
 import json
+import os
+import re
+import threading
 
 import datasets
 import fsspec
@@ -12,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from diffusion_training import csv_files
 from diffusion_training.web import tables as module
 
 COLUMNS = ["url", "text", "id"]
@@ -171,12 +177,31 @@ def test_list_tables_accepts_a_file_a_folder_or_a_glob(tmp_path):
         == [str(tmp_path / "a.csv")]
     )
     (tmp_path / "a.csv").rename(tmp_path / "a[1].csv")
+    os.mkfifo(tmp_path / "pipe.parquet")
     assert list_tables(tmp_path / "a[1].csv") == [str(tmp_path / "a[1].csv")]
-    for source in ("none.parquet", "*.ndjson", "d.parquet.gz", "nowhere"):
-        with pytest.raises(
-            SystemExit, match="can't be read: there is no file that ends in .parquet, .csv"
-        ):
+    for source, said in {
+        "none.parquet": "it does not exist",
+        "nowhere": "it does not exist",
+        "{b,none}.parquet": "it does not exist",
+        "*.ndjson": "there is no file that ends in .parquet, .csv",
+        "d.parquet.gz": "its name does not end in .parquet, .csv",
+        "pipe.parquet": "it is neither a file nor a folder",
+    }.items():
+        with pytest.raises(SystemExit, match=f"can't be read: {said}"):
             list_tables(tmp_path / source)
+    both = [str(tmp_path / name) for name in ("a[1].csv", "b.parquet")]
+    assert list_tables(tmp_path / "{b.parquet,a[[]1].csv}") == both
+    (tmp_path / "sub/link.parquet").symlink_to(tmp_path / "b.parquet")
+    assert list_tables(tmp_path / "**/link*") == [str(tmp_path / "sub/link.parquet")]
+    (tmp_path / "sub/link.parquet").unlink()
+    # neither a glob nor a folder reads hidden folders
+    (tmp_path / "sub/__download__/tables").mkdir(parents=True)
+    (tmp_path / "sub/__download__/tables/1.parquet").touch()
+    (tmp_path / "sub/_metadata.parquet").touch()
+    every = [*both, str(tmp_path / "sub/c.jsonl")]
+    assert list_tables(tmp_path / "**") == list_tables(tmp_path) == every
+    hidden = tmp_path / "sub/.ipynb_checkpoints/c.jsonl"
+    assert list_tables(tmp_path / "*/.ipynb*/*.jsonl") == [str(hidden)]
     (tmp_path / ".kept").mkdir()
     (tmp_path / ".kept/a1.csv").touch()
     assert (
@@ -192,6 +217,85 @@ def test_list_tables_accepts_a_file_a_folder_or_a_glob(tmp_path):
         "a[1].csv",
         "b.parquet",
     ]
+
+
+def test_the_query_of_a_url_is_no_part_of_a_tables_name(tmp_path):
+    for name, suffix in {
+        "https://host/a.Parquet?download=true": ".parquet",
+        "https://host/a.csv.gz?sig=x.tsv": ".csv.gz",
+        str(tmp_path / "what?.tsv"): ".tsv",
+    }.items():
+        assert csv_files.find_suffix(name) == suffix
+    table = make_table(tmp_path / "a.parquet")
+    pa.csv.write_csv(table, tmp_path / "a.csv")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for name in ("a.parquet", "a.csv.gz"):
+            url = f"{address}/{name}?download=true"
+            assert list_tables(url) == [url]
+            with module.open_table(url, COLUMNS) as (_, batches):
+                assert sum(map(len, batches)) == 25
+        with pytest.raises(SystemExit, match="no.parquet.download=true can't be read: it does no"):
+            list_tables(f"{address}/no.parquet?download=true")
+        server.shutdown()
+
+
+def read_lines(tmp_path, lines, name="a.jsonl"):
+    """The rows of JSON lines, and their types, or the error."""
+    (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+    table = copy_table(tmp_path / name, tmp_path, rows=10**6)
+    rows, _ = read_copy(table, 10**6)
+    return rows, dict(zip(COLUMNS, map(str, table["schema"].types), strict=True))
+
+
+def test_json_lines_have_the_types_of_all_their_rows(tmp_path):
+    """Not those of the first megabyte."""
+    few = ['{"url": "u", "text": "a caption", "id": 1}'] * 10_001
+    for last, kind, value in (
+        ('"id": 2.5, "more": "x"', "double", 2.5),
+        ('"id": null', "int64", None),
+        ('"other": [1]', "int64", None),
+    ):
+        rows, types = read_lines(tmp_path, [*few, "", f'{{"url": "v", "text": "b", {last}}}'])
+        assert types == {"url": "string", "text": "string", "id": kind}
+        assert rows[-1] == {"url": "v", "text": "b", "id": value} and len(rows) == 10_002
+    first = '{"url": "u", "text": [], "id": null}'
+    rows, types = read_lines(tmp_path, [first] * 10_001 + [first.replace("[]", '["a", null]')])
+    assert types["text"].startswith("list<") and rows[-1]["text"] == ["a", None]
+    rows, types = read_lines(tmp_path, ['{"url": "u", "text": "2020-01-01", "id": "x"}'])
+    assert types["text"] == "string" and rows[0]["text"] == "2020-01-01"
+
+
+@pytest.mark.parametrize("lines, said", [
+    (["[", '{"url": "u"},'], "it holds a list: write one object a line"),
+    (["{", '"url": "u"}'], "line 1 is not one JSON object"),
+    (['{"url": "u"}', "", "3"], "line 3 is not a JSON object, but b'3"),
+    (['{"url": "u", "text": "a", "id": 1}', '{"url": "u", "text": "a", "id": "x"}'],
+     "the values of 'id' have several types, or one that can't be stored, from line 1 on"),
+    (['{"url": "u", "text": "a", "id": 1}'] * 10_000 + ['{"id": "x"}'],
+     "the values of 'id' have several types, or one that can't be stored, from line 10,001 on"),
+    (['{"url": "u", "text": "a", "id": 1%s}' % ("0" * 30)], "or one that can't be stored"),
+])  # fmt: skip
+def test_json_lines_that_are_no_table_end_in_a_sentence(tmp_path, lines, said):
+    with pytest.raises(SystemExit, match=re.escape(said)) as stop:
+        read_lines(tmp_path, lines)
+    assert "a.jsonl can't be used" in str(stop.value)
+
+
+def test_text_in_utf_16_and_long_rows_end_in_a_sentence(tmp_path):
+    for name, text in {"a.csv": "url,text,id\nu,t,1\n", "a.jsonl": '{"url": "u"}\n'}.items():
+        (tmp_path / name).write_text(text, encoding="utf-16")
+        with pytest.raises(SystemExit, match=r"a.(csv|jsonl) can't be used .it is in UTF-16: save"):
+            copy_table(tmp_path / name, tmp_path)
+    part = "x" * 700_000
+    (tmp_path / "a.csv").write_text(f"url,text,id\n{part},{part},1\n" * 3)
+    assert len(read_copy(copy_table(tmp_path / "a.csv", tmp_path))[0]) == 5  # two are like headers
+    (tmp_path / "a.csv").write_text("url,text,id" + ",more" * 6 + f"\nu,t,1{f',{part}' * 6}\n")
+    with pytest.raises(SystemExit, match="begins in line 2 can't .*more than 4,194,304 characters"):
+        copy_table(tmp_path / "a.csv", tmp_path)
 
 
 def list_dataset_tables(name, split="train", config=None):
@@ -297,6 +401,7 @@ def test_make_schema_gives_columns_that_datasets_reads():
     assert isinstance(features["image"], datasets.Image)
     assert list(features) == ["image", "text", "url", "width", "height", "sha256", "id"]
     category = pa.dictionary(pa.int8(), pa.string())
+    assert "url" in make_schema([table.set(0, pa.field("url", category))]).names
     for text in (
         pa.large_string(),
         pa.list_(pa.large_string()),
@@ -314,6 +419,7 @@ def test_make_schema_gives_columns_that_datasets_reads():
         "url": "--url_column url holds int64, not text",
         "text": "--caption_column text holds list<item: int64>, neither text nor lists of text",
         "id": r"--keep_columns id: `datasets` has no such type",
+        "view": "--keep_columns view holds list<item: string_view>: convert it, for example to str",
     }.items():
         kind = {
             "url": pa.int64(),
@@ -325,6 +431,8 @@ def test_make_schema_gives_columns_that_datasets_reads():
             if kind
             else table.remove(2)
         )
+        if change == "view":
+            changed = table.append(pa.field("view", pa.list_(pa.string_view())))
         with pytest.raises(SystemExit, match=said):
             make_schema([table, changed] if change == "other" else [changed])
 

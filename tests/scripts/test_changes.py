@@ -299,6 +299,43 @@ def test_labels_change_passes_class_labels_to_the_unet(root, tmp_path, monkeypat
     assert sorted(set(trained)) == [(i, i % 3) for i in range(8)]
     drawn = [labels for training, _, labels in seen if not training]
     assert drawn and drawn[0] == [i % 10 for i in range(12)]
+    # the code of the model card, on this computer
+    _, usage, *_ = (tmp_path / "out/README.md").read_text().split("```")
+    monkeypatch.chdir(tmp_path)
+    usage = usage.removeprefix("python\n")
+    exec(usage.replace('from_pretrained("', f'from_pretrained("{tmp_path}/'), {})
+    assert (tmp_path / "image.png").exists() and seen[-1][2] == [3]
+
+
+def test_prompts_of_samples_are_encoded_again_by_a_text_encoder_that_changes(root, tmp_path):
+    """The line of docs/changing.md, in a script whose step changes the text encoder."""
+    page = (ROOT / "docs/changing.md").read_text()
+    (again,) = re.findall(r"`(replace\(data, .*?\))`", page)
+    text = (ROOT / "train_text_to_image.py").read_text()
+    call = "log_validation(launch, pipeline, data, "
+    assert text.count(call) == 1 and text.count("import shlex\n") == 1
+    text = text.replace(call, call.replace("data", again))
+    imports = "from diffusion_training.latents.source import encode_validation\n"
+    imports += "from dataclasses import replace\nimport shlex\n"
+    (tmp_path / "changed.py").write_text(text.replace("import shlex\n", imports))
+    spec = importlib.util.spec_from_file_location("changed", tmp_path / "changed.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    drawn = []
+
+    def change_encoder(data, *rest):
+        data.encoders.text_encoders[0].requires_grad_(False).get_input_embeddings().weight.add_(1)
+        return prepare_batch(data, *rest)
+
+    def draw(launch, pipeline, data, *rest):
+        drawn.append(data.validation.prompts[0]["prompt_embeds"])
+
+    prepare_batch, script.prepare_batch, script.draw_prompts = (
+        script.prepare_batch, change_encoder, draw
+    )  # fmt: skip
+    flags = list_flags(root, tmp_path / "out", "huber", "text")
+    run(script, *flags, "--validation_prompts=a digit", "--validation_steps=2", "--holdout=0")
+    assert len(drawn) == 2 and not torch.equal(*drawn)
 
 
 def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):

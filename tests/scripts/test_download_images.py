@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -484,7 +485,7 @@ def test_skip_repeated_keeps_the_first_row_of_each_file(without_ray, server, tmp
 
 
 @pytest.mark.parametrize("flags, message", [
-    ([], "--output_dir and one of --input and --dataset_name are needed"),
+    (["--input=a"], "--output_dir and one of --input and --dataset_name are needed"),
     (["--input=a", "--dataset_name=b", "--output_dir=c"],
      "--output_dir and one of --input and --dataset_name are"),
     ([*GIVEN, "--connections", "0"], "--connections: 0 is not between 1 and"),
@@ -956,3 +957,57 @@ def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tm
     assert {name for name in theirs if mine.get(name) != theirs[name]} <= {
         n for n in theirs if "data-" not in n
     }
+
+
+# ------------------------------------------------------------------- the demo
+
+
+def read_blocks(page, word):
+    """The Python code on a page that contains a word."""
+    text = (ROOT / "docs" / page).read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if word in code]
+    return code
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """A folder in which the first commands of docs/cluster.md ran: download, then cache."""
+    folder = tmp_path_factory.mktemp("digits")
+    with pytest.MonkeyPatch.context() as m:
+        m.chdir(folder)
+        m.setattr(script, "run_items", run_items_without_ray)
+        download("--limit", "60")
+        flags = ["--train_data_dir=images-digits", "--resolution=8", "--output_dir=latents-digits"]
+        model = f"--pretrained_model_name_or_path={ROOT / 'demo/models'}"
+        Script("precompute_latents")(*flags, model, "--dataloader_num_workers=0")
+    return folder
+
+
+def test_the_demo_downloads_digits_from_a_server_on_this_machine(digits, monkeypatch, capsys):
+    rows = datasets.load_dataset(str(digits / "images-digits"))["train"]
+    images = datasets.load_dataset(str(ROOT / "demo/digits"))["train"].select(range(60))
+    for name in ("image", "text"):
+        assert rows[name] == images[name]
+    assert len(datasets.load_from_disk(str(digits / "latents-digits"))) == 60
+    monkeypatch.chdir(digits)
+    monkeypatch.setattr(script, "run_items", run_items_without_ray)
+    download("--limit", "60")  # the server has the same address again
+    printed = capsys.readouterr().out
+    assert "python download_images.py --input http://127.0.0.1:8747/digits.csv" in printed
+    assert "Next: accelerate launch precompute_latents.py --train_data_dir images-dig" in printed
+    with contextlib.closing(socket.create_server(("127.0.0.1", 8747))):  # it has ended
+        assert "the demo's server can't be started" in download.refused("--limit", "60")
+
+
+@pytest.mark.long
+def test_ray_data_reads_downloads_and_caches(digits, local_ray, monkeypatch):
+    """The lines of docs/latent-cache.md."""
+    monkeypatch.chdir(digits)
+    found = {}
+    code = read_blocks("latent-cache.md", "ray.data")
+    exec(code.replace('"images-digits"', f'"{digits}/images-digits"'), found)
+    assert found["images"].count() == found["latents"].count() == 60
+    (row,) = found["latents"].take(1)
+    assert {"latents", "prompt_embeds", "key"} <= row.keys()
+    assert row["text"] == "a handwritten digit zero"
+    assert pq.ParquetFile("latents.parquet").metadata.num_rows == 60

@@ -6,9 +6,21 @@ import sys
 from pathlib import Path
 
 import fsspec
+import psutil
 import pytest
 from accelerate import Accelerator
-from conftest import Script, checkpoints, finish, make_images, metrics, patch, start, wait_until
+from conftest import (
+    ROOT,
+    Script,
+    checkpoints,
+    finish,
+    make_images,
+    metrics,
+    needs,
+    patch,
+    start,
+    wait_until,
+)
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.errors import hide_secrets
@@ -86,7 +98,76 @@ def test_run_goes_on_without_a_tracker_that_fails(tmp_path, flags, monkeypatch, 
     assert (tmp_path / "out/unet").is_dir()
 
 
+@needs("wandb")
+def test_run_goes_on_without_the_process_of_wandb(tmp_path, flags, monkeypatch):
+    """wandb sends what it gets to a process of its own, which is killed after the first record."""
+    log = Accelerator.log
+
+    def log_and_kill(self, values, step):
+        log(self, values, step)
+        for child in psutil.Process().children(recursive=True):
+            if "wandb" in child.name():
+                child.kill()
+                child.wait()
+
+    monkeypatch.setattr(Accelerator, "log", log_and_kill)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    said = train.fork(*flags, "--report_to=wandb")
+    assert said.count("wandb did not take samples; the folder samples/ has them (") == 1
+    assert said.count("the trackers could not be closed (") == 1
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3]
+    assert (tmp_path / "out/unet").is_dir()
+
+
 # ------------------------------------------------------------------- whose folder is it?
+
+
+def test_a_second_start_of_a_run_resumes_or_is_refused(tmp_path, flags):
+    (tmp_path / "out").mkdir()
+    train(*flags, "--max_train_steps=2")
+    assert "out holds checkpoint-2 of an earlier run: resume it" in train.refused(*flags)
+    flags = [*flags, f"--checkpoints_to={tmp_path / 'copies'}"]
+    train(*flags, LATEST)
+    (tmp_path / "out").rename(tmp_path / "lost")
+    assert "copies holds checkpoint-3 of an earlier run: resume" in train.refused(*flags)
+    train(*flags, LATEST, "--max_train_steps=4")
+    assert [record["step"] for record in metrics(tmp_path / "out")] == [1, 2, 3, 4]
+    for name in ("run.args", "metrics.jsonl"):  # perhaps only checkpoints were copied here
+        (tmp_path / "out" / name).unlink()
+    train(*flags, LATEST, "--max_train_steps=5")
+    assert "checkpoint-5" in checkpoints(tmp_path / "out")
+
+
+def test_an_address_with_other_files_is_refused(tmp_path, flags):
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies/notes.txt").write_text("mine")
+    error = train.refused(*flags, f"--checkpoints_to={tmp_path / 'copies'}")
+    assert "copies holds notes.txt and no run of this script: choose another address" in error
+
+
+def test_every_row_of_the_table_of_second_starts_has_a_test():
+    page = (ROOT / "docs/resume.md").read_text()
+    table = page.partition("## Whose folder is it?")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0].strip("| ") for line in table.splitlines() if line[:1] == "|"]
+    second = test_a_second_start_of_a_run_resumes_or_is_refused
+    tests = {
+        "nothing, or an empty folder": [second],
+        "a run (`run.args`), or complete checkpoints": [second],
+        "a run that was stopped while it fetched its checkpoint": [
+            test_run_stopped_while_it_fetches_its_checkpoint_starts_again
+        ],
+        "files, but no run": [test_folder_with_records_of_another_program_is_left_alone],
+        "at `--checkpoints_to`: a run of the same name": [second],
+        "at `--checkpoints_to`: a run of another name, or other files": [
+            test_an_address_belongs_to_the_runs_of_one_name,
+            test_an_address_with_other_files_is_refused,
+        ],
+        "a `README.md` that you edited, pictures of other names in `samples/`": [
+            test_an_edited_model_card_is_kept,
+            test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing,
+        ],
+    }
+    assert rows[2:] == [*tests]
 
 
 def test_folder_with_records_of_another_program_is_left_alone(tmp_path, flags):
@@ -217,3 +298,12 @@ def test_a_run_records_and_prints_no_password_and_no_signed_query(tmp_path, flag
         path.write_bytes(b"key another")
     error = train.refused(*flags, f"--checkpoints_to={address}", LATEST)
     assert "secret://***@host/run?*** holds the run another" in error
+
+
+def test_a_refused_flag_prints_no_password(tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        train.module.parse_args(["--checkpoints_to=s3:/me:PASSWORD@host", "--seed=-1"])
+    with pytest.raises(SystemExit):
+        train.module.parse_args(["--seed=https://me:PASSWORD@host/a?sig=SIGNATURE"])
+    said = capfd.readouterr().err
+    assert "https://***@host/a?***" in said and "SIGNATURE" not in said and "PASSWORD" not in said

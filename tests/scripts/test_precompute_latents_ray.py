@@ -246,7 +246,7 @@ def without_ray(monkeypatch):
     monkeypatch.setattr(script, "placement_group", lambda bundles: None)
     monkeypatch.setattr(script, "remove_placement_group", lambda group: None)
     monkeypatch.setattr(script, "PlacementGroupSchedulingStrategy", lambda group, **options: None)
-    monkeypatch.setattr(script, "Gauge", Gauge)
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
     monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
     monkeypatch.setattr(script, "run_tasks", once)

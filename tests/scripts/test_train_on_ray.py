@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -288,6 +289,8 @@ def test_train_on_ray_reports_bad_flags_in_one_line(tmp_path, capsys, monkeypatc
     assert (args.script, args.output_dir) == (str(tmp_path / "failing.py"), str(tmp_path / "out"))
     # found beside the script, from any folder
     monkeypatch.chdir(ROOT)
+    demo = train_on_ray.parse_args([])
+    assert (demo.max_workers, demo.cpu, demo.output_dir) == (2, True, str(ROOT / "ddpm-digits"))
     args = train_on_ray.parse_args([two, "train_unconditional.py"])
     assert args.script == str(ROOT / "train_unconditional.py")
 
@@ -379,6 +382,28 @@ class Events:
         if not self.events:
             raise train_on_ray.Empty
         return self.events.pop(0)
+
+
+def test_watch_exports_the_workers_and_the_last_record(tmp_path, monkeypatch):
+    values = {}
+
+    class Gauge:
+        def __init__(self, name, description):
+            self.set = functools.partial(values.__setitem__, name.removeprefix("train_on_ray_"))
+
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    job = make_job(tmp_path)
+    train_on_ray.make_shared(job).release()
+    events = Events(("started", "2 workers", 2), ("started", "3 workers", 3))
+    train_on_ray.watch(threading.Thread(), job, events, 9)
+    assert values == {"workers": 3, "starts": 2}
+    lines = [{"step": i, "loss": i / 2, "images_per_second": 7.0} for i in range(3000)]
+    lines += [{"step": 3000, "held_out_loss": 1.0}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "out/metrics.jsonl").write_text(text + '{"step": 3001, "lo')
+    train_on_ray.watch(threading.Thread(), job, Events(), 9)
+    recorded = {"step": 2999, "loss": 1499.5, "images_per_second": 7.0}
+    assert values == {"workers": 3, "starts": 2} | recorded
 
 
 def test_watch_stops_without_new_checkpoints_or_on_a_trainers_error(tmp_path, capsys):
