@@ -85,6 +85,7 @@ class Records:
         self.num_measured = 0
         self.waits: list[Any] = []
         self.num_images = 0
+        self.seconds: dict[str, float] = {}  # of the last checkpoint, samples, ...; see `timed`
         self.start = time.perf_counter()
         self.example = ""  # a skipped image, for a sentence
         self.unrecorded: dict[str, str] = {}  # those that no record has yet
@@ -135,8 +136,7 @@ class Records:
         if self.accelerator.is_main_process:
             if self.first_inputs is None and weight.any():  # waits for the device, once
                 self.first_inputs = take_first(prepared, 16)
-            with self.paused():
-                self.costs.count_operations(prepared)
+            self.costs.count_operations(prepared)
 
     def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
@@ -161,13 +161,15 @@ class Records:
         self.write(self.held_out)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside, for saving and sampling, from images per second."""
+    def timed(self, name: str) -> Iterator[None]:
+        """Let the next record have the seconds that the block took, under `name`.
+
+        They are left out of the bar's estimate of a step, but not of images per second.
+        """
         begin = time.perf_counter()
         yield
-        pause = time.perf_counter() - begin
-        self.start += pause
-        if not self.bar.disable:  # and from the bar's estimate of a step
+        self.seconds[name] = pause = time.perf_counter() - begin
+        if not self.bar.disable:
             self.bar.start_t += pause
             self.bar.last_print_t += pause
 
@@ -208,6 +210,7 @@ class Records:
         for total in self.sums.values():  # each record covers the steps since the last one
             total.zero_()
         self.unrecorded = {}
+        self.seconds = {}
         self.waits = []
         self.num_images = 0
 
@@ -243,6 +246,7 @@ class Records:
             "images_per_second": self.num_images / duration,
             "data_wait": waited / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
+            **self.seconds,
         }
         self.add_epoch_loss(self.epoch, record["loss"])
         _, count = self.epoch_losses[self.epoch]

@@ -21,6 +21,7 @@ from diffusion_training.training.checkpoints import (
     find_checkpoint,
     find_checkpoints,
     find_start,
+    get_scale,
     load_checkpoint,
     load_start,
     prune_checkpoints,
@@ -95,8 +96,10 @@ def save(tmp_path, accelerator, make):
                 "settings": settings,
                 **more,
             }
-            save_checkpoint(accelerator, models, optimizer, state, tmp_path / "out")
-            prune_checkpoints(tmp_path / f"out/checkpoint-{step}", limit)
+            path = tmp_path / f"out/checkpoint-{step}"
+            scale = get_scale(accelerator)
+            save_checkpoint(path, state, models.items(), optimizer.state_dict, scale, {})
+            prune_checkpoints(path, limit)
         return models, optimizer
 
     return save
