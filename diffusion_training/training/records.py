@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Records:
     `watch`, `measure_inputs` and `add` only take notes; only `update` waits for the device.
 
     models: those that are trained. objective: to compare the loss with that of a constant
-    prediction.
+    prediction. wait_for_writer: waits until the last checkpoint is written.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Records:
         models: Models,
         costs: Costs,
         objective: Objective,
+        wait_for_writer: Callable[[], None],
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(args.output_dir)
@@ -93,6 +94,7 @@ class Records:
         self.num_left_out = num_left_out
         self.first_inputs: Prepared | None = None  # some of the first images
         self.objective = objective
+        self.wait_for_writer = wait_for_writer
         self.any_decoded = checkpoint is not None
         self.models = models
         self.lora_b = list_lora_b(models)
@@ -219,6 +221,7 @@ class Records:
         if sums["weight"] == 0 and (self.num_images >= 100 or (last and not self.any_decoded)):
             fail(f"none of the last {self.num_images} images could be used{self.example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
+            self.wait_for_writer()
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
             advice = "try a lower --learning_rate or more --lr_warmup_steps"

@@ -164,7 +164,7 @@ class Training:
         launch = self.launch
         self.records = Records(
             launch.accelerator, self.step, self.dataset.num_left_out, self.run.checkpoint,
-            self.args, self.models, self.costs, self.objective,
+            self.args, self.models, self.costs, self.objective, self.wait_for_writer,
         )  # fmt: skip
         self.stop_signal = StopSignal(launch.num_processes, launch.shard)
         self.stop_signal.agree()  # one may have come before
@@ -212,8 +212,9 @@ class Training:
 
         If a checkpoint could not be written, all of them stop here.
         """
-        is_done = self.writing is not None and self.writing.done()
-        self.stop_signal.agree(failed=is_done and self.writing.exception() is not None)
+        writing = self.writing
+        failed = writing is not None and writing.done() and writing.exception() is not None
+        self.stop_signal.agree(failed)
         if self.stop_signal.has_failed:
             self.wait_for_writer()  # raises the error
             self.stop_signal.agree()  # other processes wait here until the first one has ended
