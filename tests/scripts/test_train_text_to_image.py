@@ -481,8 +481,13 @@ def test_text_to_image_resume_draws_samples_that_a_kill_prevented(tmp_path, cach
     cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--max_train_steps=4",
               "--validation_prompts", "a digit one", "--no-validate_first"]  # fmt: skip
     train(*cached, f"--output_dir={tmp_path / 'whole'}")
+
+    def die(*args):
+        wait_until((tmp_path / "out/checkpoint-2").exists)
+        os._exit(9)
+
     with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", lambda *args: os._exit(9))
+        killed.setattr(script, "log_validation", die)
         train.fork(*cached, status=9)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
