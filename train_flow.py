@@ -619,16 +619,16 @@ def main(args: Namespace) -> None:
 
         is_result: whether this run has trained the weights.
         """
-        with training.paused():  # this time is not in images_per_second
-            training.measure_held_out()  # each process takes a share of the images
-            if is_result:
-                training.keep_best(save)
-            if draws_samples(args):
+        training.measure_held_out()  # each process takes a share of the images
+        if is_result:
+            training.keep_best(save)
+        if draws_samples(args):
+            with training.timed("samples_seconds"):  # in the next record
                 transformer = training.ema_or_model("transformer")
                 pipeline = make_pipeline(base, transformer, sampler, args.resolution)
                 signal = training.stop_signal
                 log_validation(launch, pipeline, data, training.step, signal, args)
-            training.report(describe)
+        training.report(describe)
 
     samples_every = (args.validation_steps, args.validation_epochs)
     is_pretrained = bool(args.init_from) or args.transformer_config_name_or_path is None
@@ -651,8 +651,8 @@ def main(args: Namespace) -> None:
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps: the first process writes, the others wait. This comes before
-        # the samples, so that a kill while they are drawn loses no step.
+        # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
+        # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
         # every --validation_steps, or without it --validation_epochs; for the last step, see below
@@ -660,7 +660,7 @@ def main(args: Namespace) -> None:
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
-    training.save_checkpoint()  # unless this step has one already
+    training.save_checkpoint()  # unless this step has one already; it waits until all is written
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
     if training.is_complete():  # no signal has stopped it

@@ -699,12 +699,12 @@ def main(args: Namespace) -> None:
 
         is_result: whether this run has trained the weights.
         """
-        with training.paused():  # this time is not in images_per_second
-            training.measure_held_out()  # each process takes a share of the images
-            if is_result:
-                training.keep_best(save)
+        training.measure_held_out()  # each process takes a share of the images
+        if is_result:
+            training.keep_best(save)
+        with training.timed("samples_seconds"):  # in the next record
             log_validation(launch, pipeline, training.step, training.stop_signal, args)
-            training.report(describe_model)
+        training.report(describe_model)
 
     samples_every = (args.validation_steps, args.save_images_epochs)
     is_pretrained = args.pretrained_model_name_or_path is not None
@@ -727,8 +727,8 @@ def main(args: Namespace) -> None:
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --checkpointing_steps: the first process writes, the others wait. This comes before
-        # the samples, so that a kill while they are drawn loses no step.
+        # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
+        # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
         # every --save_model_epochs
@@ -739,7 +739,7 @@ def main(args: Namespace) -> None:
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
-    training.save_checkpoint()  # unless this step has one already
+    training.save_checkpoint()  # unless this step has one already; it waits until all is written
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
     if training.is_complete():  # no signal has stopped it

@@ -18,14 +18,16 @@ from diffusion_training.errors import Refused, explain, explained, fail, is_load
 
 
 @contextlib.contextmanager
-def saving(folder: str | Path, what: str | Path) -> Iterator[Path]:
+def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> Iterator[Path]:
     """Yield an empty folder, and move the files that the block writes there into `folder`.
 
     Each item appears complete or not at all. If anything fails, the program ends with an error
     about `what`, and the previous items stay.
+
+    name: of the empty folder. A thread that saves beside others needs its own.
     """
     folder = Path(folder)
-    unfinished = folder / ".tmp-saving"
+    unfinished = folder / name
     try:
         delete(unfinished)  # left by a run that was killed
         unfinished.mkdir()

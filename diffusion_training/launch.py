@@ -363,6 +363,7 @@ class StopSignal:
     def __init__(self, num_processes: int, together: bool = False) -> None:
         self.together = together
         self.agreed = 0
+        self.has_failed = False  # whether any process has; see `agree`
         self.handlers = contextlib.ExitStack()
         self.handlers.enter_context(handling(self.note))
         # The processes agree over gloo, so that no device has to wait.
@@ -379,12 +380,16 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agree(self) -> int:
-        """Once per step: return the signal's number if any process has received one, else 0."""
-        number = torch.tensor(self.received)
+    def agree(self, failed: bool = False) -> int:
+        """Once per step: return the signal's number if any process has received one, else 0.
+
+        failed: whether this process must end the run, on all processes in the same step.
+        """
+        numbers = torch.tensor([self.received, int(failed)])
         if self.group is not None:
-            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX, group=self.group)
-        self.agreed = int(number)
+            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self.group)
+        self.agreed = int(numbers[0])
+        self.has_failed = bool(numbers[1])
         return self.agreed
 
     def poll(self) -> int:

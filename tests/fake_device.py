@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,21 +310,27 @@ METHODS = {
 # -------------------------------------------------------------------------------------------------
 # pinned memory, generators, and the module torch.gpu
 
-PINNED = {}  # {address of a storage: weak reference to it}
+PINNED = {}  # {address of a storage: (its end, weak reference to it)}
 
 
 def remember_pinned(tensor):
     """Note that a tensor on the CPU is pinned, with all tensors that share its memory."""
     storage = tensor.untyped_storage()
-    PINNED[storage.data_ptr()] = StorageWeakRef(storage)
+    start = storage.data_ptr()
+    PINNED[start] = start + storage.nbytes(), StorageWeakRef(storage)
     return tensor
 
 
 def is_pinned(tensor, device=None):
     if is_on_gpu(tensor):
         return False
-    reference = PINNED.get(tensor.untyped_storage().data_ptr())
-    return reference is not None and not reference.expired()
+    address = tensor.untyped_storage().data_ptr()
+    if address in PINNED:
+        return not PINNED[address][1].expired()
+    return any(  # a part of pinned memory
+        start < address < end and not reference.expired()
+        for start, (end, reference) in PINNED.items()
+    )
 
 
 def pin_memory(tensor, device=None):
@@ -364,7 +371,8 @@ class Event:
         pass
 
     def synchronize(self):
-        count_wait("Event.synchronize")
+        if threading.current_thread() is threading.main_thread():  # else training does not wait
+            count_wait("Event.synchronize")
 
     def elapsed_time(self, other):
         return (other.time - self.time) * 1000

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,13 @@ from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.order import KEYS
-from diffusion_training.training.lora import is_adapted, load_adapter, save_adapter, save_lora
+from diffusion_training.training.lora import (
+    LoraFiles,
+    is_adapted,
+    load_adapter,
+    save_adapter,
+    write_lora_files,
+)
 from diffusion_training.training.optimizers import load_optimizer
 from diffusion_training.training.sharding import gather_model, gather_state, load_weights_of
 
@@ -92,42 +98,51 @@ def find_checkpoint(given: str | None, output_dir: str) -> Path | None:
 
 
 def save_checkpoint(
-    accelerator: Accelerator,
-    models: Models,
-    optimizer: torch.optim.Optimizer,
+    path: Path,
     state: dict[str, Any],
-    output_dir: str | Path,
-    lora_metadata: dict[str, str] | None = None,
+    models: Iterable[tuple[str, torch.nn.Module]],
+    moments: Callable[[], dict[str, Any]],
+    scale: dict[str, Any],
+    lora_files: LoraFiles,
 ) -> None:
-    """Write checkpoint-N. Call it on every process.
+    """Write checkpoint-N, on the first process.
 
     It holds the weights of `models`, each in a folder named after it, the optimizer and `state`.
     This is all that a resumed run needs: data order and noise follow from the step.
 
-    lora_metadata: see `save_lora`.
+    models: (name, model), whole. moments: returns the state of the optimizer. scale: see
+    `get_scale`. lora_files: for other programs, to compare the images of checkpoints.
     """
-    path = Path(output_dir) / f"checkpoint-{state['global_step']}"
-    scaler = accelerator.scaler
-    if accelerator.is_main_process:
-        with saving(output_dir, path) as unfinished:
-            folder = unfinished / path.name
-            for name, model in models.items():
-                save_weights(gather_model(model), folder / name)
-            # a LoRA file for other programs, to compare the images of checkpoints
-            if any(map(is_adapted, models.values())):
-                save_lora(models, folder, lora_metadata)
-            torch.save(gather_state(optimizer), folder / "optimizer.bin")
-            torch.save(scaler.state_dict() if scaler else {}, folder / "scaler.bin")
-            state = {**state, "version": __version__, "keys": KEYS}
-            state["checksums"] = checksum_files(folder)
-            own = xxhash.xxh3_128(json.dumps(state).encode())  # covers the rest of the file
-            state["checksums"]["trainer_state.json"] = own.hexdigest()
-            (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
-    else:  # give the parts that the first process gathers above, in the same order
-        for model in models.values():
-            gather_model(model)
-        gather_state(optimizer)
-    accelerator.wait_for_everyone()
+    with saving(path.parent, path, ".tmp-saving-checkpoint") as unfinished:
+        folder = unfinished / path.name
+        for name, model in models:
+            save_weights(model, folder / name)
+        write_lora_files(lora_files, folder)
+        torch.save(moments(), folder / "optimizer.bin")
+        torch.save(scale, folder / "scaler.bin")
+        state = {**state, "version": __version__, "keys": KEYS}
+        state["checksums"] = checksum_files(folder)
+        own = xxhash.xxh3_128(json.dumps(state).encode())  # covers the rest of the file
+        state["checksums"]["trainer_state.json"] = own.hexdigest()
+        (folder / "trainer_state.json").write_text(json.dumps(state, indent=2))
+
+
+def get_scale(accelerator: Accelerator) -> dict[str, Any]:
+    """The state of the scaler of fp16, empty without one."""
+    return accelerator.scaler.state_dict() if accelerator.scaler else {}
+
+
+def gather_models(models: Models) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each name and model, whole on the first process. Call it on every process."""
+    for name, model in models.items():
+        yield name, gather_model(model)
+
+
+def give_parts(models: Models, optimizer: torch.optim.Optimizer) -> None:
+    """Give the parts of sharded models and moments that the first process gathers, in order."""
+    for _ in gather_models(models):
+        pass
+    gather_state(optimizer)
 
 
 def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = None) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from argparse import Namespace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +26,9 @@ from diffusion_training.training.lora_files import (
     read_lora_file,
     split_name,
 )
+
+# {name of a file: (its weights, its header)}
+LoraFiles: TypeAlias = dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
 
 
 def add_lora(
@@ -258,7 +262,14 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
 
 
 def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> None:
-    """Write the adapters among {name: model}, averaged if possible, in files for other programs.
+    """Write the adapters among {name: model} in files for other programs; see `make_lora_files`."""
+    write_lora_files(make_lora_files(models, metadata), folder)
+
+
+def make_lora_files(models: Models, metadata: dict[str, str] | None) -> LoraFiles:
+    """Make files for other programs of the adapters among {name: model}, averaged if possible.
+
+    Returns {name of the file: (weights on the CPU, header)}, empty without adapters.
 
     Some programs read alpha from the header, some from each layer, and some assume that it is the
     rank. So alpha / rank is multiplied into the weights, and all of them reproduce the trained
@@ -266,6 +277,8 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
 
     metadata: the header of a second file, with kohya's names; None for no such file.
     """
+    if not any(map(is_adapted, models.values())):
+        return {}
     weights = {}
     kohya = {}
     header = dict(metadata or {})
@@ -284,14 +297,20 @@ def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> 
             header["diffusion_training.dora_scale"] = "relative to the base"
         else:
             header["ss_network_module"] = "networks.lora"
-    for value in (weights | kohya).values():
-        if not value.isfinite().all():
-            raise ValueError("the weights of the adapter are not finite in float16")
-    save_file(weights, folder / LORA_FILE, {"format": "pt"})
+    files: LoraFiles = {LORA_FILE: (weights, {"format": "pt"})}
     if metadata is not None:
-        path = folder / "pytorch_lora_weights_kohya.safetensors"
-        save_file(kohya, path, header)
-        sort_header(path)
+        files["pytorch_lora_weights_kohya.safetensors"] = kohya, header
+    return files
+
+
+def write_lora_files(files: LoraFiles, folder: Path) -> None:
+    """Write what `make_lora_files` made. Raises ValueError if float16 has too small a range."""
+    for weights, _ in files.values():
+        if not all(map(is_finite, weights.values())):
+            raise ValueError("the weights of the adapter are not finite in float16")
+    for name, (weights, header) in files.items():
+        save_file(weights, folder / name, header)
+        sort_header(folder / name)
 
 
 def fold_scale(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

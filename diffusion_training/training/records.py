@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Records:
     `watch`, `measure_inputs` and `add` only take notes; only `update` waits for the device.
 
     models: those that are trained. objective: to compare the loss with that of a constant
-    prediction.
+    prediction. wait_for_writer: waits until the last checkpoint is written.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Records:
         models: Models,
         costs: Costs,
         objective: Objective,
+        wait_for_writer: Callable[[], None],
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(args.output_dir)
@@ -85,6 +86,7 @@ class Records:
         self.num_measured = 0
         self.waits: list[Any] = []
         self.num_images = 0
+        self.seconds: dict[str, float] = {}  # of the last checkpoint, samples, ...; see `timed`
         self.start = time.perf_counter()
         self.example = ""  # a skipped image, for a sentence
         self.unrecorded: dict[str, str] = {}  # those that no record has yet
@@ -92,6 +94,7 @@ class Records:
         self.num_left_out = num_left_out
         self.first_inputs: Prepared | None = None  # some of the first images
         self.objective = objective
+        self.wait_for_writer = wait_for_writer
         self.any_decoded = checkpoint is not None
         self.models = models
         self.lora_b = list_lora_b(models)
@@ -135,8 +138,7 @@ class Records:
         if self.accelerator.is_main_process:
             if self.first_inputs is None and weight.any():  # waits for the device, once
                 self.first_inputs = take_first(prepared, 16)
-            with self.paused():
-                self.costs.count_operations(prepared)
+            self.costs.count_operations(prepared)
 
     def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
         """Add the result of `train_step` for a step with `num_images` on all processes together."""
@@ -161,13 +163,15 @@ class Records:
         self.write(self.held_out)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside, for saving and sampling, from images per second."""
+    def timed(self, name: str) -> Iterator[None]:
+        """Let the next record have the seconds that the block took, under `name`.
+
+        They are left out of the bar's estimate of a step, but not of images per second.
+        """
         begin = time.perf_counter()
         yield
-        pause = time.perf_counter() - begin
-        self.start += pause
-        if not self.bar.disable:  # and from the bar's estimate of a step
+        self.seconds[name] = pause = time.perf_counter() - begin
+        if not self.bar.disable:
             self.bar.start_t += pause
             self.bar.last_print_t += pause
 
@@ -208,6 +212,7 @@ class Records:
         for total in self.sums.values():  # each record covers the steps since the last one
             total.zero_()
         self.unrecorded = {}
+        self.seconds = {}
         self.waits = []
         self.num_images = 0
 
@@ -218,6 +223,7 @@ class Records:
         if sums["weight"] == 0 and (self.num_images >= 100 or none_of_epoch):
             fail(f"none of the last {self.num_images} images could be used{self.example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
+            self.wait_for_writer()
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
             advice = "try a lower --learning_rate or more --lr_warmup_steps"
@@ -245,6 +251,7 @@ class Records:
             "images_per_second": self.num_images / duration,
             "data_wait": waited / duration,  # share of the time
             "skipped_images": len(self.skipped) + self.num_left_out,
+            **self.seconds,
         }
         self.add_epoch_loss(self.epoch, record["loss"])
         _, count = self.epoch_losses[self.epoch]

@@ -7,23 +7,27 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import gather_object
 
 from diffusion_training import __version__
 from diffusion_training.batches import Models, Objective, StepSums, TrainingData
-from diffusion_training.errors import fail
+from diffusion_training.errors import CHANGED, fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
 from diffusion_training.training.best import keep_best
 from diffusion_training.training.card import save_model_card
 from diffusion_training.training.checkpoints import (
     find_checkpoints,
+    gather_models,
+    get_scale,
+    give_parts,
     load_checkpoint,
     load_start,
     prune_checkpoints,
@@ -31,6 +35,7 @@ from diffusion_training.training.checkpoints import (
 )
 from diffusion_training.training.costs import Costs, count_disk, describe_trained
 from diffusion_training.training.held_out import describe_held_out, log_held_out_loss
+from diffusion_training.training.lora import make_lora_files
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.progress import NextStep, format_duration
@@ -39,7 +44,8 @@ from diffusion_training.training.replicas import check_replicas
 from diffusion_training.training.report import DescribeModel, save_report
 from diffusion_training.training.run_folder import Run, begin_run, end_run
 from diffusion_training.training.samples import samples_path
-from diffusion_training.training.sharding import gather_model, shard
+from diffusion_training.training.sharding import gather_model, gather_state, shard
+from diffusion_training.training.snapshot import make_snapshot
 from diffusion_training.training.tuning import Plan
 
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
@@ -81,7 +87,7 @@ class Training:
 
         Call it before Accelerate wraps the models.
 
-        held_out: see `hold_out`. args: see `complete_args`. lora_metadata: see `save_lora`.
+        held_out: see `hold_out`. args: see `complete_args`. lora_metadata: see `make_lora_files`.
         """
         self.launch = launch
         self.run = run
@@ -125,6 +131,11 @@ class Training:
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
+        # None: the training waits while a checkpoint is written
+        self.snapshot = make_snapshot(launch, self.saved, models, self.step, args)
+        self.writer = ThreadPoolExecutor(1)  # its thread writes checkpoints, on the first process
+        self.writing: Future[None] | None = None  # the last checkpoint
+        CHANGED.callback(self.writer.shutdown)  # a run that fails waits for it, too
         self.costs = Costs(
             launch, models, self.averaged, objective, args.optimizer, args.allow_tf32
         )
@@ -153,7 +164,7 @@ class Training:
         launch = self.launch
         self.records = Records(
             launch.accelerator, self.step, self.dataset.num_left_out, self.run.checkpoint,
-            self.args, self.models, self.costs, self.objective,
+            self.args, self.models, self.costs, self.objective, self.wait_for_writer,
         )  # fmt: skip
         self.stop_signal = StopSignal(launch.num_processes, launch.shard)
         self.stop_signal.agree()  # one may have come before
@@ -181,7 +192,7 @@ class Training:
         return self.step < self.args.max_train_steps and not self.stop_signal.agreed
 
     def advance(self, step: NextStep, sums: StepSums) -> None:
-        """Count a step that was taken, and ask all processes whether a signal has come.
+        """Count a step that was taken, and agree with all processes whether a signal has come.
 
         Update averages and learning rate too, except after an fp16 overflow, when the optimizer
         has skipped the step and the scaler lowers its scale.
@@ -194,7 +205,24 @@ class Training:
                 update_ema(self.averaged, self.models, self.step, self.args)
             self.lr_scheduler.step()
         self.claim_folder()
-        self.stop_signal.agree()
+        self.agree()
+
+    def agree(self) -> None:
+        """Agree with all processes whether a signal has come.
+
+        If a checkpoint could not be written, all of them stop here.
+        """
+        writing = self.writing
+        failed = writing is not None and writing.done() and writing.exception() is not None
+        self.stop_signal.agree(failed)
+        if self.stop_signal.has_failed:
+            self.wait_for_writer()  # raises the error
+            self.stop_signal.agree()  # other processes wait here until the first one has ended
+
+    def wait_for_writer(self) -> None:
+        """Wait until the last checkpoint is written. Raises the error if that failed."""
+        if self.writing:
+            self.writing.result()
 
     def is_due(self, steps: int | None, epochs: int | None = None) -> bool:
         """Whether something is due that comes every `steps` steps or, if None, `epochs` epochs."""
@@ -214,44 +242,67 @@ class Training:
             self.records.update(self.step, log, self.step == self.args.max_train_steps)
 
     def save_checkpoint(self) -> None:
-        """Write checkpoint-N, if this step has none. After the last step, write its record first.
+        """Save checkpoint-N, if this step has none. After the last step, write its record first.
 
-        Stops with an error if the loss is not finite, or the processes' weights differ.
+        The training only waits for a copy in memory, which a thread writes, but after the last
+        step, or a signal, until it is written.
+
+        Stops with an error if the loss is not finite, the processes' weights differ, or the last
+        checkpoint could not be written.
         """
         progress = self.progress
-        if self.saved_at == progress.data_step:
+        if self.saved_at != progress.data_step:
+            self.saved_at = progress.data_step
+            self.update_records(log=self.step == self.args.max_train_steps and progress.stepped)
+            with self.timed("checkpoint_seconds"):
+                self.wait_for_writer()  # for the one before, whose copy is overwritten
+                self.agree()
+                self.begin_checkpoint()
+        if not self.continues():
+            self.wait_for_writer()
+        self.agree()
+
+    def begin_checkpoint(self) -> None:
+        """Copy what a checkpoint holds, and let the thread write it; without memory, write it."""
+        if not self.launch.shard:
+            check_replicas(self.launch.accelerator, self.models, self.averaged, self.step)
+        if not self.launch.is_main:
+            give_parts(self.saved, self.optimizer)
             return
-        self.saved_at = progress.data_step
-        self.update_records(log=self.step == self.args.max_train_steps and progress.stepped)
-        with self.paused():
-            accelerator = self.launch.accelerator
-            state = progress.state() | {"settings": self.recorded}
-            if not self.launch.shard:
-                check_replicas(accelerator, self.models, self.averaged, self.step)
-            save_checkpoint(
-                accelerator, self.saved, self.optimizer, state, self.args.output_dir,
-                self.lora_metadata,
-            )  # fmt: skip
-            self.prune()
+        path = Path(self.args.output_dir, f"checkpoint-{self.step}")
+        state = self.progress.state() | {"settings": self.recorded}
+        scale = get_scale(self.launch.accelerator)
+        lora_files = make_lora_files(self.saved, self.lora_metadata)
+
+        def write(
+            models: Iterable[tuple[str, torch.nn.Module]], moments: Callable[[], dict[str, Any]]
+        ) -> None:
+            save_checkpoint(path, state, models, moments, scale, lora_files)
+            self.prune(path)
             if self.run.copies:
                 self.run.copies.news.set()
 
-    def prune(self) -> None:
+        if self.snapshot is None:
+            write(gather_models(self.saved), partial(gather_state, self.optimizer))
+        else:
+            self.snapshot.take(self.saved, self.optimizer)
+            self.writing = self.writer.submit(write, self.snapshot.models(), self.snapshot.moments)
+
+    def prune(self, saved: Path) -> None:
         """Delete the oldest checkpoints beyond the limit."""
-        saved = Path(self.args.output_dir, f"checkpoint-{self.step}")
         if self.run.copies:
             self.run.copies.prune(saved)
         elif self.launch.is_main:
             prune_checkpoints(saved, self.args.checkpoints_total_limit)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside, for saving and sampling, from images per second.
+    def timed(self, name: str) -> Iterator[None]:
+        """Record how many seconds the block took, under `name`, with the next record.
 
-        What is inside writes files, so an earlier run's are replaced first.
+        The block writes files, so an earlier run's are replaced first.
         """
         self.claim_folder()
-        with self.records.paused():
+        with self.records.timed(name):
             yield
 
     def claim_folder(self) -> None:
@@ -278,37 +329,43 @@ class Training:
     def save_result(self, save: SaveResult) -> None:
         """Write the result for other programs, on the first process."""
         self.update_records(log=False)
-        with self.paused():
+        with self.timed("result_seconds"):
             result = self.gather_result()
             if self.launch.is_main:
                 save(result, Path(self.args.output_dir))
 
     def measure_held_out(self) -> None:
         """Measure and record the held-out loss, if images are held out."""
+        if not self.held_out:
+            return
         models = {"held_out_loss": self.models}
         if self.averaged:
             models["held_out_loss_ema"] = self.averaged
-        log_held_out_loss(
-            self.launch, self.records, self.dataset, self.held_out, models, self.objective,
-            self.stop_signal, self.step,
-        )  # fmt: skip
+        with self.timed("held_out_seconds"):
+            log_held_out_loss(
+                self.launch, self.records, self.dataset, self.held_out, models, self.objective,
+                self.stop_signal, self.step,
+            )  # fmt: skip
 
     def keep_best(self, save: SaveResult) -> None:
         """With --save_best, write best/ if the held-out loss is the lowest so far."""
-        if self.args.save_best:
+        if not self.args.save_best:
+            return
+        with self.timed("best_seconds"):
             best = partial(save, self.gather_result())
             if self.launch.is_main:
                 keep_best(Path(self.args.output_dir), self.records.held_out, self.step, best)
 
     def report(self, describe: DescribeModel) -> None:
         """Write report.html, with samples and curves so far; agree whether a signal has come."""
-        if self.launch.is_main:
-            launcher = "accelerate launch" if is_launched() else "python"
-            facts = self.list_facts()
-            save_report(self.run.script, describe, self.step, self.args, facts, launcher)
+        with self.timed("report_seconds"):
+            if self.launch.is_main:
+                launcher = "accelerate launch" if is_launched() else "python"
+                facts = self.list_facts()
+                save_report(self.run.script, describe, self.step, self.args, facts, launcher)
         if self.run.copies:
             self.run.copies.news.set()
-        self.stop_signal.agree()
+        self.agree()
 
     def list_facts(self) -> dict[str, str]:
         """Facts about the run for the report, besides its flags."""
@@ -345,7 +402,8 @@ class Training:
         self.stop_signal.close()
         if stop:
             end_stopped(accelerator, stop, self.step, args.max_train_steps)
-        self.prune()  # a kill may have prevented it
+        # a kill may have prevented it
+        self.prune(Path(args.output_dir, f"checkpoint-{self.step}"))
         if self.launch.is_main:
             save_model_card(self.step, describe, args)
         samples = "samples/"

@@ -21,6 +21,7 @@ from diffusion_training.training.checkpoints import (
     find_checkpoint,
     find_checkpoints,
     find_start,
+    get_scale,
     load_checkpoint,
     load_start,
     prune_checkpoints,
@@ -95,8 +96,10 @@ def save(tmp_path, accelerator, make):
                 "settings": settings,
                 **more,
             }
-            save_checkpoint(accelerator, models, optimizer, state, tmp_path / "out")
-            prune_checkpoints(tmp_path / f"out/checkpoint-{step}", limit)
+            path = tmp_path / f"out/checkpoint-{step}"
+            scale = get_scale(accelerator)
+            save_checkpoint(path, state, models.items(), optimizer.state_dict, scale, {})
+            prune_checkpoints(path, limit)
         return models, optimizer
 
     return save
@@ -513,18 +516,8 @@ def test_a_checkpoint_with_another_optimizer_is_refused(tmp_path, save, load):
         load(tmp_path / "out/checkpoint-3")
 
 
-def test_only_the_main_process_saves_and_prints_while_the_others_wait(
-    tmp_path, accelerator, save, capsys, monkeypatch
+def test_only_the_first_process_prints_that_there_is_no_checkpoint(
+    tmp_path, accelerator, capsys, monkeypatch
 ):
-    met, out = [], tmp_path / "out"
-    monkeypatch.setattr(
-        accelerator,
-        "wait_for_everyone",
-        lambda: met.append([path.name for path in find_checkpoints(out)]),
-    )
-    save(3)
-    monkeypatch.setattr(Accelerator, "is_main_process", False)
-    save(4)
-    assert met == [["checkpoint-3"]] * 2
     monkeypatch.setenv("RANK", "1")
     assert find_checkpoint("latest", str(tmp_path)) is None and not capsys.readouterr().out

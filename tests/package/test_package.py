@@ -58,7 +58,7 @@ training.lora_files training.sharding
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas training.samples training.pipelines training.hub training.denoiser
 training.checkpoints training.costs training.held_out
-training.best training.copies training.records
+training.best training.copies training.records training.snapshot
 training.report
 training.run_folder
 training.metadata training.tuning

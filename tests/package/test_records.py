@@ -44,7 +44,7 @@ def run(tmp_path):
             count_operations=lambda prepared: None, describe=str, measure=lambda speed: {}
         )
         records = Records(
-            accelerator, global_step, num_left_out, checkpoint, settings, {}, costs, None
+            accelerator, global_step, num_left_out, checkpoint, settings, {}, costs, None, bool
         )
         records.begin()
         return records
@@ -333,7 +333,7 @@ def test_the_progress_bar_leaves_pauses_out_of_its_estimate(run, monkeypatch):
     for number in range(1, 5):
         now[0] += 1
         step(records, number, log=False)
-        with records.paused():
+        with records.timed("checkpoint_seconds"):
             now[0] += 100
     assert bar.format_dict["elapsed"] == pytest.approx(4) and bar.format_dict["rate"] in (
         None,
@@ -487,12 +487,17 @@ def test_only_the_first_process_writes_records(tmp_path, run):
     assert os.path.getsize(tmp_path / "out/metrics.jsonl") == 0
 
 
-def test_images_per_second_leaves_pauses_out(tmp_path, run, monkeypatch):
+def test_images_per_second_counts_pauses_and_a_record_has_their_seconds(tmp_path, run, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     records = run()
-    now[0] += 1
-    with records.paused():
-        now[0] += 100
-    step(records, 1)
-    assert metrics(tmp_path)[0]["images_per_second"] == pytest.approx(2)
+    for number, pauses in enumerate([(), (7, 3), ()], 1):
+        for pause in pauses:
+            with records.timed("checkpoint_seconds"):
+                now[0] += pause
+        now[0] += 1
+        step(records, number)
+    one, two, three = metrics(tmp_path)
+    assert one["images_per_second"] == pytest.approx(2) == three["images_per_second"]
+    assert two["images_per_second"] == pytest.approx(2 / 11) and two["checkpoint_seconds"] == 3
+    assert "checkpoint_seconds" not in one | three

@@ -19,6 +19,7 @@ from conftest import (
     metrics,
     patch,
     start,
+    wait_until,
 )
 from diffusers import UNet2DConditionModel
 
@@ -111,6 +112,7 @@ def test_resuming_measures_the_held_out_loss_that_a_kill_prevented(
 
     def die_at_step_4(*args):
         if args[-1] == 4:
+            wait_until((tmp_path / "out/checkpoint-4").exists)
             os._exit(9)
         log_held_out_loss(*args)
 

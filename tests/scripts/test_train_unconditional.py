@@ -41,8 +41,7 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.launch import StopSignal
 from diffusion_training.models import update_ema
 from diffusion_training.order import step_seed
-from diffusion_training.training import checkpoints as checkpoints_module
-from diffusion_training.training import pipelines
+from diffusion_training.training import held_out, pipelines, replicas
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -201,7 +200,8 @@ def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flag
         "tflops"
     )
     for record in records:  # the record after an epoch's end also has its mean
-        assert [name for name in record if name != "epoch_loss"] == names.split()
+        others = [name for name in record if not name.endswith("_seconds")]
+        assert [name for name in others if name != "epoch_loss"] == names.split()
         assert ("epoch_loss" in record) == (record["step"] in (7, 12))
         assert math.isfinite(sum(record.values()))
     assert not list(out.glob(".tmp-*"))
@@ -381,14 +381,19 @@ def test_signal_finishes_the_step_saves_and_prints_how_to_resume(
 
 
 def test_unconditional_resume_draws_samples_that_a_kill_prevented(tmp_path, flags, monkeypatch):
-    """The checkpoint is written first, because samples may take minutes.
+    """The checkpoint is written meanwhile, because samples may take minutes.
 
     Samples that are missing then are drawn when the run is resumed.
     """
     flags = [*flags, "--checkpointing_steps=2", "--validation_steps=2"]
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
+
+    def die(*args):
+        wait_until((tmp_path / "out/checkpoint-2").exists)
+        os._exit(9)
+
     with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", lambda *args: os._exit(9))
+        killed.setattr(script, "log_validation", die)
         train.fork(*flags, status=9)
     assert (
         checkpoints(tmp_path / "out") == {"checkpoint-2"}
@@ -930,24 +935,30 @@ def test_unconditional_training_keeps_dropout_after_sampling(tmp_path, flags, mo
     assert training == [True] * 3
 
 
-def test_unconditional_images_per_second_excludes_saving_and_sampling(tmp_path, flags, monkeypatch):
+def test_unconditional_records_have_the_seconds_of_pauses(tmp_path, flags, monkeypatch):
     late, clock = [0], time.perf_counter
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
 
-    def slow(function):
+    def slow(function, seconds):
         def wrapper(*args, **options):
-            late[0] += 1000
+            late[0] += seconds
             return function(*args, **options)
 
         return wrapper
 
-    monkeypatch.setattr(script, "log_validation", slow(script.log_validation))
-    patch(monkeypatch, "save_checkpoint", slow(checkpoints_module.save_checkpoint))
-    patch(monkeypatch, "save_pipeline", slow(pipelines.save_pipeline))
-    train(*flags, "--validation_steps=1", "--checkpointing_steps=1", "--max_train_steps=3")
-    assert late[0] >= 6000 and all(
-        record["images_per_second"] > 0.01 for record in metrics(tmp_path / "out")
-    )
+    monkeypatch.setattr(script, "log_validation", slow(script.log_validation, 10_000))
+    patch(monkeypatch, "check_replicas", slow(replicas.check_replicas, 1_000))
+    patch(monkeypatch, "save_pipeline", slow(pipelines.save_pipeline, 100_000))
+    patch(monkeypatch, "log_held_out_loss", slow(held_out.log_held_out_loss, 1_000_000))
+    flags += ["--validation_steps=2", "--checkpointing_steps=2", "--holdout=1", "--save_best"]
+    train(*flags, "--max_train_steps=3")
+    records = [record for record in metrics(tmp_path / "out") if "loss" in record]
+    names = ("checkpoint", "samples", "best", "held_out")
+    seconds = [
+        [round(record.get(f"{name}_seconds", 0), -3) for name in names] for record in records
+    ]
+    assert seconds == [[0] * 4, [0] * 4, [1_000, 10_000, 100_000, 1_000_000]]
+    assert records[2]["images_per_second"] < 1e-6 < records[1]["images_per_second"]
 
 
 def test_resumed_run_uses_the_optimizer_flags_of_its_command(tmp_path, flags):

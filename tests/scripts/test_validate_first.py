@@ -62,7 +62,11 @@ def outcome(folder):
     }
     times = ("images_per_second", "data_wait", "tflops", "memory_gb")
     records = [
-        {key: value for key, value in record.items() if key not in times}
+        {
+            key: value
+            for key, value in record.items()
+            if key not in times and not key.endswith("_seconds")
+        }
         for record in metrics(folder)
     ]
     return files, records

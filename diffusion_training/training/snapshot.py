@@ -1,0 +1,112 @@
+"""Copy what a checkpoint holds, so that it can be written while the training goes on."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from diffusion_training.batches import Models
+from diffusion_training.launch import Launch
+from diffusion_training.memory import HostMemory, is_gpu, measure_free
+from diffusion_training.training.costs import copy_shapes, count_trained
+from diffusion_training.training.lora import is_adapted
+from diffusion_training.training.sharding import whole
+
+
+class Snapshot:
+    """Copies of models and of their optimizer's state, on the first process.
+
+    Their memory is taken once and used for every checkpoint, so it can't be missing later. Raises
+    RuntimeError if there is not enough.
+
+    saved: {name: model} of a checkpoint, before Accelerate wraps them. num_bytes: see `count_copy`.
+    """
+
+    def __init__(self, saved: Models, num_bytes: int, device: torch.device) -> None:
+        self.device = device
+        self.memory = HostMemory(num_bytes, device)
+        self.copies = copy_shapes(saved, saved)
+        for model in self.copies.values():
+            weights = {name: self.memory.cut(x) for name, x in list_saved(model).items()}
+            model.load_state_dict(weights, strict=False, assign=True)
+        self.begin_of_state = self.memory.place
+        self.state: dict[str, Any] = {}  # of the optimizer
+
+    def take(self, saved: Models, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the values as they are now. The host does not wait for a GPU.
+
+        With --shard, the other processes call `give_parts` at the same time.
+        """
+        is_async = is_gpu(self.device)
+        for name, model in saved.items():
+            weights = list_saved(model)
+            for key, copy in list_saved(self.copies[name]).items():
+                # contiguous, as safetensors needs it; a GPU is faster at this than the host
+                copy.copy_(whole(weights[key]).contiguous(), non_blocking=is_async)
+        copies: dict[int, torch.Tensor] = {}  # parameters may share a tensor, as in bitsandbytes
+
+        def copy_once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                value = whole(tensor).detach()
+                copies[id(tensor)] = self.memory.cut(value).copy_(value, non_blocking=is_async)
+            return copies[id(tensor)]
+
+        self.memory.place = self.begin_of_state
+        self.state = tree_map_only(torch.Tensor, copy_once, optimizer.state_dict())
+        if is_async:
+            stream = torch.get_device_module(self.device).current_stream()
+            self.copied = stream.record_event()
+
+    def models(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Each name and copy, when they are complete. The copy of a LoRA has no base."""
+        if is_gpu(self.device):
+            self.copied.synchronize()
+        yield from self.copies.items()
+
+    def moments(self) -> dict[str, Any]:
+        """The optimizer's state. Call it after `models`."""
+        return self.state
+
+
+def list_saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers that `save_weights` writes, by their names in the model."""
+    saved = model.state_dict()
+    if is_adapted(model):
+        return {name: value for name, value in saved.items() if ".lora_" in name}
+    return saved
+
+
+def count_copy(saved: Models, models: Models, optimizer: str) -> int:
+    """Return the bytes of a `Snapshot`. models: the trained ones among `saved`."""
+    _, moments = count_trained(models, optimizer)
+    weights = [value.nbytes for model in saved.values() for value in list_saved(model).values()]
+    return sum(weights) + moments
+
+
+def make_snapshot(
+    launch: Launch, saved: Models, models: Models, step: int, args: Namespace
+) -> Snapshot | None:
+    """Take the memory for copies, on the first process; None if the training waits for checkpoints.
+
+    It waits if only the last step saves one, or if there is not enough memory, which is printed.
+    A tenth of the free memory stays free.
+    """
+    due = (step // args.checkpointing_steps + 1) * args.checkpointing_steps
+    if not launch.is_main or args.find_lr or due >= args.max_train_steps:
+        return None
+    needed = count_copy(saved, models, args.optimizer)
+    free = measure_free()
+    if launch.device.type == "cpu":  # the first step will take gradients and moments from the same
+        free -= sum(count_trained(models, args.optimizer))
+    if needed < 0.9 * free:
+        try:
+            return Snapshot(saved, needed, launch.device)
+        except RuntimeError:  # a limit that is not known here, such as that of pinned memory
+            pass
+    print(
+        f"The training waits while a checkpoint is written: a copy of it in memory takes "
+        f"{needed / 1e9:.3g} GB, and {max(0, free) / 1e9:.3g} GB are free"
+    )
+    return None

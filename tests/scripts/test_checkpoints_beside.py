@@ -1,0 +1,286 @@
+"""Checkpoints are written beside the training: true copies, whole or absent, no error is lost."""
+
+import itertools
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    Script,
+    checkpoints,
+    finish,
+    kill,
+    make_captioned,
+    make_images,
+    make_models,
+    metrics,
+    patch,
+    start,
+    wait_until,
+)
+
+from diffusion_training.files import checksum_files
+from diffusion_training.memory import HostMemory, measure_free
+from diffusion_training.training import checkpoints as checkpoints_module
+
+pytestmark = pytest.mark.usefixtures("without_figures")
+UNCONDITIONAL, TEXT = Script("train_unconditional"), Script("train_text_to_image")
+STEPS = ("--max_train_steps=6", "--checkpointing_steps=2")
+
+
+@pytest.fixture
+def flags(tmp_path, unet_config):
+    make_images(tmp_path / "images", 8)
+    return UNCONDITIONAL.flags(
+        tmp_path / "out",
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--model_config_name_or_path={unet_config}",
+        "--save_model_epochs=100",
+        *STEPS,
+    )
+
+
+@pytest.fixture
+def lora_flags(tmp_path):
+    """A DoRA, whose file for other programs depends on the weights of its base."""
+    make_captioned(tmp_path / "captioned", 8)
+    return TEXT.flags(
+        tmp_path / "out",
+        f"--pretrained_model_name_or_path={make_models(tmp_path)}",
+        f"--train_data_dir={tmp_path / 'captioned'}",
+        "--resolution=16",
+        "--dataloader_num_workers=0",
+        "--rank=2",
+        "--use_dora",
+        *STEPS,
+    )
+
+
+@pytest.mark.parametrize("train", [UNCONDITIONAL, TEXT], ids=["unet", "dora"])
+def test_checkpoints_hold_the_values_of_their_step(
+    tmp_path, flags, lora_flags, monkeypatch, capsys, train
+):
+    """The weights change while a checkpoint is written; it has the bytes of one that waited.
+
+    The older checkpoint is deleted when the newer one has its name, and a third waits for it.
+    """
+    flags = [*(flags if train is UNCONDITIONAL else lora_flags), "--checkpoints_total_limit=2"]
+    whole = tmp_path / "whole/out"  # the header of a LoRA has the name of the folder
+    with monkeypatch.context() as waiting:
+        patch(waiting, "measure_free", lambda: 1000)
+        train(*flags, f"--output_dir={whole}")
+    said = "The training waits while a checkpoint is written: a copy of it in memory takes"
+    assert capsys.readouterr().out.count(said) == 1
+    out, begun, present = tmp_path / "out", [], []
+    save_weights, train_step = checkpoints_module.save_weights, train.module.train_step
+
+    def save_late(model, folder):
+        """Write when two more steps have begun, or none is left."""
+        step = int(folder.parent.name.removeprefix("checkpoint-"))
+        wait_until(lambda: len(begun) >= min(step + 2, 6))
+        present.append((step, checkpoints(out)))
+        save_weights(model, folder)
+
+    def count(*args):
+        begun.append(0)
+        return train_step(*args)
+
+    patch(monkeypatch, "save_weights", save_late)
+    monkeypatch.setattr(train.module, "train_step", count)
+    train(*flags)
+    assert said not in capsys.readouterr().out
+    unfinished = ".tmp-saving-checkpoint"
+    assert [names for step, names in present[::2]] == [
+        {unfinished},
+        {unfinished, "checkpoint-2"},
+        {unfinished, "checkpoint-2", "checkpoint-4"},
+    ]
+    assert checkpoints(out) == {"checkpoint-4", "checkpoint-6"} == checkpoints(whole)
+    for name in checkpoints(out):
+        files = checksum_files(out / name)
+        assert files == checksum_files(whole / name) and len(files) > 4
+
+
+def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
+    """The thread meets the error in step 8; the checkpoint before and the records stay."""
+    train = UNCONDITIONAL
+    save, take_step = torch.save, train.module.train_step
+
+    def run():
+        number = itertools.count()
+
+        def fill(*args):
+            if next(number) >= 2:  # each checkpoint has two such files
+                wait_until((tmp_path / "begun-8").exists)
+                raise OSError(28, "No space left on device")
+            save(*args)
+
+        def note(*args):
+            step = args[5].number + 1
+            if os.environ["RANK"] == "1":
+                Path(tmp_path, f"begun-{step}").touch()
+            elif step == 8:
+                time.sleep(0.5)  # the error is there at the end of this step
+            return take_step(*args)
+
+        torch.save, train.module.train_step = fill, note
+        train(*flags, "--max_train_steps=20", "--checkpointing_steps=3")
+
+    codes = finish(start(run, 2, tmp_path / "log"))
+    said = (tmp_path / "log").read_text()
+    assert codes == [1, 75] and "Traceback" not in said, said
+    sentence = r"checkpoint-6 could not be saved \(.*No space left on device\); files saved before"
+    assert len(re.findall(rf"^train_unconditional.py: .*{sentence}", said, re.M)) == 1, said
+    assert "another process has ended: see its message" in said
+    assert (tmp_path / "begun-8").exists() and not (tmp_path / "begun-9").exists()
+    assert metrics(tmp_path / "out")[-1]["step"] == 7
+    assert checkpoints(tmp_path / "out") == {"checkpoint-3"}
+
+
+def test_a_run_that_fails_finishes_its_checkpoint(tmp_path, flags, monkeypatch):
+    save_weights = checkpoints_module.save_weights
+    take_step = UNCONDITIONAL.module.train_step
+
+    def save_slowly(*args):
+        time.sleep(0.3)
+        save_weights(*args)
+
+    def fail_in_step_3(*args):
+        if args[5].number == 2:
+            raise OSError(5, "the data can't be read")
+        return take_step(*args)
+
+    patch(monkeypatch, "save_weights", save_slowly)
+    monkeypatch.setattr(UNCONDITIONAL.module, "train_step", fail_in_step_3)
+    assert "the data can't be read" in UNCONDITIONAL.refused(*flags)
+    assert checkpoints(tmp_path / "out") == {"checkpoint-2"}
+
+
+def run_slowly(train, *flags):
+    """Run with a thread that takes a while to write, so that kills meet it."""
+    save = torch.save
+
+    def save_slowly(*args):
+        time.sleep(0.1)
+        save(*args)
+
+    torch.save = save_slowly
+    train(*flags)
+
+
+def kill_while_writing(folder, delay, train, flags, num_processes):
+    """Kill a run `delay` s after it has begun to write a checkpoint; returns whether it still was.
+
+    The newest whole checkpoint is never older than before.
+    """
+    before = find_newest(folder)
+    pids = start(lambda: run_slowly(train, *flags), num_processes)
+    unfinished = folder / ".tmp-saving-checkpoint"
+    wait_until(lambda: unfinished.exists() or os.waitid(os.P_PID, pids[0], PEEK))
+    time.sleep(delay)
+    kill(pids)
+    assert find_newest(folder) >= before
+    return unfinished.exists()
+
+
+PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+def find_newest(folder):
+    return max((int(path.name[11:]) for path in folder.glob("checkpoint-*")), default=0)
+
+
+KILLS = {  # {name: (processes, further flags)}
+    "1 process": (1, []),
+    "2 processes": (2, []),
+    "shard": (2, ["--shard"]),
+    "copies": (1, ["copies"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        ("copies", 3),
+        *(pytest.param(name, 100, marks=pytest.mark.long) for name in KILLS),
+    ],
+)
+def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
+    tmp_path, flags, lora_flags, name, count
+):
+    num_processes, more = KILLS[name]
+    train, part = UNCONDITIONAL, "unet"
+    if name == "shard":
+        train = TEXT
+        flags = [flag for flag in lora_flags if flag not in ("--rank=2", "--use_dora")]
+        # the loss counts every image once, and rounding may differ between runs otherwise
+    flags = [*flags, "--max_train_steps=12", "--checkpoints_total_limit=1", "--use_ema"]
+    flags += [flag for flag in more if flag.startswith("--")]
+    resuming = [*flags, "--resume_from_checkpoint=latest"]
+    whole, out, copies = (tmp_path / each for each in ("whole", "out", "copies"))
+    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
+    resuming += [f"--checkpoints_to={copies}"] if name == "copies" else []
+    rng = np.random.default_rng(0)
+    met = 0
+    for number in range(1, count + 1):
+        delay = rng.uniform(0, 0.4)
+        met += kill_while_writing(out, delay, train, resuming, num_processes)
+        if name == "copies" and number % 2:  # the machine is lost with its disk
+            shutil.rmtree(out)
+        if number % 3 == 0:
+            train.fork(*resuming, num_processes=num_processes)
+            assert checkpoints(out) == {"checkpoint-12"}
+            files = checksum_files(out / "checkpoint-12")
+            assert files == checksum_files(whole / "checkpoint-12")
+            assert not list(out.glob(".tmp-*"))
+            if name == "copies":
+                assert checksum_files(copies / "checkpoint-12") == files
+                shutil.rmtree(copies)
+            shutil.rmtree(out)
+    assert met >= count / 2
+    assert (whole / part).is_dir()
+
+
+# ------------------------------------------------------------------- memory
+
+
+def test_tensors_cut_from_host_memory_keep_their_layout_and_never_overlap():
+    memory = HostMemory(3_000, torch.device("cpu"))
+    likes = [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(1.0),
+        torch.randn(4, 6).t(),
+        torch.ones(0, 3),
+        torch.arange(7, dtype=torch.uint8),
+        torch.randn(400_000),  # more than there is
+        torch.randn(5, 5).half(),
+    ]
+    begin = memory.place
+    copies = [memory.cut(like).copy_(like) for like in likes]
+    for like, copy in zip(likes, copies, strict=True):
+        assert torch.equal(like, copy) and like.stride() == copy.stride()
+        assert copy.untyped_storage().nbytes() == like.nbytes
+    memory.place = begin
+    again = memory.cut(likes[0])
+    assert again.data_ptr() == copies[0].data_ptr()
+
+
+def test_free_memory_respects_the_limits_of_containers(tmp_path, monkeypatch):
+    monkeypatch.setattr("diffusion_training.memory.CGROUPS", tmp_path / "cgroup")
+    (tmp_path / "cgroup").mkdir()
+    free = measure_free()
+    assert free > 10**6
+    for name, content in {
+        "memory.max": "9000",
+        "memory.current": "5000",
+        "memory.stat": "anon 4000\ninactive_file 700\nactive_file 300",
+    }.items():
+        (tmp_path / "cgroup" / name).write_text(f"{content}\n")
+    assert measure_free() == 4700
+    (tmp_path / "cgroup/memory.max").write_text("max\n")
+    assert measure_free() > 10**6
