@@ -29,7 +29,9 @@ import bench
 import datasets
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, StableDiffusionPipeline
-from evaluate_samples import find_interval, load_digits, measure_fid_fast, train_classifier
+from evaluate_samples import load_digits, train_classifier
+
+from diffusion_training.training.distances import average, measure_fid
 
 DEMOS = {"digits": "train_unconditional.py", "digits by name": "train_text_to_image.py"}
 NAMES = "zero one two three four five six seven eight nine".split()
@@ -136,7 +138,7 @@ class Judge:
         return torch.stack(shares)
 
     def fid(self, features):
-        return measure_fid_fast(self.real, features)
+        return measure_fid(self.real, features)[0]
 
 
 def mean_with_interval(values, form="{:.3g}"):
@@ -221,13 +223,10 @@ def compare_sampling(cli):
         for name, scheduler in (("DDPM", DDPMScheduler), ("DDIM", DDIMScheduler)):
             for steps in cli.sampling_steps:
                 features, hits, seconds = judge.draw(demo, folder, cli, scheduler, steps)
-                value = judge.fid(features)
-                sets = (judge.real, features)
-                low, high = find_interval(value, measure_fid_fast, sets, 200)
+                value, (low, high) = measure_fid(judge.real, features, 200)
                 right = ""
                 if hits is not None:
-                    share = hits.mean().item()
-                    ends = find_interval(share, lambda part: part.mean().item(), (hits,), 1000)
+                    share, ends = average(hits, 1000)
                     right = f"{share:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
                 figures = [f"{value:.3g} ({low:.3g} to {high:.3g})", right, f"{1000 * seconds:.3g}"]
                 rows.append([demo, name, steps, *figures])

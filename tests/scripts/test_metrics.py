@@ -11,15 +11,20 @@ import torch
 import transformers
 from conftest import (
     MODELS,
+    SIZES,
+    SMALL,
     Script,
     make_captioned,
+    make_clip,
+    make_dino,
     make_images,
     make_models,
+    make_moments,
     make_unet_config,
     metrics,
     needs,
 )
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers import CLIPModel, CLIPProcessor
 
 from diffusion_training.flags import METRICS
 from diffusion_training.training.best import read_best
@@ -31,47 +36,6 @@ from diffusion_training.training.report import advise_step
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 unconditional = Script("train_unconditional")
-SMALL = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-SIZES = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-
-
-def make_clip(folder):
-    torch.manual_seed(0)
-    tokenizer = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
-    text = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length,
-            "eos_token_id": tokenizer.eos_token_id}  # fmt: skip
-    vision = {**SMALL, "image_size": 16, "patch_size": 8}
-    config = CLIPConfig(text_config={**SMALL, **text}, vision_config=vision, projection_dim=16)
-    CLIPModel(config).save_pretrained(folder)
-    CLIPProcessor(CLIPImageProcessor(**SIZES), tokenizer).save_pretrained(folder)
-    return folder
-
-
-def make_dino(folder):
-    torch.manual_seed(0)
-    config = transformers.Dinov2Config(**SMALL, image_size=16, patch_size=8)
-    transformers.Dinov2Model(config).save_pretrained(folder)
-    transformers.BitImageProcessor(**SIZES).save_pretrained(folder)
-    return folder
-
-
-class Moments(torch.nn.Module):
-    """In place of Inception: the mean of each channel and the spread of the image."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        images = images.float() / 255
-        return torch.cat([images.mean(dim=(2, 3)), images.std(dim=(1, 2, 3))[:, None]], dim=1)
-
-
-def make_moments(path):
-    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
-        torch.jit.script(Moments()).save(str(path))
-    return path
 
 
 @pytest.fixture(scope="module")
