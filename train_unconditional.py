@@ -610,8 +610,8 @@ def draw_rows(
 
 def read_pixels(batch: ImageBatch) -> torch.Tensor:
     """The images of a loaded batch, uint8 [N, C, H, W]."""
-    images = batch["pixel_values"]
-    return (images * 255).round().byte() if images.is_floating_point() else images
+    pixels = batch["pixel_values"]
+    return (pixels * 255).round().byte() if pixels.is_floating_point() else pixels
 
 
 def describe_model(about: About, args: Namespace) -> Description:

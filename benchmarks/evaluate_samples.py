@@ -206,8 +206,9 @@ def main(argv=None):
         captions = dataset.rows[real_rows][list_values(run.caption_column)[0]]
         captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
-    with explained("the feature extractor or CLIP model can't be loaded"):
+    with explained(f"--feature_extractor {args.feature_extractor} can't be loaded"):
         extract = load_extractor(args.feature_extractor, device)
+    with explained(f"--clip {args.clip} can't be loaded"):
         score = load_clip(args.clip, device) if args.clip else None
 
     def read(numbers):

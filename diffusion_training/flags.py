@@ -851,7 +851,8 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
         )
-    check_metric_args(parser, args)
+    if "validation_metrics" in args:
+        check_metric_args(parser, args)
     if args.checkpoints_to and not is_address(args.checkpoints_to):
         if "::" in args.checkpoints_to:
             parser.error(

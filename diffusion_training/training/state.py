@@ -311,7 +311,7 @@ class Training:
 
     def keep_best(self, save: SaveResult) -> None:
         """With --save_best or --save_best_metric, write best/ if this step is the best so far."""
-        metric = self.args.save_best_metric
+        metric = vars(self.args).get("save_best_metric")
         if self.args.save_best or metric:
             best = partial(save, self.gather_result())
             if self.launch.is_main:

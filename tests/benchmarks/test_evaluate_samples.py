@@ -367,6 +367,5 @@ def test_a_missing_torchmetrics_is_named(tmp_path, capsys, monkeypatch):
 
 
 def test_a_feature_extractor_that_cant_be_loaded_is_named(tmp_path, pipeline):
-    sentence = "the feature extractor or CLIP model can't be loaded.*nowhere.pt"
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match="--feature_extractor nowhere.pt can't be loaded"):
         evaluate(tmp_path, pipeline, "--feature_extractor=nowhere.pt")
