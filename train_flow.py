@@ -23,7 +23,8 @@ Layout of this file:
     make_scheduler                  the sampler, and the shift of the noise levels
     prepare_batch, compute_loss     a batch -> the inputs of the transformer, and the loss
     train_step                      one optimizer step, with the calls to Accelerate
-    log_validation, describe_model  the samples, and the text of the model card
+    log_validation, draw_rows       the samples, to look at and to measure
+    describe_model                  the text of the model card
     main                            the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_flow.py
 is one short file without it, which trains the same weights, bit for bit.
@@ -46,7 +47,7 @@ import os
 import shlex
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -60,6 +61,7 @@ from diffusion_training.flags import (
     add_init_flag,
     add_logging_flags,
     add_lora_flags,
+    add_metric_flags,
     add_optimization_flags,
     add_pipeline_flags,
     add_prompt_flags,
@@ -143,6 +145,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_logging_flags(add, tracker_project_name="flow")
     add_prompt_flags(add, guidance_scale=4.0, num_inference_steps=28)
 
+    add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
+
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="flow-model", help="folder for all output")
     add_saving_flags(add)
@@ -188,6 +192,7 @@ if __name__ == "__main__":
     args = parse_args()
 
 import diffusers
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -209,7 +214,7 @@ from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving
 from diffusion_training.latents.encoders import load_parts
-from diffusion_training.latents.encoding import encode_batch
+from diffusion_training.latents.encoding import encode_batch, read_pixels
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
@@ -225,12 +230,14 @@ from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.lora import save_lora
+from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import try_sampler
 from diffusion_training.training.pipelines import save_pipeline
+from diffusion_training.training.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import draw_prompts
+from diffusion_training.training.samples import draw_captions, draw_prompts
 from diffusion_training.training.state import Training, draws_samples
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
@@ -445,6 +452,9 @@ def train_step(
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
+    total_prior = torch.zeros((), device=accelerator.device)
+    # --preserve_prior: some steps have a second loss, whose gradients are added
+    has_prior = objective.prior is not None and objective.prior.is_due(step.number)
     for micro_batch in range(step.micro_batches):
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
@@ -453,6 +463,10 @@ def train_step(
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
+        if has_prior:
+            total_prior += objective.prior.backward(
+                accelerator, objective, models, prepared, batch["weight"]
+            )
         with contextlib.ExitStack() as stack:
             # DDP averages the gradients only in the step's last micro-batch (--shard: in each).
             if micro_batch < step.micro_batches - 1:
@@ -466,7 +480,10 @@ def train_step(
     optimizer.step()
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
     # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
-    return {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
+    sums: StepSums = {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
+    if has_prior:
+        sums["prior_loss"] = total_prior
+    return sums
 
 
 # -------------------------------------------------------------------------------------------------
@@ -507,6 +524,24 @@ def log_validation(
     """
     per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
     draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
+
+
+def draw_rows(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    data: Data,
+    objective: Objective,
+    stop_signal: StopSignal,
+    args: Namespace,
+    rows: Sequence[int],
+) -> dict[int, np.ndarray]:
+    """Draw a sample with the caption of each of `rows`, for --validation_metrics.
+
+    Returns the share of this process, {index of the row: image [H, W, C] from 0 to 1}. Further
+    inputs of the pipeline are passed as draw_captions(..., name=value).
+    """
+    per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
+    return draw_captions(launch, pipeline, data, objective, per_call, stop_signal, args, rows)
 
 
 def describe_model(family: Family, about: About, args: Namespace) -> Description:
@@ -559,6 +594,7 @@ def main(args: Namespace) -> None:
         prepare_held_out=partial(prepare_batch, data, 0.0),
         frozen=freeze_on_device(frozen, launch.device),
         encoders=data.modules(),  # only for the estimate of memory
+        prior=make_prior(data, args),
     )
 
     # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps.
@@ -569,6 +605,8 @@ def main(args: Namespace) -> None:
         return
     # From here on, `args` has the values that were found.
     args = complete_args(args, launch, run, data, plan)
+    # the networks of --validation_metrics; None without it
+    metrics = open_metrics(launch, data.dataset, train_rows, held_out, args)
 
     # This puts the models on the device (--shard: a part on each process), makes averages and
     # optimizer, and loads the checkpoint.
@@ -630,12 +668,29 @@ def main(args: Namespace) -> None:
                 log_validation(launch, pipeline, data, training.step, signal, args)
         training.report(describe)
 
+    def measure(is_result: bool = True) -> None:
+        """Measure --validation_metrics on samples of the averaged weights, write the report.
+
+        With --save_best_metric, keep the weights in best/ if they are the best so far.
+        """
+        with training.timed("metrics_seconds"):
+            transformer = training.ema_or_model("transformer")
+            pipeline = make_pipeline(base, transformer, sampler, args.resolution)
+            signal = training.stop_signal
+            draw = partial(draw_rows, launch, pipeline, data, objective, signal, args)
+            training.measure_metrics(metrics, draw, partial(read_pixels, data, pipeline.vae))
+        if is_result:
+            training.keep_best(save)
+        training.report(describe)
+
     samples_every = (args.validation_steps, args.validation_epochs)
     is_pretrained = bool(args.init_from) or args.transformer_config_name_or_path is None
     # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
     # samples that a kill prevented.
     if training.starts_with_samples(samples_every, is_pretrained):
         evaluate(is_result=run.checkpoint is not None)
+    if training.starts_with_metrics(metrics, is_pretrained):
+        measure(is_result=run.checkpoint is not None)
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
@@ -655,6 +710,9 @@ def main(args: Namespace) -> None:
         # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
+        # every --metric_steps, or without it with each checkpoint
+        if metrics and training.is_due(metrics.every) and training.continues():
+            measure()
         # every --validation_steps, or without it --validation_epochs; for the last step, see below
         if training.is_due(*samples_every) and training.continues():
             evaluate()
@@ -665,6 +723,8 @@ def main(args: Namespace) -> None:
     training.records.bar.close()
     if training.is_complete():  # no signal has stopped it
         training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
+        if metrics:
+            measure()
         evaluate()
     # After a signal, this exits with the signal's status. Else it writes the model card, uploads
     # these files with --push_to_hub, and says what to do next.

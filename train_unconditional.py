@@ -17,7 +17,8 @@ Layout of this file:
     make_unet, make_noise_scheduler  the model, and the scheduler that adds noise in training
     prepare_batch, compute_loss      a batch -> the inputs of the U-Net, and the loss
     train_step                       one optimizer step, with the calls to Accelerate
-    log_validation, describe_model   the samples, and the text of the model card
+    log_validation, draw_rows        the samples, to look at and to measure
+    describe_model                   the text of the model card
     main                             the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_unconditional.py
 is one short file without it, which trains the same weights, bit for bit.
@@ -39,7 +40,7 @@ import math
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
@@ -48,6 +49,7 @@ from diffusion_training.flags import (
     add_device_flags,
     add_image_flags,
     add_logging_flags,
+    add_metric_flags,
     add_noise_flags,
     add_optimization_flags,
     add_saving_flags,
@@ -176,6 +178,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="denoising steps per sample (default: 50 for ddim, 1000 for ddpm)",
     )
 
+    add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
+
     add = parser.add_argument_group("saving").add_argument
     add("--output_dir", type=PATH, default="ddpm-model-64", help="folder for all output")
     add("--save_model_epochs", type=COUNT, default=10, help="epochs between saves of the pipeline")
@@ -222,6 +226,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     args = parse_args()
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -263,6 +268,7 @@ from diffusion_training.models import (
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import (
     check_objective,
     load_sampler,
@@ -590,6 +596,46 @@ def log_validation(
     save_samples(launch.accelerator, picture, args.output_dir, step)
 
 
+def draw_rows(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    stop_signal: StopSignal,
+    args: Namespace,
+    rows: Sequence[int],
+) -> dict[int, np.ndarray]:
+    """Draw as many samples as there are `rows`, for --validation_metrics.
+
+    Returns the share of this process, {index: image [H, W, C] from 0 to 1}; fewer after a signal.
+    """
+    pipeline.set_progress_bar_config(disable=True)
+    training = pipeline.unet.training
+    pipeline.unet.eval()  # without dropout
+    own = launch.share(len(rows))
+    drawn: dict[int, np.ndarray] = {}
+    for start in range(0, len(own), args.eval_batch_size):
+        numbers = own[start : start + args.eval_batch_size]
+        if stop_signal.poll():
+            break
+        images = pipeline(
+            batch_size=len(numbers),
+            generator=[
+                torch.Generator(launch.device).manual_seed(step_seed("metric", args.seed, number))
+                for number in numbers
+            ],
+            num_inference_steps=args.ddpm_num_inference_steps,
+            output_type="np",
+        ).images
+        drawn |= dict(zip(numbers, images, strict=True))
+    pipeline.unet.train(training)
+    return drawn
+
+
+def read_pixels(batch: ImageBatch) -> torch.Tensor:
+    """The images of a loaded batch, uint8 [N, C, H, W]."""
+    pixels = batch["pixel_values"]
+    return (pixels * 255).round().byte() if pixels.is_floating_point() else pixels
+
+
 def describe_model(about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
     what = (
@@ -657,6 +703,8 @@ def main(args: Namespace) -> None:
         return
     # From here on, `args` has the values that were found.
     args = complete_args(args, launch, run, plan, dataloader_num_workers=num_workers)
+    # the networks of --validation_metrics; None without it
+    metrics = open_metrics(launch, dataset, train_rows, held_out, args)
 
     # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
     training = Training(launch, run, plan, models, objective, dataset, held_out, args)
@@ -706,12 +754,26 @@ def main(args: Namespace) -> None:
             log_validation(launch, pipeline, training.step, training.stop_signal, args)
         training.report(describe_model)
 
+    def measure(is_result: bool = True) -> None:
+        """Measure --validation_metrics on samples of the averaged weights, write the report.
+
+        With --save_best_metric, keep the weights in best/ if they are the best so far.
+        """
+        with training.timed("metrics_seconds"):
+            draw = partial(draw_rows, launch, pipeline, training.stop_signal, args)
+            training.measure_metrics(metrics, draw, read_pixels)
+        if is_result:
+            training.keep_best(save)
+        training.report(describe_model)
+
     samples_every = (args.validation_steps, args.save_images_epochs)
     is_pretrained = args.pretrained_model_name_or_path is not None
     # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
     # samples that a kill prevented.
     if training.starts_with_samples(samples_every, is_pretrained):
         evaluate(is_result=run.checkpoint is not None)
+    if training.starts_with_metrics(metrics, is_pretrained):
+        measure(is_result=run.checkpoint is not None)
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
@@ -731,6 +793,9 @@ def main(args: Namespace) -> None:
         # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
             training.save_checkpoint()
+        # every --metric_steps, or without it with each checkpoint
+        if metrics and training.is_due(metrics.every) and training.continues():
+            measure()
         # every --save_model_epochs
         if training.is_due(None, epochs=args.save_model_epochs) and training.continues():
             training.save_result(save)
@@ -744,6 +809,8 @@ def main(args: Namespace) -> None:
     training.records.bar.close()
     if training.is_complete():  # no signal has stopped it
         training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
+        if metrics:
+            measure()
         evaluate()
     # After a signal, this exits with the signal's status. Else it writes the model card, uploads
     # these files with --push_to_hub, and says what to do next.

@@ -14,17 +14,15 @@ Sample i has its own seed, so the figures are the same for any batch size and, e
 for any number of processes. FID depends on the number of images and on the feature extractor:
 compare only figures for which both are the same.
 
-Needs torchmetrics (`pip install torchmetrics`). With --feature_extractor inception it also needs
-torch-fidelity, which downloads the weights. Prints a Markdown table; --output also writes
-JSON.
+--feature_extractor inception needs `pip install torchmetrics torch-fidelity`, which downloads the
+weights. Prints a Markdown table; --output also writes JSON. The trainers' --validation_metrics
+measure the same while they train.
 """
 
 import argparse
-import functools
 import importlib.util
 import json
 import sys
-import warnings
 from pathlib import Path
 
 import datasets
@@ -45,7 +43,9 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import explained
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
+from diffusion_training.training.distances import average, measure_fid, measure_kid
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.networks import load_network
 
 
 def load_digits():
@@ -93,18 +93,9 @@ def load_extractor(name, device):
         classifier = train_classifier(*load_digits())[:-1].to(device)
         grey = lambda images: images.float().mean(dim=1, keepdim=True) / 255  # noqa: E731
         return lambda images: classifier(F.interpolate(grey(images), size=8, mode="area"))
-    if name == "inception":
-        from torchmetrics.image.fid import NoTrainInceptionV3
-
-        return NoTrainInceptionV3("inception-v3-compat", ["2048"]).to(device)
-    # torch warns that TorchScript is deprecated, but extractors are still published in it
-    with warnings.catch_warnings(action="ignore"):
-        extractor = torch.jit.load(name, map_location=device).eval()
-    # Without this option NVIDIA's Inception files for StyleGAN return class probabilities.
-    options = (
-        {"return_features": True} if "return_features" in str(extractor.forward.schema) else {}
-    )
-    return lambda images: extractor(images, **options).float()
+    network = load_network(name)
+    network.module.to(device)
+    return network.embed_images
 
 
 def load_clip(name, device):
@@ -112,87 +103,15 @@ def load_clip(name, device):
 
     The score is 100 times the cosine of the two CLIP embeddings.
     """
-    from transformers import CLIPModel, CLIPProcessor
-
-    model, processor = (
-        CLIPModel.from_pretrained(name).eval().to(device),
-        CLIPProcessor.from_pretrained(name),
-    )
+    network = load_network(name)
+    network.module.to(device)
 
     def score(images, prompts):
-        length = model.config.text_config.max_position_embeddings
-        tokens = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": length}
-        embeds = model(**processor(text=prompts, images=list(images.cpu()), **tokens).to(device))
-        return 100 * (embeds.image_embeds * embeds.text_embeds).sum(dim=-1)  # both have length 1
+        return 100 * F.cosine_similarity(
+            network.embed_images(images), network.embed_texts(prompts), dim=1
+        )
 
     return score
-
-
-def measure_kid(real, fake, subsets=100):
-    """Compute the KID (arXiv:1801.01401) of two sets of features [N, D] with torchmetrics.
-
-    It is the mean over random subsets of at most 1000 features.
-    """
-    from torchmetrics.image.kid import KernelInceptionDistance
-
-    size = min(len(real), len(fake), 1000)
-    torch.manual_seed(0)  # for the random subsets
-    with warnings.catch_warnings(action="ignore"):  # it warns that it stores all features
-        metric = KernelInceptionDistance(
-            nn.Identity(), subsets=subsets, subset_size=size, sync_on_compute=False
-        )
-    metric.update(real, real=True)
-    metric.update(fake, real=False)
-    return metric.compute()[0].item()
-
-
-def measure_fid(real, fake):
-    """Compute the FID (arXiv:1706.08500) of two sets of features [N, D] with torchmetrics."""
-    from torchmetrics.image.fid import FrechetInceptionDistance
-
-    same = nn.Identity()  # `update` gets features, not images
-    same.num_features = real.shape[1]
-    metric = FrechetInceptionDistance(same, sync_on_compute=False)  # one process has them all
-    metric.update(real, real=True)
-    metric.update(fake, real=False)
-    return metric.compute().item()
-
-
-def measure_fid_fast(real, fake):
-    """Compute the same FID from singular values, for the resamples.
-
-    With 2048 features torchmetrics takes 18 s on one core.
-    """
-    means = [part.double().mean(dim=0) for part in (real, fake)]
-    roots = [
-        (part - mean) / (len(part) - 1) ** 0.5
-        for part, mean in zip((real, fake), means, strict=True)
-    ]
-    roots = [
-        torch.linalg.qr(root, mode="r").R if len(root) > root.shape[1] else root for root in roots
-    ]
-    # trace of the root of the covariances' product
-    shared = torch.linalg.svdvals(roots[0] @ roots[1].T).sum()
-    return (
-        (means[0] - means[1]).square().sum()
-        + sum(root.square().sum() for root in roots)
-        - 2 * shared
-    ).item()
-
-
-def find_interval(value, function, sets, resamples):
-    """Estimate a metric's 95 % interval by the bootstrap: its spread over other sets of this size.
-
-    Drawing with replacement raises FID and KID, because a resample contains duplicates. So the
-    spread of the resamples is measured around their mean and applied to `value`. Returns None
-    without resamples.
-    """
-    if not resamples:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda part: part[torch.randint(len(part), (len(part),), generator=generator)]  # noqa: E731
-    drawn = np.array([function(*map(draw, sets)) for _ in range(resamples)])
-    return [value + float(end) for end in np.quantile(drawn, [0.025, 0.975]) - drawn.mean()]
 
 
 def read_real(pipeline, parser, args):
@@ -251,7 +170,9 @@ def main(argv=None):
         "--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of the samples"
     )
     parser.add_argument(
-        "--feature_extractor", default="inception", help="inception, digits or a TorchScript file"
+        "--feature_extractor",
+        default="inception",
+        help="inception, digits, a TorchScript file, or a transformers model (hub id or folder)",
     )
     parser.add_argument("--clip", help="CLIPModel for the CLIP score: hub id or folder")
     parser.add_argument(
@@ -262,20 +183,12 @@ def main(argv=None):
     )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args(argv)
-    for name in ["torchmetrics"] + ["torch_fidelity"] * (args.feature_extractor == "inception"):
+    for name in ["torchmetrics", "torch_fidelity"] * (args.feature_extractor == "inception"):
         if importlib.util.find_spec(name) is None:
             parser.error(
                 f"`pip install {name.replace('_', '-')}` first, "
                 "or choose another --feature_extractor"
             )
-    if (
-        args.feature_extractor not in ("inception", "digits")
-        and not Path(args.feature_extractor).is_file()
-    ):
-        parser.error(
-            f"--feature_extractor {args.feature_extractor} is "
-            "neither inception, nor digits, nor a file"
-        )
     with explained(f"{args.pipeline} can't be loaded as a pipeline"):
         pipeline = DiffusionPipeline.from_pretrained(args.pipeline)
     captioned = hasattr(pipeline, "tokenizer")
@@ -293,8 +206,9 @@ def main(argv=None):
         captions = dataset.rows[real_rows][list_values(run.caption_column)[0]]
         captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
-    with explained("the feature extractor or CLIP model can't be loaded"):
+    with explained(f"--feature_extractor {args.feature_extractor} can't be loaded"):
         extract = load_extractor(args.feature_extractor, device)
+    with explained(f"--clip {args.clip} can't be loaded"):
         score = load_clip(args.clip, device) if args.clip else None
 
     def read(numbers):
@@ -357,23 +271,17 @@ def main(argv=None):
             "resamples": args.resamples,
             "metrics": {},
         }
-        kid_fast = functools.partial(measure_kid, subsets=10)
-        for name, measure, fast in (
-            ("FID", measure_fid, measure_fid_fast),
-            ("KID", measure_kid, kid_fast),
-        ):
-            value = measure(real, fake)
-            interval = find_interval(value, fast, (real, fake), args.resamples)
-            halves = measure(real[::2], real[1::2])
+        for name, measure in (("FID", measure_fid), ("KID", measure_kid)):
+            value, interval = measure(real, fake, args.resamples)
+            halves, _ = measure(real[::2], real[1::2])
             report["metrics"][name] = {
                 "value": value,
                 "interval": interval,
                 "halves_of_real": halves,
             }
         if score:
-            mean = lambda scores: scores.mean().item()  # noqa: E731
-            interval = find_interval(mean(scores), mean, (scores,), args.resamples)
-            report["metrics"]["CLIP score"] = {"value": mean(scores), "interval": interval}
+            value, interval = average(scores, args.resamples)
+            report["metrics"]["CLIP score"] = {"value": value, "interval": interval}
         print(
             f"\n{len(fake)} samples, {len(real)} real images, "
             f"{'' if held_out else 'not '}held out from training\n"

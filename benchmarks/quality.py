@@ -4,6 +4,7 @@
     python benchmarks/quality.py processes      # two processes against one, on the same cores
     python benchmarks/quality.py sampling       # the number of sampling steps, DDPM and DDIM
     python benchmarks/quality.py checkpointing  # time and memory of --gradient_checkpointing
+    python benchmarks/quality.py prior          # a LoRA that forgets nothing: --preserve_prior
 
 The demos draw digits of 8 px. A classifier of the demo's digits gives two figures: FID against all
 1,797 digits, and for digits by name the share of samples that show the digit in the prompt.
@@ -25,9 +26,12 @@ import time
 from pathlib import Path
 
 import bench
+import datasets
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline
-from evaluate_samples import find_interval, load_digits, measure_fid_fast, train_classifier
+from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, StableDiffusionPipeline
+from evaluate_samples import load_digits, train_classifier
+
+from diffusion_training.training.distances import average, measure_fid
 
 DEMOS = {"digits": "train_unconditional.py", "digits by name": "train_text_to_image.py"}
 NAMES = "zero one two three four five six seven eight nine".split()
@@ -64,8 +68,12 @@ def train(demo, folder, cli, seed, *flags, **options):
         flags += ["--validation_epochs=100000", "--num_inference_steps=1"]
         flags += ["--num_validation_images=1"]
     launch(DEMOS[demo], folder, cli, *flags, **options)
-    lines = (cli.output_dir / folder / "metrics.jsonl").read_text().splitlines()
-    records = map(json.loads, lines)
+    return read_speed(cli.output_dir / folder)
+
+
+def read_speed(folder):
+    """Images per second of a run, the median of its records."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     speeds = [record["images_per_second"] for record in records if "loss" in record]
     return statistics.median(speeds[1:])
 
@@ -116,8 +124,21 @@ class Judge:
             hits = (self.classifier(images).argmax(dim=1) == wanted).double()
         return self.classifier[:-1](images), hits, seconds
 
+    @torch.no_grad()
+    def recognize(self, pipeline, prompts, count, seed):
+        """The share of `count` samples of each of ten prompts that show its digit, [10]."""
+        pipeline.set_progress_bar_config(disable=True)
+        shares = []
+        for label, prompt in zip(self.labels, prompts, strict=True):
+            generators = [torch.Generator().manual_seed(count * seed + i) for i in range(count)]
+            options = {"guidance_scale": 3, "num_inference_steps": 20, "output_type": "pt"}
+            drawn = pipeline([prompt] * count, generator=generators, **options).images
+            classes = self.classifier(drawn.mean(dim=1, keepdim=True)).argmax(dim=1)
+            shares.append((classes == label).double().mean())
+        return torch.stack(shares)
+
     def fid(self, features):
-        return measure_fid_fast(self.real, features)
+        return measure_fid(self.real, features)[0]
 
 
 def mean_with_interval(values, form="{:.3g}"):
@@ -202,13 +223,10 @@ def compare_sampling(cli):
         for name, scheduler in (("DDPM", DDPMScheduler), ("DDIM", DDIMScheduler)):
             for steps in cli.sampling_steps:
                 features, hits, seconds = judge.draw(demo, folder, cli, scheduler, steps)
-                value = judge.fid(features)
-                sets = (judge.real, features)
-                low, high = find_interval(value, measure_fid_fast, sets, 200)
+                value, (low, high) = measure_fid(judge.real, features, 200)
                 right = ""
                 if hits is not None:
-                    share = hits.mean().item()
-                    ends = find_interval(share, lambda part: part.mean().item(), (hits,), 1000)
+                    share, ends = average(hits, 1000)
                     right = f"{share:.3f} ({ends[0]:.3f} to {ends[1]:.3f})"
                 figures = [f"{value:.3g} ({low:.3g} to {high:.3g})", right, f"{1000 * seconds:.3g}"]
                 rows.append([demo, name, steps, *figures])
@@ -249,11 +267,62 @@ def compare_checkpointing(cli):
     bench.show(title, header, rows)
 
 
+def compare_prior(cli):
+    """The LoRA of the demo learns the nine from nines alone."""
+    judge = Judge()
+    base = bench.ROOT / "demo/zero_to_eight"
+    nine = "a handwritten digit nine"
+    prompts = [f"a handwritten digit {name}" for name in NAMES]
+    data = cli.output_dir / "nines-alone"
+    if not data.exists():
+        data.mkdir(parents=True)
+        rows = datasets.load_dataset(str(bench.ROOT / "demo/nines"), split="train")
+        rows.filter(lambda row: row["text"] == nine).to_parquet(data / "train.parquet")
+    keep = ["--preserve_prior", "--caption_dropout=0", "--class_prompt"]
+    ways = {
+        "before": None,
+        "without": [],
+        "without, --caption_dropout 0": ["--caption_dropout=0"],
+        "a handwritten digit": [*keep, "a handwritten digit"],
+        "zero to four": [*keep, *prompts[:5]],
+        "zero to eight": [*keep, *prompts[:9]],
+        "zero to eight, --prior_every 4": ["--prior_every=4", *keep, *prompts[:9]],
+    }
+    found = {name: [] for name in ways}
+    for seed in range(cli.seeds):
+        for number, (name, flags) in enumerate(ways.items()):
+            pipeline = StableDiffusionPipeline.from_pretrained(base)
+            speed = 0.0
+            if flags is not None:
+                folder = f"prior-{number}-{seed}"
+                launch(
+                    "train_text_to_image.py", folder, cli, f"--seed={seed}", "--rank=16",
+                    f"--max_train_steps={cli.train_steps}", f"--train_data_dir={data}",
+                    f"--pretrained_model_name_or_path={base}", "--resolution=8",
+                    "--train_batch_size=64", "--learning_rate=3e-3", "--lr_scheduler=cosine",
+                    "--lr_warmup_steps=20", "--snr_gamma=5", "--dataloader_num_workers=0",
+                    "--checkpointing_steps=100000", "--report_to=none", *flags,
+                )  # fmt: skip
+                pipeline.load_lora_weights(cli.output_dir / folder)
+                speed = read_speed(cli.output_dir / folder)
+            shares = judge.recognize(pipeline, prompts, cli.num_samples // 10, seed)
+            found[name].append((shares[9], shares[:5].mean(), shares[5:9].mean(), speed))
+    rows = []
+    for name, figures in found.items():
+        *shares, speeds = zip(*figures, strict=True)
+        ratios = [own / known[3] for own, known in zip(speeds, found["without"], strict=True)]
+        rows.append([name, *(f"{statistics.mean(x):.3f} ({min(x):.2f} to {max(x):.2f})"
+                             for x in shares), bench.spread(ratios)])  # fmt: skip
+    header = ["--class_prompt", "nine", "zero to four", "five to eight", "speed / without"]
+    bench.show("Right digits after a LoRA of nines alone", header, rows)
+
+
 COMPARISONS = {
     "precision": compare_precision,
     "processes": compare_processes,
     "sampling": compare_sampling,
     "checkpointing": compare_checkpointing,
+    "prior": compare_prior,
 }
 
 

@@ -102,6 +102,7 @@ class StepSums(TypedDict):
     loss: torch.Tensor  # sum of weight * loss
     weight: torch.Tensor  # sum of weight
     grad_norm: torch.Tensor  # before clipping
+    prior_loss: NotRequired[torch.Tensor]  # sum of weight * loss, in steps of --preserve_prior
 
 
 class HeldOutMeasure(NamedTuple):
@@ -129,6 +130,7 @@ class Objective:
     prepare_held_out: Callable[[Any], Prepared]  # without what is only for training
     frozen: Models = field(default_factory=dict)  # only the loss uses them; never saved
     encoders: Sequence[torch.nn.Module] = ()  # only `prepare` uses them
+    prior: Any = None  # `Prior`, with --preserve_prior: a second loss
 
     def loss(self, models: Models, prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
         return self.compute_loss(self, models, prepared, weight)

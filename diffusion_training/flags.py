@@ -83,7 +83,16 @@ LORA_ONLY = (
     "use_dora",
     "network_weights",
     "base_precision",
+    "preserve_prior",
 )
+# flags that do nothing without --preserve_prior
+PRIOR_ONLY = ("class_prompt", "trigger", "prior_loss_weight", "prior_every")
+
+# metrics of --validation_metrics
+SET_METRICS = ("kid", "fid")  # of all samples together
+CLIP_METRICS = ("clip-t", "clip-i")
+LOWER_METRICS = (*SET_METRICS, "copy")  # lower is better
+METRICS = (*SET_METRICS, *CLIP_METRICS, "dino-i", "copy")
 
 
 def add_source_flags(add: Add, captions: bool = False) -> None:
@@ -627,6 +636,37 @@ def add_lora_flags(add: Add) -> None:
         help="with --rank, precision of the frozen base model; nf4 (4 bits) takes less memory and "
         "needs bitsandbytes (default: that of --mixed_precision)",
     )
+    add(
+        "--preserve_prior",
+        **SWITCH,
+        help="keep what the base model predicts for --class_prompt, so that the LoRA changes only "
+        "what it is taught",
+    )
+    add(
+        "--class_prompt",
+        nargs="+",
+        help="with --preserve_prior, one or more prompts for what must not change, such as 'a "
+        "photo of a dog'; each image of a step takes one of them; with --trigger only the class, "
+        "such as dog",
+    )
+    add(
+        "--trigger",
+        help="words in the captions for what the LoRA learns, such as 'sks dog'; the prompts that "
+        "must not change are then the captions with --class_prompt in place of these words",
+    )
+    add(
+        "--prior_loss_weight",
+        type=number(1e-6, 1e6),
+        default=1.0,
+        help="weight of the loss of --preserve_prior",
+    )
+    add(
+        "--prior_every",
+        type=COUNT,
+        default=1,
+        help="add the loss of --preserve_prior only every so many steps, multiplied by this "
+        "number: faster, since it takes three passes more",
+    )
 
 
 def add_logging_flags(add: Add, tracker_project_name: str) -> None:
@@ -656,6 +696,48 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         **SWITCHED_ON,
         help="if the model is pretrained, draw samples and measure the held-out loss before step "
         "1 too",
+    )
+
+
+def add_metric_flags(add: Add) -> None:
+    """Add the flags that `Metrics` reads."""
+    add(
+        "--validation_metrics",
+        nargs="+",
+        choices=METRICS,
+        help="measure samples of the averaged weights at each checkpoint: kid and fid (distance "
+        "from held-out images), clip-t (likeness to the prompt), clip-i and dino-i (to the real "
+        "images), copy (to the nearest training image)",
+    )
+    add(
+        "--metric_image_model",
+        type=PATH,
+        default="facebook/dinov2-small",
+        help="network for kid, fid, dino-i and copy: hub id or folder of a transformers model, "
+        "TorchScript file, or inception (which fid needs)",
+    )
+    add(
+        "--metric_clip_model",
+        type=PATH,
+        default="openai/clip-vit-base-patch32",
+        help="network for clip-t and clip-i: hub id or folder of a CLIP model",
+    )
+    add(
+        "--metric_steps",
+        type=COUNT,
+        help="optimizer steps between two measurements of --validation_metrics (default: "
+        "--checkpointing_steps)",
+    )
+    add(
+        "--num_metric_images",
+        type=number(2, 10**6, int),
+        help="samples that --validation_metrics draws (default: 512; for a LoRA 64)",
+    )
+    add(
+        "--save_best_metric",
+        choices=METRICS,
+        help="keep the weights with the best value of one of --validation_metrics in the folder "
+        "best/",
     )
 
 
@@ -792,10 +874,14 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     for name in LORA_ONLY if "rank" in args and args.rank is None else ():
         if vars(args)[name] != parser.get_default(name):
             parser.error(f"--{name} does nothing without --rank")
+    if "rank" in args:
+        check_prior_args(parser, args)
     if args.save_best and not vars(args).get("holdout"):
         parser.error(
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
         )
+    if "validation_metrics" in args:
+        check_metric_args(parser, args)
     if args.checkpoints_to and not is_address(args.checkpoints_to):
         if "::" in args.checkpoints_to:
             parser.error(
@@ -811,6 +897,53 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     if args.report_to in TRACKERS:
         flag = f"--report_to {args.report_to}"
         check_package(parser, flag, args.report_to, "use --report_to none")
+
+
+def check_prior_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags of --preserve_prior do not fit together."""
+    if not args.preserve_prior:
+        for name in PRIOR_ONLY:
+            if vars(args)[name] != parser.get_default(name):
+                parser.error(f"--{name} does nothing without --preserve_prior")
+    elif not args.class_prompt:
+        parser.error(
+            "--preserve_prior needs --class_prompt: prompts for what must not change, such as 'a "
+            "photo of a dog'"
+        )
+    elif args.trigger is not None and (not args.trigger or len(args.class_prompt) > 1):
+        parser.error(
+            "--trigger needs words, and one --class_prompt that replaces them in the captions"
+        )
+
+
+def check_metric_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags of --validation_metrics do not fit together."""
+    chosen = args.validation_metrics or []
+    if not chosen:
+        for name in ("metric_steps", "num_metric_images"):
+            if vars(args)[name]:
+                parser.error(f"--{name} does nothing without --validation_metrics")
+    if args.save_best_metric and args.save_best_metric not in chosen:
+        parser.error(
+            f"--save_best_metric {args.save_best_metric} must be one of --validation_metrics"
+        )
+    if args.save_best_metric and args.save_best:
+        parser.error("--save_best and --save_best_metric both write best/: leave one of them out")
+    if "clip-t" in chosen and "validation_prompts" not in args:
+        parser.error("--validation_metrics clip-t needs prompts, which this model does not take")
+    if chosen and not args.holdout:
+        needs = sorted({*chosen} & {*SET_METRICS} if vars(args).get("rank") else {*chosen})
+        if needs:
+            parser.error(
+                f"--validation_metrics {needs[0]} compares samples with images that are not "
+                "trained on: set some aside with --holdout"
+            )
+    is_file = os.path.isfile(args.metric_image_model)
+    if "fid" in chosen and args.metric_image_model != "inception" and not is_file:
+        parser.error(
+            "--validation_metrics fid is defined by one network: add --metric_image_model "
+            "inception, or a TorchScript file of it"
+        )
 
 
 def check_package(parser: argparse.ArgumentParser, flag: str, package: str, advice: str) -> None:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 os.environ.update(
@@ -383,6 +384,56 @@ def make_dynamic_scheduler(**options):
     """A scheduler that shifts more for larger images, from 16 tokens on."""
     options = {"base_image_seq_len": 16, "base_shift": 0.5} | options
     return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **options)
+
+
+SMALL = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+SIZES = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+
+
+def make_clip(folder):
+    """A CLIP model in the hub's form, with the demo's tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length,
+            "eos_token_id": tokenizer.eos_token_id}  # fmt: skip
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    config = transformers.CLIPConfig(
+        text_config={**SMALL, **text}, vision_config=vision, projection_dim=16
+    )
+    transformers.CLIPModel(config).save_pretrained(folder)
+    transformers.CLIPProcessor(transformers.CLIPImageProcessor(**SIZES), tokenizer).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def make_dino(folder):
+    """A DINOv2 model in the hub's form."""
+    torch.manual_seed(0)
+    config = transformers.Dinov2Config(**SMALL, image_size=16, patch_size=8)
+    transformers.Dinov2Model(config).save_pretrained(folder)
+    transformers.BitImageProcessor(**SIZES).save_pretrained(folder)
+    return folder
+
+
+class Moments(torch.nn.Module):
+    """In place of Inception: the mean of each channel and the spread of the image."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = images.float() / 255
+        return torch.cat([images.mean(dim=(2, 3)), images.std(dim=(1, 2, 3))[:, None]], dim=1)
+
+
+def make_moments(path):
+    """A TorchScript file of `Moments`."""
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        torch.jit.script(Moments()).save(str(path))
+    return path
 
 
 def open_pipeline(folder):

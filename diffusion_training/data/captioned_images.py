@@ -6,9 +6,14 @@ import numpy as np
 import torch
 
 from diffusion_training.batches import CaptionedBatch
-from diffusion_training.data.captions import tokenize_batch, tokenize_longest, transform_row
+from diffusion_training.data.captions import (
+    read_text,
+    tokenize_batch,
+    tokenize_longest,
+    transform_row,
+)
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
-from diffusion_training.data.texts import CaptionChoice
+from diffusion_training.data.texts import CaptionChoice, choose_caption
 from diffusion_training.data.transforms import Transform
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.order import Key, draw_choices
@@ -34,6 +39,11 @@ class CaptionedImages(RowDataset):
         self.tokenizers = tokenizers
         self.choice = choice
         self.sizes = sizes
+
+    def caption(self, row: int) -> str:
+        """The caption that a row has if it is held out. Raises ValueError if there is none."""
+        (item,) = read_items(self.rows, [(None, row)])
+        return choose_caption(read_text(row, None, item, self.transform), None, row, self.choice)
 
     def __getitem__(self, keys: list[Key]) -> CaptionedBatch:
         items = []

@@ -50,8 +50,8 @@ def transform_row(
     weights = transform.caption_weights
     mask_column = transform.mask_column
     try:
-        y, x, _, choice = draw_choices(transform.seed, epoch, row)
-        text = list_captions(item, transform) if weights else draw_text(item, choice, transform)
+        y, x, _, _ = draw_choices(transform.seed, epoch, row)
+        text = read_text(row, epoch, item, transform)
         position = (0.5, 0.5) if transform.center_crop else (y, x)
         image = decode_image(
             item[transform.image_column], transform.channels, min_size=transform.min_size
@@ -88,6 +88,14 @@ def transform_row(
         "original_size": original_size,
         "crop_top_left": crop,
     }
+
+
+def read_text(row: int, epoch: int | None, item: dict, transform: Transform) -> Text:
+    """The caption of a row in an epoch, or with --caption_weights the list of its captions."""
+    if transform.caption_weights:
+        return list_captions(item, transform)
+    *_, choice = draw_choices(transform.seed, epoch, row)
+    return draw_text(item, choice, transform)
 
 
 def decode_ahead(item: dict, transform: Transform) -> dict:

@@ -6,6 +6,7 @@ import re
 import zipfile
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np

@@ -76,3 +76,16 @@ def drop_captions(
             empty = empty[:tokens]
         shape = [-1] + [1] * empty.dim()
         prompts[name] = torch.where(dropped.view(shape), empty, prompts[name])
+
+
+@torch.no_grad()
+def read_pixels(data: Data, vae: torch.nn.Module, batch: TextToImageBatch) -> torch.Tensor:
+    """The images of a loaded batch, uint8 [N, C, H, W]. A cache's are decoded from latents."""
+    if "latents" not in batch:
+        return batch["pixel_values"]
+    latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
+    latents = latents[:, : data.latents.channels]  # the mean
+    images = vae.decode(data.family.unpack_latents(latents).to(vae.dtype))[0]
+    if images.dim() == 5:  # of a video VAE, one frame
+        images = images[:, :, 0]
+    return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().byte()

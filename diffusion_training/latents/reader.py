@@ -185,6 +185,17 @@ class CachedLatents(torch.utils.data.Dataset):
         views, index = self.open(shard).view(row - int(self.starts[shard]))
         return xxhash.xxh3_128_hexdigest(views["latents"][index].tobytes())
 
+    def caption(self, row: int) -> str:
+        """The caption that a row has if it is held out."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        opened = self.open(shard)
+        chunk, index = opened.find(row - int(self.starts[shard]))
+        text = opened.batches[chunk]["text"][index].as_py()
+        if isinstance(text, list):
+            exists = [caption is not None for caption in text]
+            text = text[draw_caption(self.seed, None, row, self.caption_weights or (), exists)]
+        return text
+
     def names(self, shards: Iterable[int] | None = None) -> Iterator[str]:
         for shard in range(len(self.lengths)) if shards is None else shards:
             for batch in self.open(shard).batches:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -45,12 +46,15 @@ from diffusion_training.latents.reader import Cache, load_cache
 from diffusion_training.latents.shards import Shards
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.launch import Launch
+from diffusion_training.memory import send
 from diffusion_training.models import put_on_device
+
+MOST_CLASS_PROMPTS = 32
 
 
 @dataclass(frozen=True)
-class ValidationPrompts:
-    """--validation_prompts, encoded once at the start, in float32 on the CPU."""
+class EncodedPrompts:
+    """Prompts of a flag, encoded once at the start, in float32 on the CPU."""
 
     prompts: list[Prompts]  # each [1, ...]
     empty: Prompts  # [1, ...], for guidance
@@ -61,9 +65,19 @@ class ValidationPrompts:
         chosen: Any = {}
         empty: Any = {}
         for name, value in dict[str, Any](self.empty).items():
-            chosen[name] = torch.cat([prompt[name] for prompt in prompts]).to(device)
-            empty[name] = value.to(device)
+            chosen[name] = send(torch.cat([prompt[name] for prompt in prompts]), device)
+            empty[name] = send(value, device)
         return chosen, empty
+
+    def choose_condition(
+        self, numbers: Sequence[int], device: torch.device, like: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return the prompts with these numbers as parts of a condition `like` a batch's."""
+        chosen: Any = self.choose(numbers, device)[0]
+        if "prompt_lengths" in like:
+            masks = [self.prompts[number]["prompt_mask"] for number in numbers]
+            chosen["prompt_lengths"] = torch.cat(masks).sum(dim=1)
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,8 @@ class Data:
     empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
     # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
     encoders: Encoders | None
-    validation: ValidationPrompts | None
+    validation: EncodedPrompts | None
+    class_prompts: EncodedPrompts | None  # of --preserve_prior
     resolution: int
     bucket_step: int | None
     clip_skip: int | None
@@ -147,7 +162,11 @@ def open_data(
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
     exact = check_caches(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
-    validation = encode_validation(launch, base, exact, args.validation_prompts)
+    validation = encode_for_all(launch, base, exact, args.validation_prompts)
+    texts: list[str] = []
+    if launch.is_main and args.trigger:
+        texts = sum((sample_cached_captions(cache.shards) for cache in caches.values()), [])
+    class_prompts = encode_class_prompts(launch, base, exact, texts, args)
     del exact
     encoders = reads = None
     if settings["text_cache"] == "ids":
@@ -187,6 +206,7 @@ def open_data(
         empty_prompt=empty_prompt,
         encoders=encoders,
         validation=validation,
+        class_prompts=class_prompts,
         resolution=resolution,
         bucket_step=transform["bucket_step"],
         clip_skip=base.clip_skip,
@@ -203,15 +223,15 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     caption_weights = weigh_captions(args)
     images = load_rows(args, args.streaming, [args.caption_column])
-    texts: list[str] = []
+    texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     encoders = load_encoders(base, launch.dtype)
     check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
-    validation = encode_validation(launch, base, encoders, args.validation_prompts)
+    validation = encode_for_all(launch, base, encoders, args.validation_prompts)
+    class_prompts = encode_class_prompts(launch, base, encoders, texts, args)
     put_on_device(encoders.vae.requires_grad_(False), launch.device)
     encoders.text_encoders.requires_grad_(False).to(launch.device)
     try_encoders(encoders)
     if launch.is_main:
-        texts = sample_captions(images.rows, args.caption_column)
         report_equal(texts, args)
         report_emptied(encoders.tokenizers, texts)
         cut = are_cut(encoders.tokenizers, texts or [""])
@@ -237,6 +257,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
         empty_prompt=encode_empty_prompt(encoders, base),
         encoders=encoders,
         validation=validation,
+        class_prompts=class_prompts,
         resolution=resolution,
         bucket_step=args.bucket_step,
         clip_skip=base.clip_skip,
@@ -318,23 +339,47 @@ def check_cache(
         fail(f"--resolution {args.resolution} differs from the {side} px of {folder}: leave it out")
 
 
-def encode_validation(
+def encode_class_prompts(
+    launch: Launch, base: Base, encoders: Encoders | None, captions: Sequence[str], args: Namespace
+) -> EncodedPrompts | None:
+    """Encode --class_prompt or, with --trigger, the captions in which it replaces the trigger.
+
+    They are at most `MOST_CLASS_PROMPTS`, evenly chosen, since T5 takes seconds for one on a CPU.
+
+    captions: of some or all images, on the first process.
+    """
+    prompts = args.class_prompt
+    if args.trigger and launch.is_main:
+        with_class = {
+            text.replace(args.trigger, prompts[0]) for text in captions if args.trigger in text
+        }
+        if not with_class:
+            fail(
+                f"--trigger {args.trigger!r} is in none of {len(captions)} captions: correct it, "
+                "or leave it out and give whole prompts as --class_prompt"
+            )
+        found = sorted(with_class)
+        prompts = found[:: math.ceil(len(found) / MOST_CLASS_PROMPTS)]
+    return encode_for_all(launch, base, encoders, prompts)
+
+
+def encode_for_all(
     launch: Launch, base: Base, encoders: Encoders | None, prompts: list[str] | None
-) -> ValidationPrompts | None:
-    """Encode --validation_prompts in float32 on the first process, and send them to all.
+) -> EncodedPrompts | None:
+    """Encode the prompts of a flag in float32 on the first process, and send them to all.
 
     encoders: used if they are loaded, and in float32. Prompts are encoded one by one, so that the
     samples of one do not depend on the others.
     """
     if not prompts:
         return None
-    sent: list[ValidationPrompts | None] = [None]
+    sent: list[EncodedPrompts | None] = [None]
     if launch.is_main:
         if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
             encoders = load_encoders(base, torch.float32, with_vae=False)
         empty: Any = encode_empty_prompt(encoders, base)
         empty = {name: embeds[None] for name, embeds in empty.items()}
-        sent = [ValidationPrompts([encode_caption(encoders, each) for each in prompts], empty)]
+        sent = [EncodedPrompts([encode_caption(encoders, each) for each in prompts], empty)]
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]

@@ -1,4 +1,4 @@
-"""Keep the weights with the lowest held-out loss in best/."""
+"""Keep the weights with the lowest held-out loss, or the best value of a metric, in best/."""
 
 import contextlib
 import json
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_training.files import delete, fits, saving
+from diffusion_training.flags import LOWER_METRICS
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.signs import HELD_OUT
+
+BEST_METRIC = {"step": int, "metric": str, "value": float}
 
 
 def restore_best(output_dir: Path, reached: int) -> None:
@@ -26,40 +29,57 @@ def restore_best(output_dir: Path, reached: int) -> None:
 
 
 def keep_best(
-    output_dir: Path, record: dict[str, Any], step: int, save: Callable[[Path], None]
+    output_dir: Path,
+    record: dict[str, Any],
+    step: int,
+    save: Callable[[Path], None],
+    metric: str | None = None,
 ) -> None:
-    """Write best/ if the held-out loss at this step is the lowest so far. On the first process.
+    """Write best/ if this step is the best so far. On the first process.
 
     save(folder): writes the content of best/.
-    record: the last held-out record. If there are averaged weights, their loss counts, since they
-    are saved.
+    record: the last held-out record; or that of metrics, if `metric` decides. If there are averaged
+    weights, their loss counts, since they are saved.
 
     The previous best is kept as best-before until a checkpoint is as new as the best, so that a run
     resumed from an older checkpoint can restore it.
     """
     if record.get("step") != step:
         return
-    loss = record.get("held_out_loss_ema", record.get("held_out_loss"))
+    if metric:
+        content = {"step": step, "metric": metric, "value": record[metric]}
+    else:
+        loss = record.get("held_out_loss_ema", record.get("held_out_loss"))
+        content = {"step": step, "held_out_loss": loss}
     best, before = output_dir / "best", output_dir / "best-before"
     steps = [int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)]
     reached = max(steps, default=-1)
     known = read_best(best)
-    if loss < known.get("held_out_loss", math.inf):
+    if score(content) < (score(known) if known.get("metric") == metric else math.inf):
         if known and known["step"] <= reached:
             delete(before)
             best.rename(before)
         with saving(output_dir, best) as unfinished:
             (unfinished / "best").mkdir()
             save(unfinished / "best")
-            content = json.dumps({"step": step, "held_out_loss": loss})
-            (unfinished / "best/held_out.json").write_text(content)
+            (unfinished / "best/held_out.json").write_text(json.dumps(content))
     if read_best(best).get("step", math.inf) <= reached:  # there is none if no loss was finite
         delete(before)
 
 
+def score(best: dict[str, Any]) -> float:
+    """How bad a content of held_out.json is: lower is better."""
+    if "metric" in best:
+        return best["value"] * (1 if best["metric"] in LOWER_METRICS else -1)
+    return best.get("held_out_loss", math.inf)
+
+
 def read_best(folder: str | Path) -> dict[str, Any]:
-    """Return {"step", "held_out_loss"} as `keep_best` wrote them, or {} if there are none."""
+    """Return what `keep_best` wrote: {"step", "held_out_loss"} or {"step", "metric", "value"}.
+
+    {} if there is nothing.
+    """
     with contextlib.suppress(OSError, ValueError):
         best = json.loads((Path(folder) / "held_out.json").read_text())
-        return best if fits(best, HELD_OUT) else {}
+        return best if fits(best, HELD_OUT) or fits(best, BEST_METRIC) else {}
     return {}

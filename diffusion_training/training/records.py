@@ -59,6 +59,7 @@ class Records:
         self.checkpoint = checkpoint
         self.first_step = global_step
         self.held_out: dict[str, float] = {}
+        self.metrics: dict[str, Any] = {}
         self.signs: set[str] = set()
         self.skipped: set[int] = set()  # hashes of their names
         self.num_records = 0
@@ -66,6 +67,8 @@ class Records:
         for record in self.read_kept():
             if "held_out_loss" in record:
                 self.held_out = record
+            if "metric_images" in record:
+                self.metrics = record
             self.signs |= record.get("signs", {}).keys()
             self.skipped |= set(map(hash_name, record.get("skipped", ())))
             if "loss" in record:
@@ -80,7 +83,7 @@ class Records:
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
         )
         # since the last record; "clipped" and "steps" count steps
-        names = ("loss", "weight", "grad_norm", "clipped", "steps")
+        names = ("loss", "weight", "grad_norm", "clipped", "steps", "prior_loss", "prior_weight")
         self.sums = {name: torch.zeros((), device=accelerator.device) for name in names}
         self.first_images = torch.zeros(len(MEASURED), device=accelerator.device)
         self.num_measured = 0
@@ -150,6 +153,8 @@ class Records:
             "clipped": norm > (self.args.max_grad_norm or math.inf),
             "steps": 1,
         }
+        if "prior_loss" in sums:
+            added |= {"prior_loss": sums["prior_loss"], "prior_weight": sums["weight"]}
         for name, value in added.items():
             self.sums[name] += value
         self.num_images += num_images
@@ -161,6 +166,11 @@ class Records:
         """Record a held-out loss."""
         self.held_out = {"step": step, **losses}
         self.write(self.held_out)
+
+    def add_metrics(self, record: dict[str, Any]) -> None:
+        """Record what `Metrics` has measured."""
+        self.metrics = record
+        self.write(record)
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -253,6 +263,8 @@ class Records:
             "skipped_images": len(self.skipped) + self.num_left_out,
             **self.seconds,
         }
+        if sums["prior_weight"]:
+            record["prior_loss"] = sums["prior_loss"] / sums["prior_weight"]
         self.add_epoch_loss(self.epoch, record["loss"])
         _, count = self.epoch_losses[self.epoch]
         # with the first record of an epoch, the epoch before it has ended

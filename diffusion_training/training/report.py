@@ -24,6 +24,7 @@ from PIL import Image
 from diffusion_training.arguments import list_values
 from diffusion_training.errors import amount, explain, hide_secrets
 from diffusion_training.files import write_file
+from diffusion_training.flags import CLIP_METRICS, METRICS, SET_METRICS
 from diffusion_training.training.best import read_best
 from diffusion_training.training.checkpoints import find_samples
 from diffusion_training.training.signs import read_metrics
@@ -56,6 +57,13 @@ WORDS = {
     "memory_gb": "memory, GB",
     "held_out_loss": "held-out loss",
     "held_out_loss_ema": "held-out loss of the averaged weights",
+    "prior_loss": "change of other predictions",
+    "copy_real": "copy among training images",
+}
+# {flag: the metrics that its network is for}
+NETWORKS = {
+    "metric_image_model": (*SET_METRICS, "dino-i", "copy"),
+    "metric_clip_model": CLIP_METRICS,
 }
 
 
@@ -213,7 +221,46 @@ def name_best(output_dir: str | Path) -> str:
     """Return a sentence about best/, which --save_best keeps; empty if there is none."""
     best = read_best(Path(output_dir) / "best")
     text = "`best/` holds step {step}, which has the lowest held-out loss: {held_out_loss:.4g}."
+    if "metric" in best:
+        text = "`best/` holds step {step}, which has the best {metric}: {value:.4g}."
     return text.format(**best) if best else ""
+
+
+def advise_step(measured: list[dict]) -> str:
+    """A sentence that says which step to take, by the likenesses of --validation_metrics.
+
+    A step repeats its training images if its samples are nearer to them than they are to each
+    other. Among the others, the one is best with the highest mean of the likenesses to prompts and
+    real images, each from 0 at its lowest step to 1 at its highest.
+
+    measured: records of metrics.
+    """
+    measured = [record for record in measured if record["step"]]  # 0: before training
+    names = [name for name in ("clip-t", "clip-i", "dino-i") if name in (measured or [{}])[-1]]
+    if len(measured) < 2 or not names:
+        return ""
+    original = [
+        record for record in measured if record.get("copy", -1) <= record.get("copy_real", 1)
+    ]
+    if not original:
+        return (
+            "The samples of every step are nearer to a training image than these are to each "
+            "other, so all repeat them: train for fewer steps, or with more images."
+        )
+
+    def rate(record: dict) -> float:
+        total = 0.0
+        for name in names:
+            values = [other[name] for other in measured if name in other]
+            span = max(values) - min(values)
+            total += (record.get(name, min(values)) - min(values)) / span if span else 0
+        return total
+
+    best = max(original, key=rate)
+    among = ""
+    if "copy_real" in best:
+        among = ", among the steps that do not repeat the training images"
+    return f"Take step {best['step']}: it is best in {' and '.join(names)} together{among}."
 
 
 def save_report(
@@ -281,6 +328,10 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
         (loss, True),
         ([name for name in held_out if not name[-1].isdigit()], True),
         ([name for name in held_out if name[-1].isdigit()], True),
+        (["prior_loss"], True),
+        (["clip-t", "clip-i", "dino-i", "copy", "copy_real"], False),
+        (["kid"], False),
+        (["fid"], True),
         (["lr"], False),
         (["grad_norm"], True),
         (["images_per_second"], False),
@@ -314,6 +365,31 @@ def embed_picture(path: Path, side: int) -> str:
     return (
         f'<figure><img alt="samples of {caption}" src="data:image/{kind};base64,{data}">'
         f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def show_quality(records: list[dict], settings: dict[str, Any]) -> str:
+    """The section of the report on --validation_metrics; empty without them."""
+    measured = [record for record in records if "metric_images" in record]
+    if not measured:
+        return ""
+    last = measured[-1]
+    names = [name for name in METRICS if name in last]
+    networks = [settings[flag] for flag, known in NETWORKS.items() if {*names} & {*known}]
+    of = f"{last['metric_images']} samples against {last['real_images']} real images"
+
+    def show(record: dict, name: str) -> str:
+        value, low, high = (record.get(f"{name}{end}", math.nan) for end in ("", "_low", "_high"))
+        return f"{value:.3g} ({low:.3g} to {high:.3g})"
+
+    table = [["step", *names]]
+    for record in measured[-30:]:
+        table.append([str(record["step"]), *(show(record, name) for name in names)])
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(x)}" for x in row) for row in table)
+    caption = f"{of}, by {' and '.join(networks)}. In brackets are 95 % intervals."
+    return (
+        f"<h2>Quality of the samples</h2><p>{html.escape(advise_step(measured))}</p>"
+        f"<p>{html.escape(caption)}</p><table>{rows}</table>"
     )
 
 
@@ -380,6 +456,7 @@ def make_report(output_dir: str | Path) -> None:
 <p>Step {step} of {about["max_train_steps"]}, {time.strftime("%Y-%m-%d %H:%M")}.
 {escape(name_best(output_dir).replace("`", ""))}</p>{signs}
 <h2>Samples</h2><div class="pair">{pair or "None were drawn."}</div><div class="strip">{strip}</div>
+{show_quality(records, settings)}
 <h2>Use it</h2><pre>{escape(about["usage"])}</pre>
 <h2>The run</h2>{tabulate(facts.items())}
 <p>The command:</p><pre>{escape(about["command"])}</pre>

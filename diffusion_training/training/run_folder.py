@@ -96,7 +96,8 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
             "run of this script",
         )
         for best in (output_dir / "best", output_dir / "best-before"):
-            if args.save_best and best.exists() and not (best / "held_out.json").exists():
+            keeps_best = args.save_best or vars(args).get("save_best_metric")
+            if keeps_best and best.exists() and not (best / "held_out.json").exists():
                 fail(
                     f"--save_best would replace {best}, which is not from a run: rename that folder"
                 )

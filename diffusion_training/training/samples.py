@@ -4,6 +4,7 @@ import contextlib
 import math
 import textwrap
 from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
 
+from diffusion_training.batches import Objective
 from diffusion_training.errors import surviving
+from diffusion_training.families.base import Family, Prompts
 from diffusion_training.files import saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.loading import load_batches
 from diffusion_training.order import step_seed
 
 
@@ -63,49 +67,18 @@ def draw_prompts(
 
     per_call: images per call of the pipeline. inputs: further arguments of the pipeline.
     """
-
-    def interrupt(
-        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
-    ) -> dict:
-        if stop_signal.poll():
-            raise Interrupted
-        return tensors
-
     assert data.validation  # samples are drawn only if there are prompts
-    device = launch.device
-    model = getattr(pipeline, "unet", None) or pipeline.transformer
-    # decode one image at a time: a batch may need more memory than training
-    pipeline.vae.to(device).enable_slicing()
-    pipeline.set_progress_bar_config(disable=True)
-    training = model.training
-    model.eval()  # without dropout
+    validation = data.validation
     per_prompt = args.num_validation_images
     count = len(args.validation_prompts) * per_prompt
-    own = launch.share(count)
-    images: list[Any] = []
-    for start in range(0, len(own), per_call):
-        numbers = [number % count for number in own[start : start + per_call]]
-        prompts, empty = data.validation.choose([n // per_prompt for n in numbers], device)
-        with contextlib.suppress(Interrupted):
-            images.extend(
-                pipeline(
-                    **data.family.call_args(prompts, empty, args.guidance_scale),
-                    height=args.resolution,
-                    width=args.resolution,
-                    output_type="np",
-                    callback_on_step_end=interrupt,
-                    num_inference_steps=args.num_inference_steps,
-                    generator=[
-                        torch.Generator(device).manual_seed(step_seed("sample", args.seed, number))
-                        for number in numbers
-                    ],
-                    **inputs,
-                ).images
-            )
-        if stop_signal.poll():
-            break
-    model.train(training)
-    parts = [] if stop_signal.received else list(zip(own, images, strict=True))
+
+    def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:
+        return validation.choose([number // per_prompt for number in numbers], launch.device)
+
+    drawn = draw_share(
+        launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args, inputs
+    )
+    parts = [] if stop_signal.received else list(drawn.items())
     parts = [part for part in gather_object(parts) if part[0] < count]
     if not launch.is_main or len(parts) < count:
         return
@@ -115,6 +88,94 @@ def draw_prompts(
     pixels = pixels.reshape(-1, per_prompt, *pixels.shape[1:])
     grid = draw_grid(pixels, args.validation_prompts)
     save_samples(launch.accelerator, grid, args.output_dir, step)
+
+
+def draw_captions(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    data: Data,
+    objective: Objective,
+    per_call: int,
+    stop_signal: StopSignal,
+    args: Namespace,
+    rows: Sequence[int],
+    **inputs: Any,
+) -> dict[int, np.ndarray]:
+    """Draw a sample with the caption of each of `rows`; see `Draw` and `draw_prompts`."""
+    empty: Any = {name: value[None] for name, value in data.empty_prompt.items()}
+    own = launch.share(len(rows))
+    keys = [[(None, rows[number % len(rows)], 1.0)] for number in own]
+    batches = load_batches(data.dataset, keys, 0, launch.device)
+
+    def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:  # in the order of `own`
+        found = [objective.prepare_held_out(next(batches)).condition for _ in numbers]
+        prompts: Any = {name: torch.cat([each[name] for each in found]) for name in empty}
+        return prompts, empty
+
+    return draw_share(
+        launch, pipeline, data.family, len(rows), per_call, choose, "metric", stop_signal, args,
+        inputs,
+    )  # fmt: skip
+
+
+def draw_share(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    family: Family,
+    count: int,
+    per_call: int,
+    choose: Callable[[list[int]], tuple[Prompts, Prompts]],
+    purpose: str,
+    stop_signal: StopSignal,
+    args: Namespace,
+    inputs: dict[str, Any],
+) -> dict[int, np.ndarray]:
+    """Draw this process's share of `count` images: {number: image [H, W, C] from 0 to 1}.
+
+    After a signal there are fewer. Numbers from `count` on are placeholders.
+
+    choose: numbers -> (their prompts, the empty prompt). purpose: keys the seeds.
+    """
+
+    def interrupt(
+        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
+    ) -> dict:
+        if stop_signal.poll():
+            raise Interrupted
+        return tensors
+
+    device = launch.device
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    # decode one image at a time: a batch may need more memory than training
+    pipeline.vae.to(device).enable_slicing()
+    pipeline.set_progress_bar_config(disable=True)
+    training = model.training
+    model.eval()  # without dropout
+    own = launch.share(count)
+    images: list[Any] = []
+    for start in range(0, len(own), per_call):
+        numbers = [number % count for number in own[start : start + per_call]]
+        prompts, empty = choose(numbers)
+        with contextlib.suppress(Interrupted):
+            images.extend(
+                pipeline(
+                    **family.call_args(prompts, empty, args.guidance_scale),
+                    height=args.resolution,
+                    width=args.resolution,
+                    output_type="np",
+                    callback_on_step_end=interrupt,
+                    num_inference_steps=args.num_inference_steps,
+                    generator=[
+                        torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
+                        for number in numbers
+                    ],
+                    **inputs,
+                ).images
+            )
+        if stop_signal.poll():
+            break
+    model.train(training)
+    return dict(zip(own, images, strict=False))
 
 
 def draw_grid(images: np.ndarray, prompts: list[str]) -> Image.Image:

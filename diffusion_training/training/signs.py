@@ -26,6 +26,7 @@ NUMBERS = (
 )
 TRAINED = {"step": int} | dict.fromkeys(NUMBERS, int | float)  # fields of a training record
 HELD_OUT = {"step": int, "held_out_loss": float}
+MEASURED = {"step": int, "metric_images": int}  # of --validation_metrics
 MOST_RECORDS = 50_000  # training records in memory, some 75 MB
 
 
@@ -48,7 +49,7 @@ def iterate_metrics(output_dir: str | Path, last_step: float = math.inf) -> Iter
         for line in file:
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
-                is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT))
+                is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT, MEASURED))
                 is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
                 if is_valid and record["step"] <= last_step:
                     yield record
@@ -61,7 +62,7 @@ def read_metrics(output_dir: str | Path, last_step: float = math.inf) -> list[di
     first 100 skipped images, so that memory does not grow with the run.
     """
     trained: dict[int, dict] = {}  # {number of the record: record}
-    others: dict[int, dict] = {}  # held-out losses, and records with signs
+    others: dict[int, dict] = {}  # held-out losses, metrics, and records with signs
     newest: dict[int, dict] = {}
     stride, num_skipped = 1, 0
     for number, record in enumerate(iterate_metrics(output_dir, last_step)):
@@ -101,7 +102,9 @@ def find_signs(
     records: those of metrics.jsonl. learned: 0 while a LoRA adds nothing. find_constant_loss:
     returns the loss of a constant prediction.
     """
-    records = [record for record in records if "loss" in record]  # others hold held-out losses
+    records = [
+        record for record in records if "loss" in record
+    ]  # others hold held-out losses or metrics
     step = records[-1]["step"]
     warmup = args.lr_warmup_steps
     is_late = step >= warmup + 100

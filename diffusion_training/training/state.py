@@ -37,6 +37,7 @@ from diffusion_training.training.costs import Costs, count_disk, describe_traine
 from diffusion_training.training.held_out import describe_held_out, log_held_out_loss
 from diffusion_training.training.lora import make_lora_files
 from diffusion_training.training.metadata import name_readers
+from diffusion_training.training.metrics import Draw, Metrics, Read
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
@@ -184,6 +185,14 @@ class Training:
         # ask the first process: other machines may have an --output_dir of their own
         has_samples = samples_path(self.args.output_dir, self.step).exists()
         return self.is_due(*every) and not gather_object([has_samples])[0]
+
+    def starts_with_metrics(self, metrics: Metrics | None, is_pretrained: bool) -> bool:
+        """Whether metrics are due before the first step, for the reasons of samples."""
+        if metrics is None or not self.continues():
+            return False
+        if self.run.checkpoint is None:
+            return is_pretrained and self.args.validate_first
+        return self.is_due(metrics.every)  # `measure_metrics` does nothing if they are there
 
     # ---- in the loop
 
@@ -347,14 +356,23 @@ class Training:
                 self.stop_signal, self.step,
             )  # fmt: skip
 
+    def measure_metrics(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:
+        """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`."""
+        if metrics is None or self.records.metrics.get("step") == self.step:
+            return
+        if record := metrics.measure(self.step, draw, read):
+            self.records.add_metrics(record)
+
     def keep_best(self, save: SaveResult) -> None:
-        """With --save_best, write best/ if the held-out loss is the lowest so far."""
-        if not self.args.save_best:
+        """With --save_best or --save_best_metric, write best/ if this step is the best so far."""
+        metric = vars(self.args).get("save_best_metric")
+        if not self.args.save_best and not metric:
             return
         with self.timed("best_seconds"):
             best = partial(save, self.gather_result())
             if self.launch.is_main:
-                keep_best(Path(self.args.output_dir), self.records.held_out, self.step, best)
+                record = self.records.metrics if metric else self.records.held_out
+                keep_best(Path(self.args.output_dir), record, self.step, best, metric)
 
     def report(self, describe: DescribeModel) -> None:
         """Write report.html, with samples and curves so far; agree whether a signal has come."""

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import shutil
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -22,21 +21,24 @@ from conftest import (
     Script,
     finish,
     make_captioned,
+    make_clip,
     make_images,
     make_models,
+    make_moments,
     make_unet_config,
     patch,
     reset,
     start,
 )
 from diffusers import StableDiffusionPipeline
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+from transformers import CLIPModel, CLIPProcessor
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import evaluate_samples
 
 from diffusion_training.latents.reader import CachedLatents, load_cache
+from diffusion_training.training.distances import average, measure_fid, measure_kid
 from diffusion_training.training.held_out import hold_out
 
 train_unconditional = Script("train_unconditional")
@@ -44,20 +46,9 @@ train_text_to_image = Script("train_text_to_image")
 precompute = Script("precompute_latents")
 
 
-class Moments(torch.nn.Module):
-    """Replaces an extractor: the mean of each channel and the spread of the image."""
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        images = images.float() / 255
-        return torch.cat([images.mean(dim=(2, 3)), images.std(dim=(1, 2, 3))[:, None]], dim=1)
-
-
 @pytest.fixture
 def extractor(tmp_path):
-    # torch warns that TorchScript is deprecated; its successor can't be run alone
-    with warnings.catch_warnings(action="ignore"):
-        torch.jit.script(Moments()).save(str(tmp_path / "moments.pt"))
-    return f"--feature_extractor={tmp_path / 'moments.pt'}"
+    return f"--feature_extractor={make_moments(tmp_path / 'moments.pt')}"
 
 
 def evaluate(tmp_path, *argv):
@@ -108,47 +99,41 @@ def seen(monkeypatch):
     return rows
 
 
-# more images than features, and fewer
-@pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])
-def test_fast_fid_equals_torchmetrics(count, features):
+@pytest.mark.parametrize("count, features", [(300, 8), (20, 32)])  # more images, and fewer
+def test_fid_equals_torchmetrics(count, features):
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(features, features, generator=generator)
     real, fake = (torch.randn(count + n, features, generator=generator) @ mix for n in (0, 7))
-    slow, fast = (
-        evaluate_samples.measure_fid(real, fake + 1),
-        evaluate_samples.measure_fid_fast(real, fake + 1),
-    )
+    same = torch.nn.Identity()  # `update` gets features, not images
+    same.num_features = features
+    metric = FrechetInceptionDistance(same)
+    metric.update(real, real=True)
+    metric.update(fake + 1, real=False)
+    slow = metric.compute().item()
+    fast, _ = measure_fid(real, fake + 1)
     assert fast == pytest.approx(slow, rel=1e-3) and slow > 1
-    moved = evaluate_samples.measure_fid(real, real + 2)
-    assert (
-        moved
-        == pytest.approx(4 * features, rel=1e-3)
-        == evaluate_samples.measure_fid_fast(real, real + 2)
-    )
-    for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_fid_fast):
-        assert measure(real, real) == pytest.approx(0, abs=1e-2 * slow)
+    assert measure_fid(real, real + 2)[0] == pytest.approx(4 * features, rel=1e-3)
+    assert measure_fid(real, real)[0] == pytest.approx(0, abs=1e-2 * slow)
 
 
 def test_confidence_intervals_cover_95_percent():
     """95 % of the intervals contain the true value: the mean, or 0 for KID between two halves."""
     generator = torch.Generator().manual_seed(0)
-    mean = lambda values: values.mean().item()
     held = 0
     for _ in range(200):
         values = torch.randn(50, generator=generator) + 3
-        low, high = evaluate_samples.find_interval(mean(values), mean, (values,), 100)
+        mean, (low, high) = average(values, 100)
         held += low < 3 < high
-        assert low < mean(values) < high
+        assert low < mean < high
     assert 175 <= held <= 199
     halves = torch.randn(2, 60, 4, generator=generator)
-    kid = functools.partial(evaluate_samples.measure_kid, subsets=1)
-    low, high = evaluate_samples.find_interval(kid(*halves), kid, halves, 50)
+    _, (low, high) = measure_kid(*halves, 50)
     assert low < 0 < high
-    low, high = evaluate_samples.find_interval(
-        kid(halves[0], halves[1] + 1), kid, (halves[0], halves[1] + 1), 50
-    )
+    _, (low, high) = measure_kid(halves[0], halves[1] + 1, 50)
     assert 0 < low < high
-    assert evaluate_samples.find_interval(1.0, mean, (values,), 0) is None
+    assert average(values, 0) == (values.mean().item(), None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -219,13 +204,10 @@ def test_fid_and_kid_of_real_images_are_near_zero():
         real = extract((images * 255).byte().expand(-1, 3, -1, -1))
         noise = extract(torch.randint(256, (900, 3, 8, 8), dtype=torch.uint8))
     assert real.shape == (1797, 128)
-    far = evaluate_samples.measure_fid(real, noise), evaluate_samples.measure_kid(real, noise)
-    near = [
-        measure(real[::2], real[1::2])
-        for measure in (evaluate_samples.measure_fid, evaluate_samples.measure_kid)
-    ]
-    assert near[0] < 0.02 * far[0] and abs(near[1]) < 0.02 * far[1]
-    assert evaluate_samples.measure_fid(real, real) == pytest.approx(0, abs=1e-3 * far[0])
+    for measure in (measure_fid, measure_kid):
+        far, near = measure(real, noise)[0], measure(real[::2], real[1::2])[0]
+        assert abs(near) < 0.02 * far
+    assert measure_fid(real, real)[0] == pytest.approx(0, abs=1e-3 * measure_fid(real, noise)[0])
 
 
 def test_evaluation_does_not_depend_on_batch_size_and_processes(
@@ -277,28 +259,6 @@ def test_a_pipeline_without_run_args_is_compared_with_a_folder(
     )
     assert report["metrics"]["FID"]["interval"] is None and report["metrics"]["FID"]["value"] > 0
     assert "11 real images, not held out from training" in capsys.readouterr().out
-
-
-def make_clip(folder):
-    torch.manual_seed(0)
-    tokenizer = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
-    text = {"vocab_size": len(tokenizer), "max_position_embeddings": tokenizer.model_max_length,
-            "eos_token_id": tokenizer.eos_token_id}  # fmt: skip
-    small = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = CLIPConfig(
-        text_config={**small, **text},
-        vision_config={**small, "image_size": 16, "patch_size": 8},
-        projection_dim=16,
-    )
-    CLIPModel(config).save_pretrained(folder)
-    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-    CLIPProcessor(CLIPImageProcessor(**sizes), tokenizer).save_pretrained(folder)
-    return folder
 
 
 def test_text_to_image_is_evaluated_with_held_out_captions(
@@ -380,10 +340,6 @@ def test_text_to_image_is_evaluated_with_held_out_captions(
     [
         ([], "`pip install torch-fidelity` first"),
         (
-            ["--feature_extractor=nowhere.pt"],
-            "nowhere.pt is neither inception, nor digits, nor a file",
-        ),
-        (
             ["--feature_extractor=digits", "--clip=clip"],
             "--clip compares samples with their prompts: this pipeline has none",
         ),
@@ -406,5 +362,10 @@ def test_evaluations_that_are_not_possible_end_in_one_line(
 def test_a_missing_torchmetrics_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        evaluate(tmp_path, "anywhere", "--feature_extractor=digits")
+        evaluate(tmp_path, "anywhere", "--feature_extractor=inception")
     assert "`pip install torchmetrics` first" in capsys.readouterr().err
+
+
+def test_a_feature_extractor_that_cant_be_loaded_is_named(tmp_path, pipeline):
+    with pytest.raises(SystemExit, match="--feature_extractor nowhere.pt can't be loaded"):
+        evaluate(tmp_path, pipeline, "--feature_extractor=nowhere.pt")

@@ -54,9 +54,10 @@ latents.reader cluster.remote_cache
 latents.filtered latents.stream
 latents.source
 latents.encoding
-training.lora_files training.sharding
+training.lora_files training.sharding training.distances training.networks
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas training.samples training.pipelines training.hub training.denoiser
+training.prior training.metrics
 training.checkpoints training.costs training.held_out
 training.best training.copies training.records training.snapshot
 training.report
@@ -179,7 +180,8 @@ def test_download_modules_import_no_torch():
 
 def test_every_imported_package_is_in_the_requirements():
     named = set(re.findall(r"^([a-z_]+)", (ROOT / "requirements.txt").read_text(), re.M))
-    named |= {"bitsandbytes"}  # for one --optimizer, which names it if it is missing
+    # for one --optimizer and one metric, which name them if they are missing
+    named |= {"bitsandbytes", "torchmetrics"}
     ray = (
         named
         | set(re.findall(r"^([a-z_]+)", (ROOT / "requirements-ray.txt").read_text(), re.M))
@@ -369,7 +371,7 @@ def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
         )
         paths = (
             "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
-            "^network_weights|^checkpoints_to$"
+            "^network_weights|^checkpoints_to$|^metric_.*_model$"
         )
         if path := re.search(paths, action.dest):
             assert (
