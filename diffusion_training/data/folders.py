@@ -6,6 +6,7 @@ import re
 import zipfile
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -111,7 +112,7 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     captions = [prompt] * len(rows)
     source = find_source(args)
     if args.folder_repeats:
-        paths: list[str | None] = [None]
+        paths: list[Any] = [None]
         if os.path.isdir(source) and "image" in rows.features:
             images = rows.cast_column("image", datasets.Image(decode=False))["image"][:]
             paths = [image["path"] for image in images]
