@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,9 +43,11 @@ def listen_to_machines(timeout: timedelta) -> None:
     store = torch.distributed.TCPStore(
         *address, is_master=False, wait_for_workers=False, timeout=timeout
     )
-    # the store also holds the beats of earlier attempts
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [f"heartbeat/{attempt}/{machine}" for machine in range(num_machines)]
+    # The store may also hold the beats of earlier attempts. TORCHELASTIC_RESTART_COUNT does not
+    # tell them apart: a machine that joined later counts fewer.
+    attempt = [uuid.uuid4().hex]
+    torch.distributed.broadcast_object_list(attempt)
+    keys = [f"heartbeat/{attempt[0]}/{machine}" for machine in range(num_machines)]
     own_key = keys[own_machine]
     heard = []
     ended = threading.Event()

@@ -60,7 +60,7 @@ def test_commands_of_every_page_parse(page, tmp_path, monkeypatch):
     for name in ("images", "photographs"):
         (tmp_path / "path/to" / name).mkdir(parents=True)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
-    for name in ("images", "scratch"):
+    for name in ("images", "images-digits", "scratch"):
         (tmp_path / name).mkdir()
     (tmp_path / "images.npy").touch()
     for needs, kind, text in blocks(page):

@@ -4,8 +4,10 @@ Each has its own folders, and they share the output folder.
 """
 
 import contextlib
+import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,12 +15,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import (
     ROOT,
     Script,
     assert_same_weights,
     checkpoints,
+    free_port,
     launch,
     make_captioned,
     make_unet_config,
@@ -130,3 +134,66 @@ def test_two_machines_stop_together_and_train_to_the_bits_of_one(tmp_path, nodes
     assert [record["loss"] for record in metrics(out)] == [
         record["loss"] for record in metrics(whole)
     ]
+
+
+@pytest.mark.long
+def test_torchrun_continues_with_the_machines_that_are_left_and_that_join(tmp_path):
+    """As docs/cluster.md shows it, with machines of one process each."""
+    (command,) = re.findall(
+        r"```bash\n(export \w+=1)\ntorchrun (.*?) \\\n", (ROOT / "docs/cluster.md").read_text()
+    )
+    variable, value = command[0].removeprefix("export ").split("=")
+    endpoint = f"127.0.0.1:{free_port()}"
+    words = command[1].replace("first-machine:29400", endpoint).replace("=gpu", "=1").split()
+    out = tmp_path / "out"
+    flags = [
+        f"--train_data_dir={ROOT / 'demo/digits'}",
+        f"--model_config_name_or_path={ROOT / 'demo/digits_unet.json'}",
+        "--resolution=8",
+        "--max_train_steps=100000",
+        "--checkpointing_steps=20",
+        "--resume_from_checkpoint=latest",
+    ]
+    env = os.environ | {variable: value, "ACCELERATE_USE_CPU": "true"}
+    launch = [sys.executable, "-m", "torch.distributed.run", *words]
+    launch += [str(ROOT / "train_unconditional.py"), *train.flags(out, *flags)]
+    machines = []
+
+    def add_machine():
+        with open(tmp_path / f"{len(machines)}.log", "wb") as log:
+            options = {"env": env, "stdout": log, "stderr": log, "start_new_session": True}
+            machines.append(subprocess.Popen(launch, **options))
+        return machines[-1]
+
+    def list_steps():
+        path = out / "metrics.jsonl"
+        return [record["step"] for record in metrics(out)] if path.exists() else []
+
+    def count_processes():
+        """The number of processes that wrote the newest checkpoint."""
+        states = sorted(out.glob("checkpoint-*/trainer_state.json"), key=os.path.getmtime)
+        return json.loads(states[-1].read_text())["settings"]["num_processes"] if states else 0
+
+    def kill_machine(machine):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            agent = psutil.Process(machine.pid)
+            for process in [agent, *agent.children(recursive=True)]:
+                process.kill()
+
+    try:
+        add_machine()
+        other = add_machine()
+        wait_until(lambda: count_processes() == 2, 300)
+        kill_machine(other)
+        wait_until(lambda: count_processes() == 1, 300)
+        third = add_machine()
+        wait_until(lambda: count_processes() == 2, 300)
+        saved = checkpoints(out)
+        for machine in (machines[0], third):
+            machine.terminate()
+        assert [machine.wait(120) for machine in (machines[0], third)] == [1, 1]
+        assert checkpoints(out) - saved  # the trainers have saved
+        assert list_steps() == [*range(1, len(list_steps()) + 1)]
+    finally:
+        for machine in machines:
+            kill_machine(machine)
