@@ -18,7 +18,7 @@ from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import find_shared
 from diffusion_training.data.rows import load_rows
-from diffusion_training.errors import end_if_stopped, fail, print_once
+from diffusion_training.errors import amount, end_if_stopped, fail, print_once
 from diffusion_training.files import hash_values
 from diffusion_training.latents.flags import add_cache_flags
 from diffusion_training.launch import Launch
@@ -56,6 +56,12 @@ def share_latents(launch: Launch, args: Namespace, script: str) -> Namespace:
             path = str(Path(script).with_name("precompute_latents.py"))
             make_cache([path, *format_words(flags)], list_environment(args.cache_latents))
     print_once(f"Latents: {folder}, for all runs with these images and models")
+    cache = json.loads((folder / "cache.json").read_text())
+    if cache["skipped"]:
+        listed = f"{folder / 'skipped.jsonl'} says why"
+        if not cache["rows"]:
+            fail(f"none of the images could be used: {listed}")
+        print_once(f"{amount(cache['skipped'], 'image')} could not be used: {listed}")
     found = {"latents_dir": [str(folder)], "dataset_name": None, "train_data_dir": None}
     return Flags(getattr(args, "given", ()), **vars(args) | found)
 
