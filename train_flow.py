@@ -153,6 +153,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     args = parser.parse_args(argv)
     if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
+        if args.cache_latents:  # as recipes say
+            parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO, argv)
 
     family = FACTS[args.model_family]
@@ -216,6 +218,7 @@ from diffusion_training.files import saving
 from diffusion_training.latents.encoders import load_parts
 from diffusion_training.latents.encoding import encode_batch, read_pixels
 from diffusion_training.latents.reader import choose_rows
+from diffusion_training.latents.shared import share_latents
 from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
@@ -566,10 +569,12 @@ def main(args: Namespace) -> None:
         accelerator = Accelerator(**accelerator_options(args))
     launch = make_launch(accelerator, args)
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
+    # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
+    data_flags = share_latents(launch, args, __file__)
     base = open_base(args, trained_by="train_flow.py")
 
     # The data comes before the model, which must fit the latents and embeddings.
-    data = open_data(launch, base, run.checkpoint, run.before, args)
+    data = open_data(launch, base, run.checkpoint, run.before, data_flags)
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights

@@ -145,6 +145,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     args = parser.parse_args(argv)
     if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
+        if args.cache_latents:  # as recipes say
+            parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
 
     if args.pretrained_model_name_or_path is None:
@@ -195,6 +197,7 @@ from diffusion_training.files import saving
 from diffusion_training.latents.encoders import load_parts
 from diffusion_training.latents.encoding import encode_batch, read_pixels
 from diffusion_training.latents.reader import choose_rows
+from diffusion_training.latents.shared import share_latents
 from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
@@ -513,12 +516,14 @@ def main(args: Namespace) -> None:
         accelerator = Accelerator(**accelerator_options(args))
     launch = make_launch(accelerator, args)
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
+    # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
+    data_flags = share_latents(launch, args, __file__)
     base = open_base(args, trained_by="train_text_to_image.py")
 
     noise_scheduler, sampler = make_schedulers(base, args)
 
     # The data comes before the model, which must fit the latents and embeddings.
-    data = open_data(launch, base, run.checkpoint, run.before, args)
+    data = open_data(launch, base, run.checkpoint, run.before, data_flags)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)

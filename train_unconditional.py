@@ -88,7 +88,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add(
         "--cache_images",
         **SWITCH,
-        help="decode and resize all images once before training, and store them in --output_dir",
+        help="decode and resize all images once before training, and store them in --cache_dir, "
+        "where all runs share them",
     )
     add(
         "--resolution",

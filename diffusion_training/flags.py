@@ -814,7 +814,10 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             f"--latents_dir {addresses[0]} is an address: "
             "give --shards_dir, a local folder for copies of its shards"
         )
-    for name in IMAGES_ONLY if caches else ():
+    if args.cache_latents and args.streaming:
+        parser.error("--cache_latents stores the latents of all images: leave --streaming out")
+    # --cache_latents of a recipe says how to make a cache if none is given
+    for name in IMAGES_ONLY if caches and not args.cache_latents else ():
         if vars(args)[name] != parser.get_default(name):
             parser.error(
                 f"--{name} does nothing with --latents_dir: give it to precompute_latents.py, "
@@ -995,6 +998,22 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
+    add(
+        "--cache_latents",
+        nargs="?",
+        const="device",
+        choices=["device", "cpu"],
+        help="encode the images once, before training, into a cache that all runs share (in "
+        "--cache_dir); cpu: on the CPU, if the text encoder does not fit on the GPU (default: "
+        "encode in every step)",
+    )
+    add(
+        "--no-cache_latents",
+        dest="cache_latents",
+        action="store_const",
+        const=None,
+        help="encode the images in every step",
+    )
     add(
         "--resolution",
         type=number(2, 16384, int),

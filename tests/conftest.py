@@ -746,6 +746,23 @@ def finish(pids, timeout=100):
     return codes
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """precompute_latents.py of --cache_latents runs in a fork, which imports nothing.
+
+    Returns the list of its commands.
+    """
+    calls = []
+
+    def run(command, environment):
+        calls.append(command)
+        script = Script(Path(command[0]).stem)
+        assert finish(start(lambda: script(*command[1:]))) == [0]
+
+    monkeypatch.setattr("diffusion_training.latents.shared.make_cache", run)
+    return calls
+
+
 def wait_until(condition, timeout=60):
     deadline = time.time() + timeout
     while not condition():

@@ -29,6 +29,16 @@ def find_source(args: Namespace) -> str:
     return resolve(os.path.join(os.getcwd(), source)) if os.path.isdir(source) else source
 
 
+def find_shared(kind: str, cache_dir: str | None) -> Path:
+    """The folder of --cache_images or --cache_latents, which all runs share."""
+    return Path(cache_dir or datasets.config.HF_DATASETS_CACHE, "diffusion_training", kind)
+
+
+def is_shared(folder: str) -> bool:
+    """Whether a folder is one of --cache_latents."""
+    return Path(folder).parent.parts[-2:] == find_shared("latents", None).parts[-2:]
+
+
 def list_paths(folder: str) -> list[str]:
     """The paths of all files and folders in a local folder; none if it is not a folder."""
     return [str(path) for path in Path(folder).rglob("*")]

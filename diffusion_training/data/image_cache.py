@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
 import datasets
 import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from diffusion_training.data.folders import find_shared
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.errors import explain, fail, is_machines_fault
 from diffusion_training.files import checksum_files, delete, hash_values, saving
@@ -53,9 +53,9 @@ def cache_images(
 ) -> tuple[datasets.Dataset, int]:
     """Decode and resize every image once, into memory-mapped Arrow files.
 
-    Their folder is named by a hash of the data and the transform, and a file beside it holds their
-    checksums. Returns (the same rows, with pixels in place of files, as `decode_image` takes them;
-    the number of images left out).
+    All runs with the same data and transform share the folder, which is named by a hash of both. A
+    file beside it holds the checksums. Returns (the same rows, with pixels in place of files, as
+    `decode_image` takes them; the number of images left out).
     """
     settings = {
         "column": column,
@@ -65,7 +65,7 @@ def cache_images(
         "min_size": args.min_size,
     }
     key = hash_values([3, rows._fingerprint, settings])  # 3: the version of this layout
-    parent = Path(args.output_dir) / "image_cache"
+    parent = find_shared("images", args.cache_dir)
     folder = parent / key
     folder.mkdir(parents=True, exist_ok=True)
     image = {

@@ -12,6 +12,7 @@ import fsspec
 from diffusion_training.arguments import list_values
 from diffusion_training.data.captions import report_cut
 from diffusion_training.data.flags import weigh_captions
+from diffusion_training.data.folders import is_shared
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
@@ -69,7 +70,11 @@ class PlannedCache:
         report_cut(cache["captions_cut"], cache["rows"], cache["tokenizer"]["model_max_length"])
         counts = f"{cache['rows']:,} rows, {cache['skipped']:,} skipped"
         print(f"Done: {counts}, are in {self.output_dir}")
+        if is_shared(self.output_dir):  # the trainer that waits for it goes on
+            return
         print(f"Next: {self.suggest_training()}")
+        if self.output_dir not in DEMO_CACHES and self.family.attention:
+            print("Without --rank it trains the whole model. recipes/ has flags for your GPU")
 
     def suggest_training(self) -> str:
         """The command that trains on the cache."""
@@ -86,6 +91,8 @@ class PlannedCache:
             words.append("--random_flip")
         if self.flags["mixed_precision"] != "no":
             words += ["--mixed_precision", self.flags["mixed_precision"]]
+        if self.family.attention:
+            words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
         return shlex.join(words)
 
     def with_batch_size(self, size: int) -> "PlannedCache":

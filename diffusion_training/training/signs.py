@@ -181,7 +181,7 @@ def name_faster_reader(args: Namespace) -> str:
     caches = vars(args).get("latents_dir") or []
     if any(map(is_address, caches)):
         return "a larger --shards_size, so that more is fetched ahead, or a faster network"
-    if caches or vars(args).get("cache_images"):
+    if caches or vars(args).get("cache_images") or vars(args).get("cache_latents"):
         return "a faster disk, or more memory for the system's file cache"
     first = "precompute_latents.py" if "latents_dir" in args else "--cache_images"
     return f"{first}, or more --dataloader_num_workers than {args.dataloader_num_workers}"

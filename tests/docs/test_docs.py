@@ -67,7 +67,9 @@ def test_commands_of_every_page_parse(page, tmp_path, monkeypatch):
         assert needs in MARKS | {""}
         for words in commands(text) if kind == "bash" else ():
             script, flags = find_script(words)
-            if script and not any(flag.startswith("@") for flag in flags):
+            flags = [flag.replace("@recipes/", f"@{ROOT}/recipes/") for flag in flags or ()]
+            files = [flag for flag in flags if flag.startswith("@") and "/recipes/" not in flag]
+            if script and not files:
                 module = importlib.import_module(script.removesuffix(".py"))
                 flags = [flag.replace("/shared/photos", "path/to/images") for flag in flags]
                 module.parse_args(flags)
@@ -128,6 +130,7 @@ def run(words, folder, inputs):
 
 # new-trainer.md is one script and has a test of its own
 @pytest.mark.ci
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "page",
     [

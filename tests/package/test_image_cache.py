@@ -1,7 +1,6 @@
 """--cache_images: every image is decoded once, and the stored pixels are checked."""
 
 import argparse
-import os
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ def test_the_image_cache_is_reused_for_the_same_data_and_transform(args, tmp_pat
 
 def test_several_processes_make_the_same_image_cache(args):
     alone, _ = make(args)
-    os.rename(f"{args.output_dir}/image_cache", f"{args.output_dir}/of-one")
+    args.cache_dir += "-other"
     many, _ = make(args, num_workers=2)
     assert all(torch.equal(one, other) for one, other in zip(alone, many, strict=True))
 
@@ -81,7 +80,7 @@ def test_several_processes_make_the_same_image_cache(args):
 ])  # fmt: skip
 def test_a_damaged_or_unfinished_image_cache_is_made_again(args, tmp_path, damage):
     pixels, _ = make(args)
-    path = next((tmp_path / "out/image_cache").glob("*/*.arrow"))
+    path = next((tmp_path / "cached/diffusion_training/images").glob("*/*.arrow"))
     whole = path.read_bytes()
     damage(path)
     again, _ = make(args)

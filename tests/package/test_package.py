@@ -45,6 +45,7 @@ data.texts data.buckets
 data.captions
 data.captioned_images
 latents.ranges
+latents.shared
 latents.columns latents.fetch latents.passes cluster.remote_rows
 latents.shards
 latents.encoders

@@ -1,0 +1,140 @@
+"""--cache_latents: a latent cache in a folder that all runs with the same data share."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from diffusion_training import __version__
+from diffusion_training.arguments import Flags
+from diffusion_training.data.flags import add_stream_flags
+from diffusion_training.data.folders import find_shared
+from diffusion_training.data.rows import load_rows
+from diffusion_training.errors import amount, end_if_stopped, fail, print_once
+from diffusion_training.files import hash_values
+from diffusion_training.latents.flags import add_cache_flags
+from diffusion_training.launch import Launch
+from diffusion_training.memory import is_gpu
+
+# Flags that change nothing in the cache
+WITHOUT_EFFECT = ("cache_dir", "dataloader_num_workers")
+# What launchers tell a process of its group; the process that encodes is alone
+LAUNCHERS = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def share_latents(launch: Launch, args: Namespace, script: str) -> Namespace:
+    """With --cache_latents and images, return the flags for a cache of them, else `args`.
+
+    If there is no such cache yet, precompute_latents.py makes it, in a process of its own. Call
+    this before any model is loaded, so that the other process has the whole device. The first
+    process makes the cache. The others wait for its lock, as long as it takes, and so does a run
+    that is started meanwhile. script: the file that is run.
+    """
+    if not args.cache_latents or args.latents_dir:
+        return args
+    flags = choose_flags(args, launch.mixed_precision)
+    folder = find_shared("latents", args.cache_dir) / hash_values(describe(flags, args))
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        # A killed run may have left a process that still encodes. It has this lock.
+        with FileLock(folder / ".lock"):
+            pass
+        if not (folder / "state.json").exists():
+            print_once(f"Encoding the images, once for all runs, into {folder}")
+            on_gpu = is_gpu(launch.device) and args.cache_latents != "cpu"
+            flags |= {name: vars(args)[name] for name in WITHOUT_EFFECT}
+            flags |= {"batch_size": "auto" if on_gpu else 4, "output_dir": str(folder)}
+            path = str(Path(script).with_name("precompute_latents.py"))
+            make_cache([path, *format_words(flags)], list_environment(args.cache_latents))
+    print_once(f"Latents: {folder}, for all runs with these images and models")
+    cache = json.loads((folder / "cache.json").read_text())
+    if cache["skipped"]:
+        listed = f"{folder / 'skipped.jsonl'} says why"
+        if not cache["rows"]:
+            fail(f"none of the images could be used: {listed}")
+        print_once(f"{amount(cache['skipped'], 'image')} could not be used: {listed}")
+    found = {"latents_dir": [str(folder)], "dataset_name": None, "train_data_dir": None}
+    return Flags(getattr(args, "given", ()), **vars(args) | found)
+
+
+def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
+    """The flags of precompute_latents.py that decide what the cache holds, except for defaults."""
+    parser = argparse.ArgumentParser()
+    add_cache_flags(parser)
+    add_stream_flags(parser.add_argument, trains=False)
+    defaults = vars(parser.parse_args([]))
+    for name in (*WITHOUT_EFFECT, "output_dir", "compile"):
+        del defaults[name]
+    flags = {name: value for name, value in vars(args).items() if name in defaults}
+    # a step skips images that can't be used, and so does the cache
+    flags |= {"mixed_precision": mixed_precision, "max_skipped": 1.0}
+    if args.shuffle_caption:  # the trainer has to encode the captions
+        flags |= {"text_cache": "ids", "clip_skip": None}
+    return {name: value for name, value in flags.items() if value != defaults[name]}
+
+
+def describe(flags: dict[str, Any], args: Namespace) -> list:
+    """What decides the content of the cache, as far as it is known before models are loaded."""
+    with contextlib.redirect_stdout(io.StringIO()):  # precompute_latents.py prints it
+        images = load_rows(args, others=[args.caption_column])
+    models = []
+    for name, value in sorted(flags.items()):
+        if name.endswith("_name_or_path") and os.path.exists(value):
+            files = [path for path in (Path(value), *Path(value).rglob("*")) if path.is_file()]
+            stats = [(str(path), path.stat()) for path in sorted(files)]
+            models += [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    version = __version__.split(".")[:2]
+    return [version, images.rows._fingerprint, json.dumps(flags, sort_keys=True), models]
+
+
+def format_words(flags: dict[str, Any]) -> list[str]:
+    """Format {name: value} as the words of a command line."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def list_environment(device: str) -> dict[str, str]:
+    """The environment of the process that encodes: this one's, without what launchers add.
+
+    device: "cpu", or "device" for the device of the run.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in RANKS
+    }
+    cpu = "true" if device == "cpu" else os.environ.get("ACCELERATE_USE_CPU")
+    return environment | ({"ACCELERATE_USE_CPU": cpu} if cpu else {})
+
+
+def make_cache(command: list[str], environment: dict[str, str]) -> None:
+    """Run precompute_latents.py, and end this program with it.
+
+    A signal that ends this program is sent on. The next start finishes the cache.
+    """
+    child = subprocess.Popen([sys.executable, *command], env=environment)
+    try:
+        status = child.wait()
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
+    end_if_stopped()
+    if status:
+        fail("precompute_latents.py could not encode the images, see its message", alone=True)

@@ -1,0 +1,377 @@
+"""recipes/: each fits on its GPU, and trains on a tiny model; --cache_latents."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from conftest import (
+    ROOT,
+    Script,
+    assert_same_weights,
+    checkpoints,
+    finish,
+    make_captioned,
+    make_klein,
+    make_models,
+    make_prx,
+    make_qwen_image,
+    make_sdxl,
+    make_unet_config,
+    make_z_image,
+    metrics,
+    open_pipeline,
+    start,
+    wait_until,
+)
+from filelock import FileLock
+
+from diffusion_training.data.folders import find_shared
+from diffusion_training.errors import in_one_sentence
+from diffusion_training.latents import shared
+from diffusion_training.latents.reader import load_cache
+
+RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
+IN_CI = {"sdxl_lora_12gb", "unet_64_8gb"}
+SCRIPTS = {
+    f"{name}.py": Script(name)
+    for name in ("precompute_latents", "train_flow", "train_text_to_image", "train_unconditional")
+}
+train = SCRIPTS["train_text_to_image.py"]
+
+
+def make_sd(folder):
+    open_pipeline(make_models(folder / "parts")).save_pretrained(folder / "pipeline")
+    return folder / "pipeline"
+
+
+MAKE = {
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": make_sd,
+    "stabilityai/stable-diffusion-xl-base-1.0": make_sdxl,
+    "Tongyi-MAI/Z-Image": make_z_image,
+    "black-forest-labs/FLUX.2-klein-base-4B": make_klein,
+    "black-forest-labs/FLUX.2-klein-base-9B": make_klein,
+    "Qwen/Qwen-Image": make_qwen_image,
+    "Photoroom/prx-256-t2i": make_sd,
+}
+# Sizes and steps in place of a recipe's
+SMALL = ["--resolution=16", "--max_train_steps=1", "--logging_steps=1", "--lr_warmup_steps=0"]
+SMALL += ["--train_batch_size=1", "--gradient_accumulation_steps=1", "--report_to=none"]
+
+
+def read_recipe(name):
+    """(script, words) of a recipe."""
+    text = RECIPES[name].read_text()
+    return re.search(r"train_\w+\.py", text)[0], shlex.split(text, comments=True)
+
+
+def find_flag(words, flag):
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+# ------------------------------------------------------------------- the recipes
+
+
+def read_tables(page):
+    """{first cell of a table's head: [its rows as {column: cell}]}, of each section of a page."""
+    found = {}
+    for section in re.split(r"^## ", (ROOT / page).read_text(), flags=re.M)[1:]:
+        title = section.splitlines()[0]
+        for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
+            lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+            rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+            found.setdefault(title, []).append(rows)
+    return found
+
+
+TITLES = {
+    "sd15": "Stable Diffusion 1.5", "sdxl": "SDXL", "z_image": "Z-Image",
+    "klein_4b": "FLUX.2 klein 4B", "klein_9b": "FLUX.2 klein 9B", "qwen_image": "Qwen-Image",
+}  # fmt: skip
+
+
+def describe_flags(words, name):
+    """A recipe's flags as the tables of docs/memory.md name them."""
+    optimizer = {"adamw8bit": "8-bit", "adafactor": "Adafactor"}
+    parts = {
+        find_flag(words, "--mixed_precision"): True,
+        "GC": "--gradient_checkpointing" in words,
+        optimizer.get(find_flag(words, "--optimizer")): "--optimizer" in words,
+        "no EMA": "--no-use_ema" in words,
+        "nf4": "--base_precision" in words,
+        "half the side": "--resolution" in words and "lora" in name,
+    }
+    return ", ".join(part for part, is_given in parts.items() if is_given)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if re.search("lora|full", name)])
+def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
+    model, kind, size = re.fullmatch(r"(.*)_(lora|full)_(\d+)gb", name).groups()
+    _, words = read_recipe(name)
+    label = describe_flags(words, name)
+    whole, lora, further, *_ = read_tables("docs/memory.md")["A training step"]
+    table = lora if kind == "lora" else whole
+    row, more = (
+        next(each for each in rows if each["model"] == TITLES[model]) for rows in (table, further)
+    )
+    column = ("LoRA, " if kind == "lora" else "whole, ") + ("GC" if "GC" in label else "bf16")
+    images = int(find_flag(words, "--train_batch_size"))
+    needed = float(row[label]) + (images - 1) * float(more[column])
+    assert needed < 0.9 * int(size) * 2**30 / 1e9
+    said = re.search(r"([\d.]+) GB in a step", RECIPES[name].read_text())[1]
+    assert float(said) == pytest.approx(needed, abs=0.051)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_says_why_for_each_of_its_flags(name):
+    script, _ = read_recipe(name)
+    lines = RECIPES[name].read_text().splitlines()
+    assert all(line.startswith("#") or re.match(r"--\S.*  # \w", line) for line in lines)
+    assert f"accelerate launch {script} @recipes/{name}.args" in lines[1]
+    args = SCRIPTS[script].module.parse_args([f"@{RECIPES[name]}", f"--train_data_dir={ROOT}"])
+    assert args.cache_images if script == "train_unconditional.py" else args.cache_latents
+
+
+def test_memory_md_names_every_recipe_where_its_flags_fit():
+    cells = re.findall(
+        r"\[([^]]*)\]\(\.\./recipes/(\w+)\.args\)", (ROOT / "docs/memory.md").read_text()
+    )
+    for label, name in cells:
+        assert label == describe_flags(read_recipe(name)[1], name), name
+    assert {name for _, name in cells} == RECIPES.keys() - {"unet_64_8gb"}
+
+
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.parametrize(
+    "name",
+    [name if name in IN_CI else pytest.param(name, marks=pytest.mark.long) for name in RECIPES],
+)
+def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
+    script, words = read_recipe(name)
+    if "adamw8bit" in words:
+        pytest.importorskip("bitsandbytes")
+    # tiny models have no layer for 4 bits
+    text = re.sub("--base_precision nf4.*", "", RECIPES[name].read_text())
+    (tmp_path / "recipe.args").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    make_captioned(tmp_path / "photos", 3)
+    flags = ["@recipe.args", "--train_data_dir=photos", *SMALL]
+    if script == "train_unconditional.py":
+        flags += [f"--model_config_name_or_path={make_unet_config(tmp_path)}"]
+        flags += ["--eval_batch_size=1", "--ddpm_num_inference_steps=1"]
+    else:
+        model = find_flag(words, "--pretrained_model_name_or_path")
+        flags += [f"--pretrained_model_name_or_path={MAKE[model](tmp_path / 'model')}"]
+        flags += ["--validation_prompts", "a digit", "--num_inference_steps=1"]
+        flags += ["--num_validation_images=1", *["--rank=2"] * ("--rank" in words)]
+        flags += ["--bucket_step=4"] * ("--bucket_step" in words)
+    if "--transformer_config_name_or_path" in words:
+        flags += [f"--transformer_config_name_or_path={make_prx(tmp_path / 'prx')}"]
+    SCRIPTS[script](*flags)
+    args = SCRIPTS[script].module.parse_args(flags)
+    output = tmp_path / args.output_dir
+    is_lora = "--rank" in words
+    result = "pytorch_lora_weights.safetensors" if is_lora else "model_index.json"
+    assert (output / result).is_file() and metrics(output)[-1]["step"] == 1
+    assert list((output / "samples").iterdir())
+    assert len(forked) == (script != "train_unconditional.py")
+    kind = "latents" if forked else "images"
+    assert len([path for path in find_shared(kind, None).iterdir() if path.is_dir()]) == 1
+
+
+# ------------------------------------------------------------------- --cache_latents
+
+
+@pytest.fixture
+def flags(tmp_path):
+    make_captioned(tmp_path / "photos", 6)
+    models = make_models(tmp_path)
+    return train.flags(
+        tmp_path / "out",
+        f"--train_data_dir={tmp_path / 'photos'}",
+        f"--pretrained_model_name_or_path={models}",
+        f"--cache_dir={tmp_path / 'cached'}",
+        "--resolution=16",
+        "--center_crop",
+        "--cache_latents",
+    )
+
+
+def list_caches(folder):
+    return sorted((folder / "cached/diffusion_training/latents").glob("*/state.json"))
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_cache_latents_trains_like_a_cache_and_is_made_once(tmp_path, flags, forked, capsys):
+    train(*flags)
+    (state,) = list_caches(tmp_path)
+    said = capsys.readouterr().out
+    assert f"Encoding the images, once for all runs, into {state.parent}" in said
+    assert f"Latents: {state.parent}" in said and "Next: accelerate" not in said
+    assert "--cache_latents=device" in (tmp_path / "out/run.args").read_text()
+    before = state.stat().st_mtime_ns
+    train(*flags, "--learning_rate=2e-3", f"--output_dir={tmp_path / 'other'}")
+    assert len(forked) == 1 and list_caches(tmp_path) == [state]
+    assert state.stat().st_mtime_ns == before
+    own = [flag for flag in flags if "train_data_dir" not in flag and flag != "--center_crop"]
+    own = [flag for flag in own if flag != "--cache_latents"]
+    train(*own, f"--latents_dir={state.parent}", f"--output_dir={tmp_path / 'own'}")
+    (name,) = checkpoints(tmp_path / "own")
+    assert_same_weights(tmp_path / f"own/{name}/unet", tmp_path / f"out/{name}/unet")
+
+
+def test_cache_latents_has_a_folder_for_each_content(tmp_path, flags, monkeypatch):
+    folders = []
+
+    def note(command, environment):
+        folders.append(Path(command[-1].removeprefix("--output_dir=")))
+        (folders[-1] / "cache.json").write_text('{"rows": 1, "skipped": 0}')
+
+    monkeypatch.setattr(shared, "make_cache", note)
+    launch = Namespace(mixed_precision="no", device=Namespace(type="cpu"))
+
+    def share(*more, precision="no"):
+        launch.mixed_precision = precision
+        args = train.module.parse_args([*flags, *more])
+        return shared.share_latents(launch, args, train.module.__file__).latents_dir
+
+    first = share()
+    assert share("--dataloader_num_workers=3", "--learning_rate=1", "--caption_dropout=0") == first
+    others = [share(precision="bf16"), share("--random_flip"), share("--seed=1")]
+    others += [share("--shuffle_caption"), share("--resolution=8"), share("--bucket_step=4")]
+    (tmp_path / "sd/vae/config.json").touch()  # perhaps another model
+    others.append(share())
+    (tmp_path / "photos/0.png").write_bytes((tmp_path / "photos/1.png").read_bytes())
+    others.append(share())
+    assert len({*map(tuple, [first, *others])}) == len(others) + 1
+    assert str(folders[0]) in first or folders
+
+
+def test_cache_latents_starts_a_process_without_the_launchers_variables(monkeypatch):
+    kept = {"HF_HOME": "/hub", "CUDA_VISIBLE_DEVICES": "1", "ACCELERATE_USE_CPU": "true"}
+    for name in [*shared.RANKS, "MASTER_PORT", "ACCELERATE_MIXED_PRECISION", "GROUP_RANK", *kept]:
+        monkeypatch.setenv(name, kept.get(name, "1"))
+    environment = shared.list_environment("device")
+    assert kept.items() <= environment.items()
+    assert {*os.environ} - {*environment} == {
+        *shared.RANKS, "MASTER_PORT", "ACCELERATE_MIXED_PRECISION", "GROUP_RANK"
+    }  # fmt: skip
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    assert "ACCELERATE_USE_CPU" not in shared.list_environment("device")
+    assert shared.list_environment("cpu")["ACCELERATE_USE_CPU"] == "true"
+
+
+CHILD = """
+import pathlib, signal, sys, time
+def end(number, frame):
+    pathlib.Path(sys.argv[1], "ended").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[1], "began").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_process_that_encodes(tmp_path, number):
+    (tmp_path / "child.py").write_text(CHILD)
+    command = [str(tmp_path / "child.py"), str(tmp_path)]
+    main = in_one_sentence(lambda args: shared.make_cache(command, dict(os.environ)))
+    pids = start(lambda: main(Namespace()))
+    wait_until((tmp_path / "began").exists)
+    os.kill(pids[0], number)
+    assert finish(pids) == [128 + number] and (tmp_path / "ended").exists()
+
+
+def test_a_process_that_can_not_encode_ends_the_run_in_a_sentence():
+    with pytest.raises(SystemExit, match="precompute_latents.py could not encode the images"):
+        shared.make_cache(["-c", "raise SystemExit(3)"], dict(os.environ))
+
+
+def test_cache_latents_waits_for_a_process_that_makes_the_cache(tmp_path, flags, monkeypatch):
+    """Another run that encodes, or a process of a killed run that still does."""
+    launch = Namespace(mixed_precision="no", device=Namespace(type="cpu"))
+    args = train.module.parse_args(flags)
+    calls = []
+
+    def note(command, environment):
+        calls.append(command)
+        folder = Path(command[-1].removeprefix("--output_dir="))
+        (folder / "cache.json").write_text('{"rows": 1, "skipped": 0}')
+
+    monkeypatch.setattr(shared, "make_cache", note)
+    share = lambda: shared.share_latents(launch, args, train.module.__file__)
+    (folder,) = map(Path, share().latents_dir)
+    for path in (f"{folder}.lock", folder / ".lock"):
+        calls.clear()
+        with FileLock(path):
+            waiting = threading.Thread(target=share)
+            waiting.start()
+            time.sleep(0.3)
+            assert waiting.is_alive() and not calls
+            (folder / "state.json").touch()  # now it is complete
+        waiting.join()
+        assert not calls
+        (folder / "state.json").unlink()
+
+
+@pytest.mark.parametrize("broken", [1, 6])
+def test_cache_latents_names_the_images_that_it_lacks(tmp_path, flags, forked, capsys, broken):
+    for i in range(broken):
+        (tmp_path / f"photos/{i}.png").write_bytes(b"no image")
+    if broken == 6:
+        assert "none of the images could be used: " in train.refused(*flags)
+        return
+    train(*flags)
+    (state,) = list_caches(tmp_path)
+    skipped = state.with_name("skipped.jsonl")
+    assert f"1 image could not be used: {skipped} says why" in capsys.readouterr().out
+    assert "0.png" in skipped.read_text()
+
+
+@pytest.mark.parametrize(
+    "more, sentence",
+    [
+        (["--streaming", "--max_train_steps=1"], "--cache_latents stores the latents of all"),
+        (["--latents_dir=x"], "--latents_dir can't be combined with"),
+    ],
+)
+def test_cache_latents_refuses_flags_that_do_not_fit(flags, more, sentence):
+    assert sentence in train.refused(*flags, *more, status=2)
+
+
+def test_a_recipe_without_images_asks_for_them_and_takes_an_own_cache(tmp_path):
+    recipe = f"@{RECIPES['sdxl_lora_12gb']}"
+    assert "give images: --train_data_dir FOLDER" in train.refused(recipe, status=2)
+    args = train.module.parse_args([recipe, f"--latents_dir={tmp_path}"])
+    assert args.latents_dir == [str(tmp_path)] and args.rank == 16
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_runs_of_two_processes_finish_the_cache(tmp_path, flags, number):
+    """Real processes: the launcher is stopped or killed while precompute_latents.py encodes."""
+    make_captioned(tmp_path / "photos", 200)
+    words = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+    command = [sys.executable, "-m", *words, "--main_process_port=0", "train_text_to_image.py"]
+    command += [*flags, "--max_train_steps=2", "--dataloader_num_workers=0"]
+    env = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    run = lambda: subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+    caches = tmp_path / "cached/diffusion_training/latents"
+    first = run()
+    wait_until(lambda: list(caches.glob("*/cache.json")), 200)
+    os.killpg(first.pid, number) if number == signal.SIGKILL else os.kill(first.pid, number)
+    assert first.wait() != 0
+    second = run()
+    assert second.wait() == 0
+    (state,) = list_caches(tmp_path)
+    assert load_cache(str(state.parent)).settings["rows"] == 200
+    (name,) = checkpoints(tmp_path / "out")
+    assert name == "checkpoint-2"
