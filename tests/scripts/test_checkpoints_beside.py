@@ -205,10 +205,7 @@ KILLS = {  # {name: (processes, further flags)}
 
 @pytest.mark.parametrize(
     "name, count",
-    [
-        ("copies", 3),
-        *(pytest.param(name, 100, marks=pytest.mark.long) for name in KILLS),
-    ],
+    [("copies", 3), *(pytest.param(name, 100, marks=pytest.mark.long) for name in KILLS)],
 )
 def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
     tmp_path, flags, lora_flags, name, count
