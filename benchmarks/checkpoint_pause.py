@@ -1,14 +1,16 @@
 """How long does a checkpoint hold up the training? Compares waiting for it with writing it beside.
 
-    python benchmarks/checkpoints.py                            # some minutes on 2 cores
-    python benchmarks/checkpoints.py --size sd2 --mixed_precision bf16     # on a GPU
+    python benchmarks/checkpoint_pause.py                            # some minutes on 2 cores
+    python benchmarks/checkpoint_pause.py --size sd2 --mixed_precision bf16     # on a GPU
 
 train_unconditional.py trains on images in memory. "Waits" is the same run without memory for a
 copy, so the training waits while a checkpoint is written. Both take turns. A pause is the time
-between two steps with a checkpoint, without the time between two others.
+between two steps with a checkpoint, without the time between two others. On a machine with other
+programs, compare the processor time of the training's thread.
 """
 
 import importlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -24,7 +26,11 @@ KINDS = ("waits", "beside")
 
 
 def time_steps(kind, argv):
-    """Train, and print {"steps": [when each began, when it ended], "copied": bytes}."""
+    """Train, and print the times of each step and of each written checkpoint.
+
+    {"steps": [[(seconds, processor seconds of this thread) at its begin, at its end]],
+    "written": [[seconds at its begin, at its end, bytes]]}
+    """
     import torch
 
     from diffusion_training.training import state
@@ -35,7 +41,7 @@ def time_steps(kind, argv):
     def synchronize():
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return time.perf_counter(), time.thread_time()
 
     def step(*args, **options):
         begin = synchronize()
@@ -60,24 +66,27 @@ def time_steps(kind, argv):
 
 
 def measure(kind, folder, argv, every):
-    """Return the figures of a run: its pauses, its quiet steps and those beside a writing thread.
+    """Return the figures of a run, in seconds, except for "bytes".
 
-    In seconds, except for "bytes".
+    A pause, and the processor time in it; a quiet step, and one beside a thread that writes.
     """
     with tempfile.TemporaryDirectory(dir=folder) as out:
         command = [sys.executable, __file__, kind, *argv, f"--output_dir={out}/out"]
         found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
     steps, written = found["steps"], found["written"]
-    gaps = [after[0] - before[1] for before, after in zip(steps, steps[1:], strict=False)]
-    usual = statistics.median(gaps)
-    pauses = [gap - usual for number, gap in enumerate(gaps, 1) if number % every == 0]
+    pauses = {}
+    for index, name in enumerate(("pause", "work")):
+        gaps = [after[0][index] - before[1][index] for before, after in itertools.pairwise(steps)]
+        usual = statistics.median(gaps)
+        due = [gap - usual for number, gap in enumerate(gaps, 1) if number % every == 0]
+        pauses[name] = statistics.median(due)
     quiet = []
     beside = []
-    for begin, end in steps[3:]:
+    for (begin, _), (end, _) in steps[3:]:
         is_beside = any(begin < last and first < end for first, last, _ in written)
         (beside if is_beside else quiet).append(end - begin)
     return {
-        "pause": statistics.median(pauses),
+        **pauses,
         "quiet": statistics.median(quiet),
         "beside": statistics.median(beside or [float("nan")]),
         "write": statistics.median(last - first for first, last, _ in written),
@@ -110,15 +119,22 @@ def main(argv=None):
         found = bench.interleaved(runs, cli.rounds)
     rows = []
     for kind, figures in found.items():
-        spreads = [bench.spread([each[name] for each in figures]) for name in ("pause", "write")]
+        names = ("pause", "work", "write", "quiet")
+        spreads = [bench.spread([each[name] for each in figures]) for name in names]
         slower = [each["beside"] / each["quiet"] for each in figures] if kind == "beside" else [1.0]
-        quiet = bench.spread([each["quiet"] for each in figures])
-        rows.append([kind, *spreads, quiet, bench.spread(slower)])
+        rows.append([kind, *spreads, bench.spread(slower)])
     size = found["beside"][0]["bytes"] / 1e6
-    pairs = zip(found["waits"], found["beside"], strict=True)
-    ratio = bench.spread([waits["pause"] / beside["pause"] for waits, beside in pairs], "{:.0f}")
-    title = f"A checkpoint of {size:.0f} MB; the pause is {ratio} times shorter beside the training"
-    header = ["", "pause, s", "until it is written, s", "quiet step, s", "step beside / quiet step"]
+    pairs = [*zip(found["waits"], found["beside"], strict=True)]
+    ratios = [
+        bench.spread([waits[name] / beside[name] for waits, beside in pairs], "{:.1f}")
+        for name in ("pause", "work")
+    ]
+    title = (
+        f"A checkpoint of {size:.0f} MB; beside the training the pause is {ratios[0]} times "
+        f"shorter, and has {ratios[1]} times less processor time"
+    )
+    header = ["", "pause, s", "processor time in it, s", "until it is written, s"]
+    header += ["quiet step, s", "step beside / quiet step"]
     bench.show(title, header, rows)
 
 
