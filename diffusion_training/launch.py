@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -367,7 +368,8 @@ class StopSignal:
         self.handlers = contextlib.ExitStack()
         self.handlers.enter_context(handling(self.note))
         # The processes agree over gloo, so that no device has to wait.
-        self.group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+        new_group = partial(torch.distributed.new_group, backend="gloo", timeout=TIMEOUT)
+        self.group = new_group() if num_processes > 1 else None
 
     @property
     def received(self) -> int:

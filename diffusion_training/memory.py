@@ -48,7 +48,8 @@ class HostMemory:
         rest = int(1.05 * num_bytes) + 2**20
         while rest > 0:
             block = torch.empty(min(rest, BLOCK), dtype=torch.uint8)
-            block = block.pin_memory() if is_gpu(device) else block
+            # to write to it takes the memory now, and not in the first checkpoint
+            block = block.pin_memory() if is_gpu(device) else block.zero_()
             self.blocks.append(block.untyped_storage())
             rest -= BLOCK
         self.place = 0, 0  # block and byte where the next tensor begins

@@ -173,15 +173,16 @@ class Records:
         self.write(record)
 
     @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str, is_pause: bool = True) -> Iterator[None]:
         """Let the next record have the seconds that the block took, under `name`.
 
-        They are left out of the bar's estimate of a step, but not of images per second.
+        Pauses of the training are left out of the bar's estimate of a step, but not of images per
+        second.
         """
         begin = time.perf_counter()
         yield
         self.seconds[name] = pause = time.perf_counter() - begin
-        if not self.bar.disable:
+        if is_pause and not self.bar.disable:
             self.bar.start_t += pause
             self.bar.last_print_t += pause
 

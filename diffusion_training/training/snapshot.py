@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
+from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import HostMemory, is_gpu, measure_free
 from diffusion_training.training.costs import copy_shapes, count_trained
@@ -18,15 +19,14 @@ from diffusion_training.training.sharding import whole
 class Snapshot:
     """Copies of models and of their optimizer's state, on the first process.
 
-    Their memory is taken once and used for every checkpoint, so it can't be missing later. Raises
-    RuntimeError if there is not enough.
+    Their memory is taken once and used for every checkpoint, so it can't be missing later.
 
-    saved: {name: model} of a checkpoint, before Accelerate wraps them. num_bytes: see `count_copy`.
+    saved: {name: model} of a checkpoint, before Accelerate wraps them. memory: for `count_copy`.
     """
 
-    def __init__(self, saved: Models, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, saved: Models, memory: HostMemory, device: torch.device) -> None:
         self.device = device
-        self.memory = HostMemory(num_bytes, device)
+        self.memory = memory
         self.copies = copy_shapes(saved, saved)
         for model in self.copies.values():
             weights = {name: self.memory.cut(x) for name, x in list_saved(model).items()}
@@ -100,13 +100,14 @@ def make_snapshot(
     free = measure_free()
     if launch.device.type == "cpu":  # the first step will take gradients and moments from the same
         free -= sum(count_trained(models, args.optimizer))
+    reason = f"{max(0, free) / 1e9:.3g} GB are free"
     if needed < 0.9 * free:
         try:
-            return Snapshot(saved, needed, launch.device)
-        except RuntimeError:  # a limit that is not known here, such as that of pinned memory
-            pass
+            return Snapshot(saved, HostMemory(needed, launch.device), launch.device)
+        except RuntimeError as error:  # another limit, such as that of pinned memory
+            reason = explain(error)
     print(
-        f"The training waits while a checkpoint is written: a copy of it in memory takes "
-        f"{needed / 1e9:.3g} GB, and {max(0, free) / 1e9:.3g} GB are free"
+        "The training waits while a checkpoint is written: there is no memory for a copy of "
+        f"{needed / 1e9:.3g} GB ({reason})"
     )
     return None

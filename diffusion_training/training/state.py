@@ -253,8 +253,8 @@ class Training:
     def save_checkpoint(self) -> None:
         """Save checkpoint-N, if this step has none. After the last step, write its record first.
 
-        The training only waits for a copy in memory, which a thread writes, but after the last
-        step, or a signal, until it is written.
+        The training only waits for a copy in memory, which a thread writes. After the last step,
+        or a signal, it waits until that is done.
 
         Stops with an error if the loss is not finite, the processes' weights differ, or the last
         checkpoint could not be written.
@@ -272,7 +272,7 @@ class Training:
         self.agree()
 
     def begin_checkpoint(self) -> None:
-        """Copy what a checkpoint holds, and let the thread write it; without memory, write it."""
+        """Copy what a checkpoint holds, and let the thread write it; or write it without a copy."""
         if not self.launch.shard:
             check_replicas(self.launch.accelerator, self.models, self.averaged, self.step)
         if not self.launch.is_main:
@@ -286,7 +286,8 @@ class Training:
         def write(
             models: Iterable[tuple[str, torch.nn.Module]], moments: Callable[[], dict[str, Any]]
         ) -> None:
-            save_checkpoint(path, state, models, moments, scale, lora_files)
+            with self.records.timed("checkpoint_write_seconds", is_pause=False):
+                save_checkpoint(path, state, models, moments, scale, lora_files)
             self.prune(path)
             if self.run.copies:
                 self.run.copies.news.set()

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import bench
 import cache_reader
+import checkpoint_pause
 import downloads
 import gpu
 import growth
@@ -454,6 +455,10 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
     for benchmark, argv in (
         (step_overhead, TOY),
         (peers, TOY),
+        (
+            checkpoint_pause,
+            ["--size=toy", "--steps=6", "--rounds=1", "--channels", "8", "8", "--every=2"],
+        ),
         (
             growth,
             [

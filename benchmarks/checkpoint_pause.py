@@ -1,0 +1,145 @@
+"""How long does a checkpoint hold up the training? Compares waiting for it with writing it beside.
+
+    python benchmarks/checkpoint_pause.py                            # some minutes on 2 cores
+    python benchmarks/checkpoint_pause.py --size sd2 --mixed_precision bf16     # on a GPU
+
+train_unconditional.py trains on images in memory. "Waits" is the same run without memory for a
+copy, so the training waits while a checkpoint is written. Both take turns. A pause is the time
+between two steps with a checkpoint, without the time between two others. On a machine with other
+programs, compare the processor time of the training's thread.
+"""
+
+import importlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import bench
+
+KINDS = ("waits", "beside")
+
+
+def time_steps(kind, argv):
+    """Train, and print the times of each step and of each written checkpoint.
+
+    {"steps": [[(seconds, processor seconds of this thread) at its begin, at its end]],
+    "written": [[seconds at its begin, at its end, bytes]]}
+    """
+    import torch
+
+    from diffusion_training.training import state
+
+    script = importlib.import_module("train_unconditional")
+    take_step, save_checkpoint, marks, written = script.train_step, state.save_checkpoint, [], []
+
+    def synchronize():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.thread_time()
+
+    def step(*args, **options):
+        begin = synchronize()
+        result = take_step(*args, **options)
+        marks.append([begin, synchronize()])
+        return result
+
+    def save(path, *args):
+        begin = time.perf_counter()
+        save_checkpoint(path, *args)
+        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        written.append([begin, time.perf_counter(), size])
+
+    make_snapshot = state.make_snapshot if kind == "beside" else lambda *args: None
+    with (
+        mock.patch.object(script, "train_step", step),
+        mock.patch.object(state, "save_checkpoint", save),
+        mock.patch.object(state, "make_snapshot", make_snapshot),
+    ):
+        script.main(script.parse_args(argv))
+    print(json.dumps({"steps": marks, "written": written}))
+
+
+def measure(kind, folder, argv, every):
+    """Return the figures of a run, in seconds, except for "bytes".
+
+    A pause, and the processor time in it; a quiet step, and one beside a thread that writes.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        command = [sys.executable, __file__, kind, *argv, f"--output_dir={out}/out"]
+        found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    steps, written = found["steps"], found["written"]
+    pauses = {}
+    for index, name in enumerate(("pause", "work")):
+        gaps = [after[0][index] - before[1][index] for before, after in itertools.pairwise(steps)]
+        usual = statistics.median(gaps)
+        due = [gap - usual for number, gap in enumerate(gaps, 1) if number % every == 0]
+        pauses[name] = statistics.median(due)
+    quiet = []
+    beside = []
+    for (begin, _), (end, _) in steps[3:]:
+        is_beside = any(begin < last and first < end for first, last, _ in written)
+        (beside if is_beside else quiet).append(end - begin)
+    return {
+        **pauses,
+        "quiet": statistics.median(quiet),
+        "beside": statistics.median(beside or [float("nan")]),
+        "write": statistics.median(last - first for first, last, _ in written),
+        "bytes": written[0][2],
+    }
+
+
+def main(argv=None):
+    parser = bench.make_parser(__doc__, batch_size=4, steps=30)
+    parser.add_argument("--channels", type=int, nargs="+", default=[128, 256, 256])
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    cli = parser.parse_args(argv)
+    print(bench.machine())
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        images = bench.make_images(folder / "images", 4 * cli.batch_size, bench.make_pictures(32))
+        flags = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--resolution=32"]
+        flags += ["--cache_images", "--report_to=none", "--use_ema", "--ddpm_num_inference_steps=1"]
+        flags += ["--eval_batch_size=1", f"--max_train_steps={cli.steps}"]
+        flags += [f"--checkpointing_steps={cli.every}", "--checkpoints_total_limit=1"]
+        flags += ["--save_images_epochs=100000", "--save_model_epochs=100000"]
+        flags += [
+            f"--train_batch_size={cli.batch_size}",
+            f"--mixed_precision={cli.mixed_precision}",
+        ]
+        if cli.size != "sd2":  # by default it is the U-Net of diffusers' script
+            config = bench.make_unet_config(folder / "unet.json", cli.channels, 32)
+            flags.append(f"--model_config_name_or_path={config}")
+        runs = {kind: (lambda kind=kind: measure(kind, folder, flags, cli.every)) for kind in KINDS}
+        found = bench.interleaved(runs, cli.rounds)
+    rows = []
+    for kind, figures in found.items():
+        names = ("pause", "work", "write", "quiet")
+        spreads = [bench.spread([each[name] for each in figures]) for name in names]
+        slower = [each["beside"] / each["quiet"] for each in figures] if kind == "beside" else [1.0]
+        rows.append([kind, *spreads, bench.spread(slower)])
+    size = found["beside"][0]["bytes"] / 1e6
+    pairs = [*zip(found["waits"], found["beside"], strict=True)]
+    ratios = [
+        bench.spread([waits[name] / beside[name] for waits, beside in pairs], "{:.1f}")
+        for name in ("pause", "work")
+    ]
+    title = (
+        f"A checkpoint of {size:.0f} MB; beside the training the pause is {ratios[0]} times "
+        f"shorter, and has {ratios[1]} times less processor time"
+    )
+    header = ["", "pause, s", "processor time in it, s", "until it is written, s"]
+    header += ["quiet step, s", "step beside / quiet step"]
+    bench.show(title, header, rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in KINDS:
+        time_steps(sys.argv[1], sys.argv[2:])
+    else:
+        main()
