@@ -4,6 +4,8 @@ import atexit
 import collections
 import contextlib
 import errno
+import heapq
+import math
 import re
 import shutil
 import threading
@@ -45,9 +47,13 @@ class Fetcher:
         self.jobs = collections.deque()
         self.files = {}  # the Future of each shard's path
         self.bytes = {}  # of each shard
+        self.total = 0  # bytes
         self.held = collections.Counter()
-        self.passed: dict[int, None] = {}  # shards in no window, in the order of their last use
-        self.windows = []
+        self.loose: set[int] = set()  # shards that were requested outside of a window
+        # bytes of the shards in no window, in the order of their last use; all are here
+        self.passed: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self.passed_total = 0  # bytes
+        self.windows = []  # a heap of (end, shards)
         self.plan: Iterator[Window] = iter(())
         self.next: Window | None = None
         self.changed = threading.Condition()
@@ -67,7 +73,7 @@ class Fetcher:
                 continue
             with self.changed:
                 if self.files.get(shard) is future:
-                    self.bytes[shard] = path.stat().st_size
+                    self.set_bytes(shard, path.stat().st_size)
                 elif shard not in self.files:  # its window has passed meanwhile
                     path.unlink()
             future.set_result(path)
@@ -110,7 +116,8 @@ class Fetcher:
             if shard not in self.files:
                 _, _, size = self.describe(shard)
                 self.make_room(size)
-                self.bytes[shard] = size
+                self.set_bytes(shard, size)
+                self.loose.add(shard)
                 self.files[shard] = Future()
                 self.jobs.append((shard, self.files[shard]))
                 self.changed.notify()
@@ -126,9 +133,7 @@ class Fetcher:
 
     def follow(self, plan: Iterator[Window]) -> None:
         """Replace the windows with those of a `Ranges.plan`."""
-        for _, _, shards in self.windows:
-            self.held.subtract(shards)
-        self.windows = []
+        self.pass_windows(math.inf)
         self.plan = plan
         self.next = None
 
@@ -136,15 +141,20 @@ class Fetcher:
         """Fetch ahead. To make room, delete copies that no window after `position` needs.
 
         Returns the shards that are no longer needed. Copies of some may be kept.
+
+        This runs in every step, so its time must not grow with the number of copies.
         """
-        passed = [window for window in self.windows if window[1] <= position]
-        candidates = set(self.files) - self.passed.keys()
-        for window in passed:
-            self.windows.remove(window)
-            self.held.subtract(window[2])
-            candidates.update(window[2])
-        gone = {shard for shard in candidates if self.held[shard] <= 0}
-        self.passed |= dict.fromkeys(sorted(gone & self.files.keys()))
+        self.pass_windows(position)
+        with self.changed:
+            loose, self.loose = self.loose, set()
+        gone = {shard for shard in loose if self.held[shard] <= 0}
+        for shard in sorted(gone & self.files.keys()):
+            future = self.files[shard]
+            if future.done() and not future.exception():
+                self.passed[shard] = self.bytes[shard]
+                self.passed_total += self.bytes[shard]
+            else:
+                self.forget(shard)
         self.make_room(0)
         while window := self.next or next(self.plan, None):
             self.next = window
@@ -155,36 +165,44 @@ class Fetcher:
                 if shard not in self.files and (size := self.describe(shard)[2])
             }
             needed = sum(sizes.values())
-            kept = sum(self.bytes[shard] for shard in self.passed if shard not in shards)
-            total = sum(self.bytes.values()) - kept + needed
+            kept = self.passed_total - sum(self.passed.get(shard, 0) for shard in {*shards})
+            total = self.total - kept + needed
             is_new = bool(sizes) or not self.passed.keys().isdisjoint(shards)
             if begin > position and (not is_new or total > self.max_bytes):
                 break
             self.next = None
             if end > position:
-                self.windows.append(window)
+                heapq.heappush(self.windows, (end, shards))
                 self.held.update(shards)
                 for shard in shards:
-                    self.passed.pop(shard, None)
+                    self.passed_total -= self.passed.pop(shard, 0)
                 for shard in sizes:
                     self.request(shard)
         return gone
 
-    def make_room(self, needed: int) -> None:
-        """Delete copies that no window needs, the oldest first, until `needed` bytes fit.
+    def pass_windows(self, position: float) -> None:
+        """Remove the windows that end at `position` or before."""
+        while self.windows and self.windows[0][0] <= position:
+            _, shards = heapq.heappop(self.windows)
+            self.held.subtract(shards)
+            with self.changed:
+                self.loose.update(shards)
 
-        Requests for such shards that have not arrived yet are always cancelled.
-        """
-        for shard in [*self.passed]:
-            is_here = self.files[shard].done() and not self.files[shard].exception()
-            if not is_here or sum(self.bytes.values()) + needed > self.max_bytes:
-                self.forget(shard)
+    def make_room(self, needed: int) -> None:
+        """Delete copies that no window needs, the oldest first, until `needed` bytes fit."""
+        while self.passed and self.total + needed > self.max_bytes:
+            self.forget(next(iter(self.passed)))
+
+    def set_bytes(self, shard: int, size: int) -> None:
+        self.total += size - self.bytes.get(shard, 0)
+        self.bytes[shard] = size
 
     def forget(self, shard: int) -> None:
         """Delete the copy of a shard, or cancel its request if it is not here yet."""
         with self.changed:
             future = self.files.pop(shard)
-            del self.passed[shard], self.bytes[shard]
+            self.total -= self.bytes.pop(shard)
+            self.passed_total -= self.passed.pop(shard, 0)
             self.held.pop(shard, None)
             if (shard, future) in self.jobs:
                 self.jobs.remove((shard, future))

@@ -1,7 +1,9 @@
 """Caches of any size: their order, and which shards are opened, fetched and kept."""
 
 import hashlib
+import math
 import threading
+import time
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -291,6 +293,22 @@ def test_fetcher_prefers_needed_shards_and_skips_passed_ones(tmp_path, monkeypat
     assert bucket.fetcher.path(5).read_bytes() == bucket.data[5]
     wait_until(lambda: bucket.here() == {4, 5})  # 0 and 1, which were being fetched, are deleted
     assert order[2:] in ([5, 4], [4, 5]) and not needed.done()
+
+
+def test_a_step_with_many_shards_on_the_disk_takes_less_than_a_millisecond(tmp_path):
+    """Whether they are for later windows, or their windows have passed."""
+    for wanted in (0, 5000):
+        fetcher = fetch.Fetcher(lambda shard: ("", "", 1), None, math.inf)
+        fetcher.follow(iter([(i, i + 1, (2 * i, 2 * i + 1)) for i in range(5000)]))
+        fetcher.reach(0)
+        for _, future in fetcher.jobs:
+            future.set_result(tmp_path / "none")
+        fetcher.reach(5000 - wanted)
+        assert len(fetcher.files) == 10_000 and len(fetcher.passed) == 10_000 - 2 * wanted
+        begin = time.process_time()
+        for position in range(100):
+            fetcher.reach(5000 - wanted + position)
+        assert time.process_time() - begin < 0.1
 
 
 def test_make_fetch_folder_deletes_only_folders_of_killed_runs(tmp_path):
