@@ -18,6 +18,8 @@ from conftest import (
     Script,
     finish,
     make_captioned,
+    make_clip,
+    make_dino,
     make_images,
     make_models,
     make_prx,
@@ -45,6 +47,7 @@ SAMPLES = ("--validation_prompts", "a digit zero", "--num_validation_images=1")
 PLAIN = ("--resolution=16", "--dataloader_num_workers=0")
 BF16 = ("--mixed_precision=bf16", "--gradient_checkpointing")
 LORA = ("--rank=2", "--mixed_precision=bf16")
+METRICS = ("kid", "clip-t", "clip-i", "dino-i", "copy")
 PRIOR = ("--preserve_prior", "--class_prompt", "a digit", "a")
 # Functions in which `PRECOMPUTE` waits only at the start
 ONCE = {"place_encoders", "put_on_device", "place_scale", "describe_scale"}
@@ -199,10 +202,14 @@ def list_family(name, module, *known):
         cache = f"--latents_dir={folder / 'cache'}"
         encoding = [wait_for_rows(2), wait_for_padding(module, 4)]
         # --preserve_prior calls the model three times
+        make_clip(folder / "clip")
+        make_dino(folder / "dino")
+        metrics = [f"--metric_clip_model={folder / 'clip'}", "--num_metric_images=2"]
+        metrics += [f"--metric_image_model={folder / 'dino'}", "--validation_metrics", *METRICS]
         of_prior = [each._replace(count=3 * each.count) for each in known]
         return {
             "cache": Run(PRECOMPUTE, [*base, *data], encoding),
-            "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache], known),
+            "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache, *metrics], known),
             "images": Run(
                 FLOW, [*run, *data, *STEPS, *LORA, *PRIOR], [wait_for_padding(module), *of_prior]
             ),
