@@ -79,12 +79,13 @@ def drop_captions(
 
 
 @torch.no_grad()
-def read_pixels(data: Data, vae: torch.nn.Module, batch: TextToImageBatch) -> torch.Tensor:
+def read_pixels(data: Data, vae: Any, batch: TextToImageBatch) -> torch.Tensor:
     """The images of a loaded batch, uint8 [N, C, H, W]. A cache's are decoded from latents."""
     if "latents" not in batch:
         return batch["pixel_values"]
     latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
     latents = latents[:, : data.latents.channels]  # the mean
+    vae.to(latents.device).enable_slicing()  # decode one at a time, for less memory
     images = vae.decode(data.family.unpack_latents(latents).to(vae.dtype))[0]
     if images.dim() == 5:  # of a video VAE, one frame
         images = images[:, :, 0]

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -61,23 +61,23 @@ class EncodedPrompts:
 
     def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
         """Return (the prompts with these numbers, the empty prompt), on the device."""
-        prompts: list[Any] = [self.prompts[number] for number in numbers]
-        chosen: Any = {}
-        empty: Any = {}
-        for name, value in dict[str, Any](self.empty).items():
-            chosen[name] = send(torch.cat([prompt[name] for prompt in prompts]), device)
-            empty[name] = send(value, device)
-        return chosen, empty
+        chosen = {name: self.stack(name, numbers, device) for name in self.empty}
+        empty = {name: send(value, device) for name, value in dict[str, Any](self.empty).items()}
+        return cast(Prompts, chosen), cast(Prompts, empty)
 
     def choose_condition(
         self, numbers: Sequence[int], device: torch.device, like: Collection[str]
     ) -> dict[str, torch.Tensor]:
         """Return the prompts with these numbers as parts of a condition `like` a batch's."""
-        chosen: Any = self.choose(numbers, device)[0]
+        chosen = {name: self.stack(name, numbers, device) for name in self.empty}
         if "prompt_lengths" in like:
-            masks = [self.prompts[number]["prompt_mask"] for number in numbers]
-            chosen["prompt_lengths"] = torch.cat(masks).sum(dim=1)
+            masks = self.stack("prompt_mask", numbers, torch.device("cpu"))
+            chosen["prompt_lengths"] = masks.sum(dim=1)
         return chosen
+
+    def stack(self, name: str, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+        prompts = [dict[str, Any](self.prompts[number]) for number in numbers]
+        return send(torch.cat([prompt[name] for prompt in prompts]), device)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from diffusion_training.families.base import Family
 from diffusion_training.files import saving
+from diffusion_training.flags import METRICS
 from diffusion_training.training.checkpoints import find_samples
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.report import (
@@ -43,8 +44,11 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
         return
     samples = find_samples(output_dir)
     picture = f"![samples](samples/{samples[-1].name})" if samples else ""
-    held_out = [record for record in read_metrics(output_dir) if "held_out_loss" in record]
+    records = read_metrics(output_dir)
+    held_out = [record for record in records if "held_out_loss" in record]
     losses = tabulate("held-out loss", held_out[-1] if held_out else {}, ".4g")
+    measured = [record for record in records if "metric_images" in record]
+    quality = {name: value for name, value in (measured or [{}])[-1].items() if name in METRICS}
     listed = list_settings(args)
     given = {name: value for name, value in listed.items() if name in args.given}
     defaults = {name: value for name, value in listed.items() if name not in given}
@@ -67,6 +71,7 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
 
 {tabulate("setting", given)}
 {losses}
+{tabulate("metric of the samples", quality, ".4g")}
 <details><summary>Settings left at their defaults</summary>
 
 {tabulate("setting", defaults)}

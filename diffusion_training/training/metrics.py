@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
 from diffusion_training.flags import CLIP_METRICS, SET_METRICS
-from diffusion_training.launch import Launch
+from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import measure_memory
 from diffusion_training.order import hash_names
@@ -75,6 +75,8 @@ class Metrics:
         if "copy" in self.names or not held_out:
             self.trained = choose_trained(dataset, train_rows, args.seed)
         self.real = sorted(held_out, key=lambda row: held_out[row]) or self.trained
+        # what `measure_real` returns; once is enough
+        self.measured_real: tuple[list[int], Features] = ([], {})
 
     def load(self, flag: str) -> Network:
         name = vars(self.args)[flag]
@@ -82,7 +84,9 @@ class Metrics:
             return load_network(name, self.args.cache_dir)
 
     @torch.no_grad()
-    def measure(self, step: int, draw: Draw, read: Read) -> dict[str, Any] | None:
+    def measure(
+        self, step: int, draw: Draw, read: Read, stop_signal: StopSignal
+    ) -> dict[str, Any] | None:
         """Draw samples and measure them. Returns a record; None if a signal has come.
 
         The record is complete on the first process only.
@@ -90,7 +94,11 @@ class Metrics:
         begin = time.perf_counter()
         seconds: dict[str, float] = {}
         with self.on_device():
-            usable, known = self.measure_real(read)
+            if not self.measured_real[0]:
+                self.measured_real = self.measure_real(read, stop_signal)
+            usable, known = self.measured_real
+            if not usable:
+                return None
             rows = [usable[number % len(usable)] for number in range(self.count)]
             with timed(seconds, "sampling"):
                 drawn = draw(rows)
@@ -153,10 +161,11 @@ class Metrics:
         numbers = torch.tensor([texts.index(caption) for caption in captions])
         return cosines(fake, embedded).gather(1, numbers[:, None])[:, 0]
 
-    def measure_real(self, read: Read) -> tuple[list[int], Features]:
+    def measure_real(self, read: Read, stop_signal: StopSignal) -> tuple[list[int], Features]:
         """Compute the features of the real images once; later runs of the folder read them.
 
-        Returns (rows to draw samples for, features); the latter are empty on other processes.
+        Returns (rows to draw samples for, features); the latter are empty on other processes. No
+        rows are returned if a signal has come.
         """
         path = Path(self.args.output_dir) / "metrics.safetensors"
         rows = sorted({*self.real, *self.trained})
@@ -168,9 +177,9 @@ class Metrics:
                 if file.metadata()["source"] == source:
                     known = load_file(path)
         if not gather_object([bool(known)])[0]:
-            found = gather_object(self.embed_rows(rows, read))
-            if not found:
-                fail("--validation_metrics: none of the real images can be decoded")
+            found = gather_object(self.embed_rows(rows, read, stop_signal))
+            if any(gather_object([stop_signal.received])):
+                return [], {}
             if self.launch.is_main:
                 known = collect(found)
                 known["rows"] = torch.tensor(sorted({row for _, row, _ in found}))
@@ -178,9 +187,13 @@ class Metrics:
                     save_file(known, unfinished / path.name, {"source": source})
         own = set(known["rows"].tolist()) if known else set()
         usable = gather_object([[row for row in self.real if row in own]])[0]
+        if not usable:
+            fail(f"--validation_metrics: none of {len(self.real)} real images can be decoded")
         return usable, known
 
-    def embed_rows(self, rows: list[int], read: Read) -> list[tuple[str, int, torch.Tensor]]:
+    def embed_rows(
+        self, rows: list[int], read: Read, stop_signal: StopSignal
+    ) -> list[tuple[str, int, torch.Tensor]]:
         """This process's share of (network, row, features) of real images that can be decoded."""
         # images of one size at a time
         most = 16 if self.dataset.sizes is None else 1
@@ -190,6 +203,8 @@ class Metrics:
         batches = load_batches(self.dataset, keys, 0, self.launch.device)
         found = []
         for chunk, batch in zip(chunks, batches, strict=True):
+            if stop_signal.received:
+                break
             images = as_colour(read(batch))
             for kind, network in self.networks.items():
                 features = network.embed_images(images).float().cpu()

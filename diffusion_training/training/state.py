@@ -361,7 +361,7 @@ class Training:
         """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`."""
         if metrics is None or self.records.metrics.get("step") == self.step:
             return
-        if record := metrics.measure(self.step, draw, read):
+        if record := metrics.measure(self.step, draw, read, self.stop_signal):
             self.records.add_metrics(record)
 
     def keep_best(self, save: SaveResult) -> None:

@@ -1,6 +1,7 @@
 """--validation_metrics: right figures, the same on any number of processes, and no other bits."""
 
 import os
+import signal
 import warnings
 from functools import partialmethod
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from conftest import (
     metrics,
     needs,
 )
+from test_flow_families import MAKE, describe_data
+from test_flow_families import make_images as make_masked
 from transformers import CLIPModel, CLIPProcessor
 
 from diffusion_training.flags import METRICS
@@ -35,7 +38,7 @@ from diffusion_training.training.report import advise_step
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
-unconditional = Script("train_unconditional")
+unconditional, flow = Script("train_unconditional"), Script("train_flow")
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +142,8 @@ def test_training_has_the_same_bits_with_and_without_metrics(tmp_path, flags, in
     page = (tmp_path / "with/report.html").read_text()
     assert "<h2>Quality of the samples</h2>" in page and "Take step" in page
     assert "5 samples against 12 real images" in page
+    last = measured(tmp_path / "with")[-1]
+    assert f"| copy | {last['copy']:.4g} |" in (tmp_path / "with/README.md").read_text()
     assert "Quality of the samples" not in (tmp_path / "without/report.html").read_text()
 
 
@@ -182,7 +187,7 @@ def test_real_features_are_computed_once(tmp_path, flags, monkeypatch):
 def test_best_metric_keeps_the_weights_of_its_step(tmp_path, flags, monkeypatch):
     values = {0: 0.9, 1: 0.3, 2: 0.5, 3: 0.4, 4: 0.45}  # step 0 is not trained
 
-    def measure(self, step, draw, read):
+    def measure(self, step, draw, read, stop_signal):
         names = ("dino-i", "dino-i_low", "dino-i_high")
         return {"step": step, "metric_images": 2, "real_images": 2} | dict.fromkeys(
             names, values[step]
@@ -218,6 +223,47 @@ def test_unconditional_samples_are_measured_with_a_torchscript_network(tmp_path,
     assert record["fid"] > 0 and record["step"] == 2 and record["real_images"] == 6
     assert -1 <= record["copy"] <= 1 and record["kid_low"] < record["kid"] < record["kid_high"]
     assert record["metric_memory_gb"] > 0 and record["sampling_seconds"] > 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["images", "embeddings"])
+@pytest.mark.parametrize("name", MAKE)
+def test_every_family_is_measured_with_several_sizes_and_captions(tmp_path, inputs, name, kind):
+    MAKE[name](tmp_path / "base")
+    make_masked(tmp_path / "images")
+    data = describe_data(tmp_path)
+    if kind != "images":
+        precompute(*data, f"--output_dir={tmp_path / 'cache'}")
+        data = [data[0], f"--latents_dir={tmp_path / 'cache'}"]
+    data.append(f"--model_family={name}")
+    flags = flow.flags(tmp_path / "out", *data, "--rank=2", "--train_batch_size=2")
+    flags += [f"--metric_image_model={inputs / 'dino'}", f"--metric_clip_model={inputs / 'clip'}"]
+    flow(*flags, "--max_train_steps=1", "--holdout=3", *MEASURE, "kid")
+    before, after = measured(tmp_path / "out")
+    assert (before["step"], after["step"]) == (0, 1)
+    assert before["copy_real"] == after["copy_real"] < 1
+    assert all(-1 <= after[metric] <= 1 for metric in MEASURE[-4:])
+
+
+def test_a_signal_while_real_images_are_read_ends_the_run_without_figures(
+    tmp_path, flags, monkeypatch
+):
+    flags = [*flags, *MEASURE, "--no-validate_first", "--resume_from_checkpoint=latest"]
+    embed = Metrics.embed_rows
+
+    def embed_rows(self, rows, *given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert embed(self, rows, *given) == []
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Metrics, "embed_rows", embed_rows)
+        with pytest.raises(SystemExit) as stop:
+            train(*flags)
+    assert stop.value.code == 143 and not measured(tmp_path / "out")
+    assert not (tmp_path / "out/metrics.safetensors").exists()
+    train(*flags)
+    assert [record["step"] for record in measured(tmp_path / "out")] == [2, 4]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,18 @@ def test_prior_loss_is_0_until_the_lora_has_learned_and_changes_the_weights(tmp_
     assert plain != kept
 
 
+@pytest.mark.ci
+def test_compiled_model_has_the_same_prior_loss(tmp_path, flags):
+    """Adapters are switched off in code that was compiled with them."""
+    for name, more in (("eager", []), ("compiled", ["--compile=eager"])):
+        train(*flags, *more, "--max_train_steps=3", f"--output_dir={tmp_path / name}")
+    found = [
+        [record["prior_loss"] for record in metrics(tmp_path / name)]
+        for name in ("eager", "compiled")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and found[0][0] == 0 < found[0][2]
+
+
 def make_unet(folder, base_precision=None, **flags):
     """The U-Net of `make_models` with a LoRA that changes its predictions."""
     options = {"rank": 2, "lora_alpha": None, "use_dora": False, "lora_dropout": 0.0}

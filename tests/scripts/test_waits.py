@@ -18,6 +18,8 @@ from conftest import (
     Script,
     finish,
     make_captioned,
+    make_clip,
+    make_dino,
     make_images,
     make_models,
     make_prx,
@@ -45,6 +47,8 @@ SAMPLES = ("--validation_prompts", "a digit zero", "--num_validation_images=1")
 PLAIN = ("--resolution=16", "--dataloader_num_workers=0")
 BF16 = ("--mixed_precision=bf16", "--gradient_checkpointing")
 LORA = ("--rank=2", "--mixed_precision=bf16")
+METRICS = ("kid", "clip-t", "clip-i", "dino-i", "copy")
+PRIOR = ("--preserve_prior", "--class_prompt", "a digit", "a")
 # Functions in which `PRECOMPUTE` waits only at the start
 ONCE = {"place_encoders", "put_on_device", "place_scale", "describe_scale"}
 
@@ -139,7 +143,9 @@ def list_stable_diffusion(folder):
         "cached": Run(TEXT, [*cache, *TRAIN, *SAMPLES]),
         "images": Run(TEXT, [*base, *data, *STEPS, *BF16, *loss]),
         "lora": Run(TEXT, [*base, *data, *STEPS, *LORA, *SAMPLES]),
-        "dora": Run(TEXT, [*cache, *STEPS, *LORA, "--use_dora", "--gradient_checkpointing"]),
+        "dora": Run(
+            TEXT, [*cache, *STEPS, *LORA, *PRIOR, "--use_dora", "--gradient_checkpointing"]
+        ),
         "auto": Run(TEXT, [*cache, *STEPS, "--train_batch_size=auto"], None),
         "resumed": Run(
             TEXT,
@@ -187,10 +193,18 @@ def list_family(name, module, *known):
         run = [*base, "--train_batch_size=2", "--caption_dropout=0.3"]
         cache = f"--latents_dir={folder / 'cache'}"
         encoding = [wait_for_rows(2), wait_for_padding(module, 4)]
+        # --preserve_prior calls the model three times
+        make_clip(folder / "clip")
+        make_dino(folder / "dino")
+        metrics = [f"--metric_clip_model={folder / 'clip'}", "--num_metric_images=2"]
+        metrics += [f"--metric_image_model={folder / 'dino'}", "--validation_metrics", *METRICS]
+        of_prior = [each._replace(count=3 * each.count) for each in known]
         return {
             "cache": Run(PRECOMPUTE, [*base, *data], encoding),
-            "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache], known),
-            "images": Run(FLOW, [*run, *data, *STEPS, *LORA], [wait_for_padding(module), *known]),
+            "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache, *metrics], known),
+            "images": Run(
+                FLOW, [*run, *data, *STEPS, *LORA, *PRIOR], [wait_for_padding(module), *of_prior]
+            ),
         }
 
     return list_runs
@@ -223,9 +237,8 @@ def list_nf4(folder):
     unet = UNet2DConditionModel.from_config(config | {"attention_head_dim": 16})
     unet.save_pretrained(base / "unet")
     base = [f"--pretrained_model_name_or_path={base}"]
-    return {
-        "lora": Run(TEXT, [*base, *describe_images(folder), *STEPS, *LORA, "--base_precision=nf4"])
-    }
+    flags = [*base, *describe_images(folder), *STEPS, *LORA, *PRIOR, "--base_precision=nf4"]
+    return {"lora": Run(TEXT, flags)}
 
 
 # -------------------------------------------------------------------------------------------------
