@@ -129,7 +129,8 @@ def open_data(
     first = caches[args.latents_dir[0]]
     settings = first.settings
     transform = settings["transform"]
-    base = replace(base, clip_skip=base.clip_skip or settings["text_encoder"].get("clip_skip"))
+    clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
+    base = replace(base, clip_skip=clip_skip, family=base.family.recall(settings))
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
@@ -193,6 +194,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     images = load_rows(args, args.streaming, [args.caption_column])
     texts: list[str] = []
     encoders = load_encoders(base, launch.dtype)
+    base = replace(base, family=encoders.family)
     check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
     validation = encode_validation(launch, base, encoders, args.validation_prompts)
     put_on_device(encoders.vae.requires_grad_(False), launch.device)
