@@ -15,8 +15,14 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, Run, Traced
-from diffusion_training.families.recorded_text import Part, list_tensors, put_together
+from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, Run
+from diffusion_training.families.recorded_text import (
+    Part,
+    is_equal,
+    list_tensors,
+    put_together,
+)
+from diffusion_training.families.tape import ReadsValues, Tape, Unrepeatable
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
@@ -56,17 +62,32 @@ def find_geometry(code: PipelineCode, texts: Any, options: dict[str, Any]) -> Ge
 class Call:
     """A call of the denoiser, for a batch of one size and of captions of certain shapes."""
 
-    tensors: Traced  # (noisy latents, tensors of encode_prompt) -> the arguments that are tensors
+    # (noisy latents, tensors of encode_prompt) -> the arguments that are tensors
+    tensors: Tape
+    # {position of an argument: number of the tensor of encode_prompt that it is}, if the pipeline
+    # reads values of these tensors; `tensors` then takes only the latents
+    passed: dict[int, int] | None
     leaves: list[Any]  # all arguments, flat
     spec: TreeSpec
     where: list[int]  # positions of the tensors among them
     times: dict[int, str]  # positions of the time: one of `TIME_MAPS`
 
+    def fill(self, noisy: torch.Tensor, texts: list[torch.Tensor]) -> list[Any]:
+        """The arguments for other latents and captions, flat."""
+        found = self.tensors(noisy, *(texts if self.passed is None else ()))
+        arguments = list(self.leaves)
+        for position, tensor in zip(self.where, found, strict=True):
+            arguments[position] = tensor
+        for position, number in (self.passed or {}).items():
+            arguments[position] = texts[number]
+        return arguments
+
     def equals(self, other: "Call") -> bool:
         def list_plain(call: Call) -> list[Any]:
             return [leaf for i, leaf in enumerate(call.leaves) if i not in call.where]
 
-        is_alike = self.spec == other.spec and list_plain(self) == list_plain(other)
+        is_alike = (self.spec, self.passed) == (other.spec, other.passed)
+        is_alike = is_alike and list_plain(self) == list_plain(other)
         return is_alike and self.tensors.equals(other.tensors)
 
 
@@ -86,7 +107,7 @@ class DenoiserCalls:
         self.geometry = find_geometry(code, self.make_texts([1]), options)
         self.time_maps = self.find_times()
         self.calls: dict[Any, Call] = {}
-        self.outputs: dict[Any, Traced] = {}
+        self.outputs: dict[Any, Tape] = {}
         self.layouts: dict[Any, Any] = {}  # see `Recorded.find_layout`
         # Do other arguments depend on the number of tokens?
         one, other = (self.record((2, *self.shape), counts) for counts in ([8, 6], [7, 5]))
@@ -106,15 +127,9 @@ class DenoiserCalls:
         first = next(iter(run.calls[0].values()))
         if isinstance(first, torch.Tensor) and first.dim() == 3:
             return math.isqrt(height * width // first.shape[1])
-        config = self.code.scheduler.config
-        if run.mu is not None:  # the shift grows with the number of tokens
-            slope = (config.max_shift - config.base_shift) / (
-                config.max_image_seq_len - config.base_image_seq_len
-            )
-            tokens = (run.mu - config.base_shift) / slope + config.base_image_seq_len
-            return round(math.sqrt(height * width / tokens))
-        patch_size = self.code.pipeline.components[self.code.folder].config.get("patch_size", 1)
-        return patch_size if isinstance(patch_size, int) else patch_size[-1]
+        config = self.code.pipeline.components[self.code.folder].config
+        sizes = [config[name] for name in ("patch_size", "all_patch_size") if config.get(name)]
+        return [*sizes[0]][-1] if sizes and not isinstance(sizes[0], int) else (*sizes, 1)[0]
 
     def probe(self, time: float = 250.0) -> Run:
         """Run the pipeline's code for one caption up to the denoiser."""
@@ -180,10 +195,7 @@ class DenoiserCalls:
         texts = self.join(prompts, lengths)
         leaves = list_tensors(texts)
         call = self.find(noisy.shape, lengths, leaves)
-        found = call.tensors(noisy, *leaves)
-        arguments = list(call.leaves)
-        for position, tensor in zip(call.where, found, strict=True):
-            arguments[position] = tensor
+        arguments = call.fill(noisy, leaves)
         for position, formula in call.times.items():
             time = TIME_MAPS[formula][1](times)
             like = call.leaves[position]
@@ -218,28 +230,44 @@ class DenoiserCalls:
             )
             return self.run(len(noise), shape[2:], run).calls[0]
 
-        inputs = [torch.zeros(shape, device="cpu"), *list_tensors(texts)]
+        noise, *given = inputs = [torch.zeros(tuple(shape), device="cpu"), *list_tensors(texts)]
         named, spec = tree_flatten_with_path(call(*inputs))
-        for path, leaf in named:
-            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-                kind = type(leaf).__name__
-                raise UnknownCall(f"its denoiser takes a {kind} as {keystr(path)}")
+        names = [keystr(path) for path, _ in named]
         arguments = [leaf for _, leaf in named]
+        for name, leaf in zip(names, arguments, strict=True):
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+                raise UnknownCall(f"its denoiser takes a {type(leaf).__name__} as {name}")
+        where = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
+        times = {i: self.time_maps[name] for i, name in enumerate(names) if name in self.time_maps}
+        others = [vary(tensor) for tensor in inputs]
+        expected = tree_flatten(call(*others))[0]
+
+        def check(made: Call) -> str | None:
+            """The first argument that is not the pipeline's for other values."""
+            filled = made.fill(others[0], others[1:])
+            for name, one, other in zip(names, filled, expected, strict=True):
+                if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
+                    return name
+            return None
+
         try:
-            traced = Traced(lambda *x: list_tensors(call(*x)), inputs)
-        except Exception as error:
-            raise UnknownCall(f"it reads the values of embeddings or masks ({error})") from error
-        return Call(
-            tensors=traced,
-            leaves=arguments,
-            spec=spec,
-            where=[i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)],
-            times={
-                i: self.time_maps[keystr(path)]
-                for i, (path, _) in enumerate(named)
-                if keystr(path) in self.time_maps
-            },
-        )
+            tape = Tape(lambda *x: list_tensors(call(*x)), inputs)
+            made = Call(tape, None, arguments, spec, where, times)
+            if check(made) is None:
+                return made
+        except ReadsValues:  # such as those of a mask
+            pass
+        passed = {
+            i: number
+            for i, leaf in enumerate(arguments)
+            for number, text in enumerate(given)
+            if leaf is text
+        }
+        tape = Tape(lambda x: list_tensors(call(x, *given)), [noise])
+        made = Call(tape, passed, arguments, spec, where, times)
+        if name := check(made):
+            raise UnknownCall(f"{name} depends on values of captions")
+        return made
 
     def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:
         """The velocity that the pipeline makes of the denoiser's output, float32 [N, C, h, w]."""
@@ -247,9 +275,10 @@ class DenoiserCalls:
         known = (shape, *((leaf.shape, leaf.dtype) for leaf in leaves))
         if known not in self.outputs:
             self.outputs[known] = self.record_output(output, shape, lengths)
-        return self.outputs[known](*leaves)
+        (velocity,) = self.outputs[known](*leaves)
+        return velocity
 
-    def record_output(self, output: Any, shape: torch.Size, lengths: list[int]) -> Traced:
+    def record_output(self, output: Any, shape: torch.Size, lengths: list[int]) -> Tape:
         texts = self.make_texts(lengths)
         zeros = lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu")
         leaves, spec = tree_flatten(tree_map(zeros, output))
@@ -266,18 +295,30 @@ class DenoiserCalls:
             raise UnknownCall("its latents are not those that it starts from, in another order")
         order = packed.argsort()
 
-        def read(*tensors: torch.Tensor) -> torch.Tensor:
+        def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
             velocity = finish(*tensors).velocity
-            return velocity.flatten(1).index_select(1, order).view(shape).float()
+            return [velocity.flatten(1).index_select(1, order).view(shape).float()]
 
-        return Traced(read, leaves)
+        tape = Tape(read, leaves)
+        others = [vary(leaf) for leaf in leaves]
+        if not all(map(is_equal, tape(*others), read(*others))):
+            raise UnknownCall("its use of the denoiser's output depends on values")
+        return tape
+
+
+def vary(tensor: torch.Tensor) -> torch.Tensor:
+    """Other values than 0: random numbers, or a mask of which the last quarter is 0."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    if tensor.is_floating_point():
+        random = torch.randn(tensor.shape, generator=generator, device="cpu")
+        return random.to(tensor.dtype)
+    varied = torch.ones_like(tensor)
+    if tensor.dim() > 1:
+        varied[:, 3 * tensor.shape[1] // 4 :] = 0
+    return varied
 
 
 def reshape_noise(noise: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     if math.prod(size) != noise.numel():
         raise UnknownCall(f"it draws noise of the shape {list(size)} as well")
     return noise.reshape(size)
-
-
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)

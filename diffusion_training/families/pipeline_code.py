@@ -2,12 +2,10 @@
 
 A pipeline's `__call__` is the best description of how its denoiser is called. Here it runs with
 stand-ins: the denoiser has a config and no weights, the scheduler takes one step, and noise and
-encoded captions are given. `Traced` keeps the operations of such a run, to repeat them on tensors
-of any device without the pipeline.
+encoded captions are given.
 """
 
 import contextlib
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,6 @@ import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from torch.fx.experimental.proxy_tensor import make_fx
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
 # arguments of pipelines that would change the size, or hand an object to the denoiser
@@ -103,6 +100,52 @@ def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[
             module.randn_tensor = function
 
 
+def is_part(entry: Any) -> bool:
+    """Whether an entry of model_index.json is a part of the pipeline, as (library, class)."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
+
+
+def list_settings(index: dict[str, Any]) -> dict[str, Any]:
+    """The entries of model_index.json that are settings of the pipeline."""
+    return {
+        name: value
+        for name, value in index.items()
+        if not name.startswith("_") and not is_part(value) and value not in ([None, None], None)
+    }
+
+
+class Absent:
+    """Takes the place of a tokenizer that a pipeline asks when it is made."""
+
+    def __getattr__(self, name: str) -> "Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> "Absent":
+        return self
+
+    def __getitem__(self, key: Any) -> "Absent":
+        return self
+
+    def __len__(self) -> int:
+        return 0
+
+
+def make_pipeline(kind: Any, parts: dict[str, Any], index: dict[str, Any]) -> Any:
+    """Make a pipeline of `parts`, without the others. index: model_index.json, for settings."""
+    expected, optional = kind._get_signature_keys(kind)
+    given = {name: value for name, value in list_settings(index).items() if name in optional}
+    given |= dict.fromkeys(name for name in expected if name not in optional)
+    given |= {name: part for name, part in parts.items() if name in expected}
+    try:
+        return kind(**given)
+    except AttributeError:  # it asks a tokenizer or processor
+        readers = ("tokenizer", "processor")
+        absent = {n: Absent() for n, part in given.items() if part is None and n.startswith(readers)}
+        return kind(**given | absent)
+
+
 class PipelineCode:
     """A pipeline with stand-ins for its denoiser and scheduler.
 
@@ -123,10 +166,7 @@ class PipelineCode:
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch(self.kind)
-        expected, optional = watched._get_signature_keys(watched)
-        given = {name: index[name] for name in optional if name in index}
-        given |= dict.fromkeys(name for name in expected if name not in optional)
-        given |= {name: part for name, part in parts.items() if name in expected}
+        given = dict(parts)
         with torch.device("meta"):
             denoiser = self.denoiser_class.from_config(configs[folder])
             if "vae" not in parts:
@@ -135,7 +175,8 @@ class PipelineCode:
         self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
         denoiser.forward = self.call_denoiser
         self.scheduler = WatchedScheduler.from_config(configs["scheduler"])
-        self.pipeline = watched(**given | {folder: denoiser, "scheduler": self.scheduler})
+        given |= {folder: denoiser, "scheduler": self.scheduler}
+        self.pipeline = make_pipeline(watched, given, index)
         self.pipeline.set_progress_bar_config(disable=True)
         self.pipeline.own_device = torch.device("cpu")
         self.run: Run | None = None
@@ -177,55 +218,3 @@ class PipelineCode:
             diffusers.utils.logging.set_verbosity(level)
             del vae.decode
         return run
-
-
-class Traced:
-    """The operations of a function of tensors, without those that do not depend on its inputs.
-
-    It repeats them on any device, without the function. Raises an error if the function reads the
-    values of its inputs, for example with `.item()`.
-    """
-
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            module = make_fx(function)(*inputs)
-        known: dict[torch.fx.Node, Any] = {}
-        for node in list(module.graph.nodes):
-            if node.op == "get_attr":
-                known[node] = getattr(module, node.target)
-            elif node.op == "call_function" and all(n in known for n in node.all_input_nodes):
-                args = torch.fx.node.map_arg(node.args, known.__getitem__)
-                options = torch.fx.node.map_arg(node.kwargs, known.__getitem__)
-                known[node] = node.target(*args, **options)
-                if isinstance(known[node], torch.Tensor):
-                    name = f"constant_{len(known)}"
-                    module.register_buffer(name, known[node].clone())
-                    with module.graph.inserting_before(node):
-                        constant = module.graph.get_attr(name)
-                    node.replace_all_uses_with(constant)
-                    known[constant] = known[node]
-            elif node.op == "call_function":  # on the device of its inputs
-                node.kwargs = {
-                    name: value
-                    for name, value in node.kwargs.items()
-                    if name not in ("device", "pin_memory", "layout")
-                }
-        module.graph.eliminate_dead_code()
-        used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
-        for name, _ in list(module.named_buffers()):
-            if name not in used:
-                delattr(module, name)
-        module.recompile()
-        self.modules = {torch.device("cpu"): module}
-
-    def __call__(self, *inputs: torch.Tensor) -> Any:
-        device = inputs[0].device
-        if device not in self.modules:
-            self.modules[device] = copy.deepcopy(self.modules[torch.device("cpu")]).to(device)
-        return self.modules[device](*inputs)
-
-    def equals(self, other: "Traced") -> bool:
-        """Whether both have the same operations and constants."""
-        mine, others = (each.modules[torch.device("cpu")] for each in (self, other))
-        pairs = zip(mine.buffers(), others.buffers(), strict=False)
-        return mine.code == others.code and all(torch.equal(one, two) for one, two in pairs)

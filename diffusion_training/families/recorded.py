@@ -25,7 +25,13 @@ from diffusion_training.families.denoiser_call import (
     DenoiserCalls,
     UnknownCall,
 )
-from diffusion_training.families.pipeline_code import OFF, PipelineCode, Run
+from diffusion_training.families.pipeline_code import (
+    OFF,
+    PipelineCode,
+    Run,
+    is_part,
+    make_pipeline,
+)
 from diffusion_training.families.recorded_text import (
     SHORT,
     CaptionBytes,
@@ -34,6 +40,7 @@ from diffusion_training.families.recorded_text import (
     describe_guided,
     describe_result,
     list_tensors,
+    plain,
     put_together,
     stack_rows,
     take_rows,
@@ -126,8 +133,7 @@ class Recorded(Family):
         models: dict[str, torch.nn.Module] = {}
         others: dict[str, Any] = {}
         for name, entry in self.index.items():
-            is_part = isinstance(entry, list) and len(entry) == 2 and None not in entry
-            if not is_part or name in (self.folder, "vae", "scheduler"):
+            if not is_part(entry) or name in (self.folder, "vae", "scheduler"):
                 continue
             kind = getattr(importlib.import_module(entry[0]), entry[1])
             if issubclass(kind, torch.nn.Module):
@@ -198,15 +204,13 @@ class Recorded(Family):
         """
         for name in off:
             asked = off | {name: PROBED_SCALE, "negative_prompt": [""]}
-            with contextlib.suppress(UnknownText, RuntimeError, TypeError, ValueError):
+            try:
                 run = parts.record([SHORT], asked, "step")
-                if len(run.calls) == 1 and not is_doubled(run):
-                    continue
-                sources = {
-                    of: parts.record([text], off).encoded[0]
-                    for of, text in (("caption", SHORT), ("empty", ""))
-                }
-                results = [describe_guided(each, structure, sources) for each in run.encoded]
+            except (RuntimeError, TypeError, ValueError):  # both captions have other lengths
+                continue
+            if len(run.calls) > 1 or is_doubled(run):
+                alone = parts.record([SHORT], off).encoded[0]
+                results = [describe_guided(each, structure, alone) for each in run.encoded]
                 return {"name": name, "results": results, "from_zero": off[name] == 0}
         return None
 
@@ -223,6 +227,20 @@ class Recorded(Family):
             (result,) = parts.record([caption], self.findings["off"]).encoded
             rows.append(take_rows(structure, result))
         return stack_rows(self.findings["parts"], rows)
+
+    def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
+        """What the pipeline takes for no caption when it guides. It may lack a template."""
+        empty = self.encode(encoders, tokens)
+        guided = self.findings["guided"]
+        if guided is None:
+            return empty
+        (parts,) = encoders.text_encoders
+        asked = self.findings["off"] | {guided["name"]: PROBED_SCALE, "negative_prompt": [""]}
+        results = parts.record([SHORT], asked, "denoiser").encoded
+        rows = {name: value[0] for name, value in dict[str, Any](empty).items()}
+        for structure, result in zip(guided["results"], results, strict=True):
+            rows |= take_rows(structure, plain(result), of="empty")
+        return stack_rows(self.findings["parts"], [rows])
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {"recorded": self.findings}
@@ -359,15 +377,8 @@ class Recorded(Family):
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Without text encoders, it replays the embeddings of an `EncodedPrompt`."""
         kind = self.pipeline_class
-        settings = {
-            name: value for name, value in self.index.items() if not isinstance(value, list)
-        }
-        expected, optional = kind._get_signature_keys(kind)
-        absent = dict.fromkeys(name for name in expected if name not in optional)
-        given = {name: value for name, value in settings.items() if name in optional}
         is_whole = any(name in parts for name in self.index if name.startswith("text_encoder"))
-        made = (kind if is_whole else replay(kind))(**absent | given | parts)
-        return made
+        return make_pipeline(kind if is_whole else replay(kind), parts, self.index)
 
     def list_parts(self, text_encoders: Any, tokenizers: Any) -> dict[str, Any]:
         (parts,) = text_encoders
@@ -450,4 +461,4 @@ def recognize(index: dict[str, Any]) -> bool:
     """Whether a model_index.json may be that of a recorded pipeline."""
     kind = getattr(diffusers, str(index.get("_class_name")), None)
     folder = index.get(Recorded.folder)
-    return hasattr(kind, "encode_prompt") and isinstance(folder, list) and None not in folder
+    return hasattr(kind, "encode_prompt") and is_part(folder) and is_part(index.get("vae"))

@@ -134,15 +134,13 @@ def find_masks(node: Any, together: Any) -> Any:
     return node
 
 
-def take_rows(structure: Any, result: Any) -> dict[str, torch.Tensor]:
+def take_rows(structure: Any, result: Any, of: str = "caption") -> dict[str, torch.Tensor]:
     """The results for one caption as {column: tensor}, without the axis of captions."""
-    if is_part(structure):
-        tensor = result[0] if structure["axis"] == "list" else move_rows(result, structure["axis"])
-        return {structure["column"]: tensor}
     rows = {}
-    if isinstance(structure, list):
-        for node, item in zip(structure, result, strict=True):
-            rows |= take_rows(node, item)
+    for part, tensor in pair_parts(structure, plain(result)):
+        if part["of"] == of:
+            tensor = tensor[0] if part["axis"] == "list" else move_rows(tensor, part["axis"])
+            rows[part["column"]] = tensor
     return rows
 
 
@@ -206,42 +204,44 @@ def put_together(
     return structure
 
 
-def describe_guided(
-    result: Any,
-    structure: Any,
-    sources: dict[str, Any],
-) -> Any:
-    """A result of `encode_prompt` in a run with guidance, as parts of a caption and of "".
+def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
+    """A result of `encode_prompt` in a run with guidance, as parts of a caption and of none.
 
-    sources: {"caption": result, "empty": result}, each encoded alone. Raises UnknownText if a part
-    equals neither, for example because both are padded to one length.
+    alone: the result for the same caption without guidance. What differs from all its parts belongs
+    to the empty prompt. Raises UnknownText if it has no part's shape.
     """
-    by_source = {
-        of: [(part, tensor) for part, tensor in pair_parts(structure, plain(alone))]
-        for of, alone in sources.items()
-    }
+    pairs = pair_parts(structure, plain(alone))
+    left = [part for part, _ in pairs]
 
     def match(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            for of, pairs in by_source.items():
-                for part, tensor in pairs:
-                    if part["axis"] != "list" and is_same(tensor, node):
-                        return {**part, "of": of}
-            raise UnknownText("guidance changes its embeddings")
+        is_list = isinstance(node, list) and len(node) == 1
+        tensor = node[0] if is_list and isinstance(node[0], torch.Tensor) else node
+        if isinstance(tensor, torch.Tensor):
+            of_kind = [pair for pair in pairs if (pair[0]["axis"] == "list") == (tensor is not node)]
+            for part, own in of_kind:
+                if is_equal(own[0] if part["axis"] == "list" else own, tensor):
+                    return part
+            for part, own in of_kind:
+                if part in left and is_like(part, move_rows(tensor, part["axis"])):
+                    left.remove(part)
+                    return {**part, "of": "empty"}
+            raise UnknownText("guidance turns its embeddings into others")
         if isinstance(node, list):
-            if len(node) == 1 and isinstance(node[0], torch.Tensor):
-                for of, pairs in by_source.items():
-                    for part, tensor in pairs:
-                        if part["axis"] == "list" and is_same(tensor[0], node[0]):
-                            return {**part, "of": of}
             return [match(item) for item in node]
         return node
 
     return match(plain(result))
 
 
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+def is_like(part: Part, tensor: torch.Tensor) -> bool:
+    """Whether a caption's tensor has the type and shape of a part."""
+    first = 1 if part["is_ragged"] else 0
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (dtype, [*tensor.shape[first:]]) == (part["dtype"], part["shape"][first:])
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def pair_parts(structure: Any, result: Any) -> list[tuple[Part, Any]]:
