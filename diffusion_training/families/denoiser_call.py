@@ -1,5 +1,6 @@
 """The direct call of a denoiser, with arguments as its pipeline's own code makes them."""
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from diffusion_training.families.mask_values import MaskValues, ReadLists
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, Run
 from diffusion_training.families.recorded_text import (
     Part,
@@ -142,13 +144,19 @@ class DenoiserCalls:
     def make_texts(self, lengths: list[int]) -> Any:
         """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros."""
         count = len(lengths)
-        blank = {part["column"]: torch.zeros(count, *part["shape"], device="cpu") for part in self.parts}
+        blank = {
+            part["column"]: torch.full((count, *part["shape"]), part["typical"], device="cpu")
+            for part in self.parts
+        }
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
         return self.join(blank, lengths)
 
     def run(self, count: int, size: Sequence[int], run: Run) -> Run:
         height, width = (side * self.geometry.downscale for side in size)
-        self.code([""] * count, self.options | {"height": height, "width": width}, run)
+        try:
+            self.code([""] * count, self.options | {"height": height, "width": width}, run)
+        except ValueError as error:
+            raise UnknownCall(f"for images of {height} x {width} pixels, {error}") from error
         if run.ends_at == "denoiser" and len(run.calls) != 1:
             raise UnknownCall("its denoiser is not called")
         return run
@@ -202,8 +210,22 @@ class DenoiserCalls:
             if like.numel() == len(times):
                 time = time.view(like.shape)
             arguments[position] = time.to(like.dtype)
-        output = model(**tree_unflatten(arguments, call.spec))[0]
+        with contextlib.ExitStack() as stack:
+            if noisy.is_meta:  # some models read the values of masks
+                example = call.fill(*self.make_example(noisy, lengths))
+                pairs = zip(arguments, example, strict=True)
+                known = [(one, other) for one, other in pairs if is_whole_numbers(one)]
+                values = stack.enter_context(MaskValues(known))
+                stack.enter_context(ReadLists(values))
+            output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)
+
+    def make_example(
+        self, noisy: torch.Tensor, lengths: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Latents and captions with values, on the CPU."""
+        texts = list_tensors(self.make_texts(lengths))
+        return torch.zeros(noisy.shape, device="cpu"), texts
 
     def find(self, shape: torch.Size, lengths: list[int], leaves: list[torch.Tensor]) -> Call:
         known = (shape, len(leaves))
@@ -304,6 +326,10 @@ class DenoiserCalls:
         if not all(map(is_equal, tape(*others), read(*others))):
             raise UnknownCall("its use of the denoiser's output depends on values")
         return tape
+
+
+def is_whole_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def vary(tensor: torch.Tensor) -> torch.Tensor:

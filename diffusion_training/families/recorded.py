@@ -298,6 +298,9 @@ class Recorded(Family):
     def downscale(self, vae: torch.nn.Module) -> int:
         return self.own_calls.geometry.downscale
 
+    def trial_side(self, vae: torch.nn.Module) -> int:
+        return 64  # a multiple of what pipelines ask for
+
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
         """From what becomes of 0 and of a large number on their way to the VAE."""
         channels, *size = self.own_calls.shape
@@ -321,6 +324,8 @@ class Recorded(Family):
 
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         size = tuple(side // self.downscale(vae) for side in images.shape[2:])
+        if vae.config.get("in_channels", 3) == 4:  # with transparency
+            images = torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
         shape, order = self.find_layout(vae, size)
         if len(shape) == 4:  # a VAE for videos
             images = images.unsqueeze(2)

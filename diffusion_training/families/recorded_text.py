@@ -27,6 +27,7 @@ class Part(TypedDict, total=False):
     # The axis of captions; "list" if each has a tensor of its own, None if all captions share it
     axis: int | str | None
     is_ragged: bool  # does its first axis count the caption's tokens?
+    typical: float  # a value: 1 for a mask, except if it is 0 for each token
 
 
 class UnknownText(ValueError):
@@ -113,6 +114,7 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
         of="",
         dtype=str(one.dtype).removeprefix("torch."),
         shape=list(of_longer.shape),
+        typical=0.0 if one.is_floating_point() else float(of_longer.any()),
         axis=axis,
         is_ragged=bool(differ),
     )
