@@ -326,6 +326,9 @@ class Family:
             f"{channels} and {width}: use the VAE and text encoder of this model"
         )
 
+    def try_model(self, model: torch.nn.Module, resolution: int) -> None:
+        """Find out what must be known about the model before it is trained."""
+
     def patch_size(self, model: torch.nn.Module) -> int:
         """Latents per token along a side; sides of latents must be multiples of it."""
         return 1

@@ -36,6 +36,7 @@ TIME_MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "1 - t / 1000": (lambda t: 1 - t / NUM_TIMES, lambda share: 1 - share),
 }
 PROBED_SIDES = (256, 512)  # pixels
+SMALL = 64  # side in pixels of an image on which a denoiser is tried
 
 
 class UnknownCall(ValueError):
@@ -226,6 +227,34 @@ class DenoiserCalls:
         """Latents and captions with values, on the CPU."""
         texts = list_tensors(self.make_texts(lengths))
         return torch.zeros(noisy.shape, device="cpu"), texts
+
+    @torch.no_grad()
+    def is_exact(self, model: torch.nn.Module, resolution: int, lengths: list[int]) -> bool:
+        """Whether two captions with so many tokens, at two times, give what each gives alone."""
+        with torch.device("cpu"):
+            generator = torch.Generator().manual_seed(0)
+            side = min(SMALL, resolution) // self.geometry.downscale
+            noisy = torch.randn(2, self.geometry.channels, side, side, generator=generator)
+            times = torch.tensor([0.7, 0.3])
+            prompts = {}
+            for part in self.parts:
+                values = torch.full((2, *part["shape"]), part["typical"])
+                if part["dtype"].startswith("float") and part["axis"] is not None:
+                    values = torch.randn(values.shape, generator=generator)
+                if part["is_ragged"]:
+                    for row, count in zip(values, lengths, strict=True):
+                        row[count:] = 0
+                prompts[part["column"]] = values
+            prompts["prompt_lengths"] = torch.tensor(lengths)
+            tokens = torch.arange(max(lengths))
+            prompts["prompt_mask"] = tokens < prompts["prompt_lengths"][:, None]
+            together = self.predict(model, noisy, times, prompts)
+            for order in ([0], [1], [1, 0]):
+                some = {name: value[order] for name, value in prompts.items()}
+                alone = self.predict(model, noisy[order], times[order], some)
+                if (alone - together[order]).abs().max() > 1e-3 * together.abs().mean():
+                    return False
+        return True
 
     def find(self, shape: torch.Size, lengths: list[int], leaves: list[torch.Tensor]) -> Call:
         known = (shape, len(leaves))

@@ -17,6 +17,8 @@ from typing import Any
 
 import diffusers
 import torch
+from accelerate import PartialState
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
@@ -33,12 +35,14 @@ from diffusion_training.families.pipeline_code import (
     make_pipeline,
 )
 from diffusion_training.families.recorded_text import (
+    LONG,
     SHORT,
     CaptionBytes,
     UnknownText,
     decode_texts,
     describe_guided,
     describe_result,
+    is_equal,
     list_tensors,
     plain,
     put_together,
@@ -179,7 +183,28 @@ class Recorded(Family):
             findings["own"] = {name: value for name, value in OFF.items() if name in has}
         # as a cache has them
         findings = json.loads(json.dumps(findings | parts.options))
-        return Recorded(self.index, self.configs, findings)
+        found = Recorded(self.index, self.configs, findings)
+        found.check_text(parts)
+        columns = [f"{part['column']} {part['shape']}" for part in described]
+        tokens = ", as many tokens as it has" if found.ragged else ""
+        PartialState().print(f"{self.pipeline}: a caption becomes {', '.join(columns)}{tokens}")
+        return found
+
+    def check_text(self, parts: TextParts) -> None:
+        """Stop if a recorded caption gives the denoiser other arguments than the caption itself."""
+        off, structure = self.findings["off"], self.findings["structure"]
+        live = parts.record([LONG], off, "denoiser")
+        batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
+        calls = self.own_calls
+        lengths = batch["prompt_lengths"].tolist() if self.ragged else [1]
+        run = Run("denoiser", torch.zeros, texts=[calls.join(batch, lengths)])
+        with self.explaining("its captions"):
+            calls.run(1, calls.shape[1:], run)
+            expected, _ = tree_flatten_with_path(live.calls[0])
+            given, _ = tree_flatten_with_path(run.calls[0])
+            for (path, one), (_, other) in zip(expected, given, strict=True):
+                if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
+                    raise UnknownText(f"recorded, they give another {keystr(path)}")
 
     def turn_guidance_off(self, parts: TextParts) -> dict[str, Any]:
         """Arguments with which the denoiser is called once, for the captions alone."""
@@ -352,6 +377,22 @@ class Recorded(Family):
     def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
         return None  # a trial of the model tells
 
+    def try_model(self, model: torch.nn.Module, resolution: int) -> None:
+        """Find out whether captions of two lengths can share a batch, with a model of few layers.
+
+        Stops if two images at two times do not give what each gives alone.
+        """
+        calls = self.open_calls(model.config)
+        small = shrink(type_of(self.model), model.config)
+        with self.explaining("its denoiser"):
+            if not calls.is_exact(small, resolution, [8, 8]):
+                raise UnknownCall("two images in a batch change each other")
+            is_mixed = not self.ragged or calls.is_exact(small, resolution, [8, 5])
+            calls.needs_one_length = not is_mixed
+        times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
+        alone = "; only captions of one length share a batch" if calls.needs_one_length else ""
+        PartialState().print(f"{self.pipeline}: {self.model} is called with {times}{alone}")
+
     def patch_size(self, model: torch.nn.Module) -> int:
         return self.open_calls(model.config).patch_size
 
@@ -378,6 +419,16 @@ class Recorded(Family):
             return dict(self.findings["off"])
         shift = 1 if guided["from_zero"] else 0
         return self.findings["off"] | {guided["name"]: guidance_scale - shift}
+
+    def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
+        own = dict(self.findings["own"])
+        if max_tokens:
+            own["max_sequence_length"] = max_tokens
+        guided = self.findings["guided"]
+        if guided and guided["name"] == "true_cfg_scale":  # without it, there is no guidance
+            own["negative_prompt"] = ""
+        return "".join(f", {name}={json.dumps(value)}" if isinstance(value, str)
+                       else f", {name}={value}" for name, value in own.items())
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Without text encoders, it replays the embeddings of an `EncodedPrompt`."""
@@ -413,6 +464,34 @@ class Recorded(Family):
 CALLS: dict[Any, DenoiserCalls] = {}
 KEPT: list[Any] = []
 PLACED: dict[Any, torch.Tensor] = {}
+
+
+def type_of(model: str) -> Any:
+    return getattr(diffusers, model)
+
+
+def shrink(kind: Any, config: Any) -> torch.nn.Module:
+    """A denoiser of few layers with random weights, on the CPU."""
+    ends = ("layers", "blocks", "depth")
+    few = {
+        name: 1
+        for name, value in config.items()
+        # those of the text encoder are inputs
+        if name.startswith("num_") and name.endswith(ends) and "text" not in name
+        if isinstance(value, int) and value > 1
+    }
+    try:
+        with torch.device("meta"):
+            kind.from_config({**config, **few})
+    except Exception:  # its layers depend on each other
+        few = {}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = kind.from_config({**config, **few}).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    return model
 
 
 def place(order: torch.Tensor, device: torch.device, argsort: bool = False) -> torch.Tensor:

@@ -73,6 +73,8 @@ class Tape(TorchDispatchMode):
             raise ReadsValues(str(operation))
         if operation._schema.is_mutable:
             raise Unrepeatable(str(operation))
+        if operation is torch.ops.aten.view.default:  # other tensors may have another layout
+            operation = torch.ops.aten.reshape.default
         # on the device of its inputs
         leaves = [None if isinstance(x, torch.device) else self.refer(x) for x in given]
         for tensor in tensors:

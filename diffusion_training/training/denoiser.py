@@ -98,6 +98,7 @@ def check_denoiser(
     sentence = family.check_inputs(model.config, channels, embeds_width)
     if sentence := sentence or family.check_model(model.config):
         fail(f"{name} {sentence}")
+    family.try_model(model, data.resolution)
     multiple = family.patch_size(model) * data.latents.downscale
     side = data.bucket_step or data.resolution
     if side % multiple:
