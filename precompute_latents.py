@@ -225,7 +225,8 @@ def describe_encoders(
     their `settings` are equal.
     """
     try_encoders(encoders)
-    has_moments = base.family.has_moments(encoders.vae)
+    family = encoders.family
+    has_moments = family.has_moments(encoders.vae)
     if args.latents == "moments" and not has_moments:
         fail(f"an {type(encoders.vae).__name__} has no moments: use --latents sample")
     empty_prompt = encode_empty_prompt(encoders, base)
@@ -239,10 +240,10 @@ def describe_encoders(
         "text_cache": args.text_cache,
         "dtype": DTYPES[mixed_precision],
     }
-    if base.family.ragged:  # without padding, like the rows
+    if family.ragged:  # without padding, like the rows
         mask = empty_prompt.pop("prompt_mask")
-        empty_prompt["prompt_embeds"] = empty_prompt["prompt_embeds"][mask]
-    rounded = {name: embeds.half().numpy() for name, embeds in empty_prompt.items()}
+        empty_prompt |= {name: empty_prompt[name][mask] for name in family.padded}
+    rounded = {name: shorten(embeds).numpy() for name, embeds in empty_prompt.items()}
     if not all(np.isfinite(embeds).all() for embeds in rounded.values()):
         fail("the embeddings of this text encoder do not fit into float16: use --text_cache ids")
     return rounded, settings
@@ -257,8 +258,15 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
     names = Tokens.__annotations__
     tokens: Any = {name: value for name, value in dict[str, Any](batch).items() if name in names}
     values: Any = tokens if text_cache == "ids" else encode_prompts(encoders, tokens)
-    short = {torch.float32: torch.float16, torch.int64: torch.int32}  # a mask stays bool
-    return {name: value.to(short.get(value.dtype, value.dtype)) for name, value in values.items()}
+    if tokens["input_ids"].dim() == 2:  # one caption per image: its row is as long as its tokens
+        values.pop("prompt_lengths", None)
+    return {name: shorten(value) for name, value in values.items()}
+
+
+def shorten(value: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type of its column; a mask stays bool."""
+    short = {torch.float32: torch.float16, torch.int64: torch.int32}
+    return value.to(short.get(value.dtype, value.dtype))
 
 
 class Encoded(NamedTuple):

@@ -48,6 +48,7 @@ import shlex
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -105,7 +106,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="train a new transformer with this config: hub id, folder or JSON file",
     )
     add_init_flag(add)
-    add_family_flags(add, default=DEFAULT_FLOW_FAMILY)
+    add_family_flags(add)
     add_encoder_flags(add)
     add_device_flags(add)
     add_shard_flag(add)
@@ -157,7 +158,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO, argv)
 
-    family = FACTS[args.model_family]
+    family = FACTS[args.model_family or DEFAULT_FLOW_FAMILY]
     if family.script != "train_flow.py":
         parser.error(f"--model_family {args.model_family} needs {family.script}")
     if args.pretrained_model_name_or_path is None:
@@ -171,7 +172,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
                 "--transformer_config_name_or_path is needed without a pretrained pipeline"
             )
     if args.rank:
-        if not family.has_lora:
+        if args.model_family and not family.has_lora:
             others = [
                 name
                 for name, each in FACTS.items()
@@ -575,6 +576,7 @@ def main(args: Namespace) -> None:
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, data_flags)
+    base = replace(base, family=data.family)  # with what was found out about captions
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights

@@ -3,7 +3,7 @@
     python train_on_ray.py     # the demo of train_unconditional.py, by two workers on this machine
     python train_on_ray.py --address 10.0.0.1:6379 --min_workers 2 --max_workers 8 \\
         train_flow.py --pretrained_model_name_or_path black-forest-labs/FLUX.2-klein-base-4B \\
-        --model_family flux2-klein --latents_dir /shared/latents --output_dir /shared/klein
+        --latents_dir /shared/latents --output_dir /shared/klein
 
 Start it once, with python, on a machine of the cluster. A worker is one process of the trainer, on
 a GPU of its own. When a worker or a machine is lost or added, all workers start again from the last

@@ -316,14 +316,14 @@ def add_shard_flag(add: Add) -> None:
     )
 
 
-def add_family_flags(add: Add, default: str | None = None) -> None:
+def add_family_flags(add: Add) -> None:
     """Add the flags for model family and caption length, which `open_base` reads."""
     add(
         "--model_family",
         choices=[*FACTS],
-        default=default,
-        help=f"model family (default: {DEFAULT_FLOW_FAMILY} in train_flow.py; elsewhere the "
-        f"pipeline's, or {DEFAULT_FAMILY})",
+        help="model family (default: the pipeline's; without a pipeline, or for a new transformer "
+        f"with a U-Net's VAE and text encoder, {DEFAULT_FLOW_FAMILY} in train_flow.py, elsewhere "
+        f"{DEFAULT_FAMILY})",
     )
     limits = [
         f"{family.max_tokens} for {name}" for name, family in FACTS.items() if family.max_tokens

@@ -4,14 +4,16 @@ To add a family, write a file with a subclass of `Family`, a line in known.py, a
 in the tests.
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from safetensors.torch import load_file
 
+from diffusion_training.errors import amount, fail
 from diffusion_training.models import load_weights
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
@@ -99,10 +101,10 @@ class Family:
     a run are in `Base` and `Encoders`.
     """
 
-    name: ClassVar[str]  # in --model_family and cache.json
-    title: ClassVar[str]  # in messages and model cards
-    pipeline: ClassVar[str]  # its class in diffusers
-    model: ClassVar[str]  # the class of the model that is trained
+    name: str  # in --model_family and cache.json
+    title: str  # in messages and model cards
+    pipeline: str  # its class in diffusers
+    model: str  # the class of the model that is trained
     folder = "transformer"  # the folder of that model in the pipeline
     script = "train_flow.py"  # the script that trains it
     resolution = 512  # pixels, if neither a flag nor a cache sets it
@@ -117,6 +119,7 @@ class Family:
     needs_lengths = False  # does `predict` read prompt_lengths?
     needs_sizes = False  # does the denoiser take the image's original size and crop?
     has_clip_skip = False
+    padded: tuple[str, ...] = ("prompt_embeds",)  # the columns without padding, if `ragged`
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU
@@ -172,6 +175,60 @@ class Family:
 
         return transformers.AutoTokenizer
 
+    def load_text_encoder(
+        self,
+        base: Base,
+        source: str | None,
+        options: dict[str, Any],
+        suffix: str,
+        dtype: torch.dtype,
+    ) -> torch.nn.Module:
+        """Load a text encoder, on the CPU. source, options: see `Base.locate`."""
+        text_class, more = self.choose_text_encoder(base, source, options, suffix)
+        return load_weights(text_class, source, **options, **more, torch_dtype=dtype)
+
+    def load_tokenizer(
+        self, source: str | None, options: dict[str, Any], text_encoder: torch.nn.Module
+    ) -> Any:
+        """Load the tokenizer of a text encoder. Raises ValueError if they do not fit."""
+        tokenizer = self.choose_tokenizer().from_pretrained(source, **options)
+        if len(tokenizer) < 256:  # without files, transformers makes one with two tokens
+            raise ValueError("it has no vocabulary")
+        known = text_encoder.get_input_embeddings().num_embeddings
+        if len(tokenizer) > known or tokenizer.pad_token is None:
+            raise ValueError("it has more tokens than the text encoder, or no padding token")
+        return tokenizer
+
+    def count_max_tokens(
+        self, base: Base, text_encoders: Iterable[Any], tokenizers: Iterable[Any]
+    ) -> int:
+        """How many tokens of a caption are read, including those of a template."""
+        limits = [tokenizer.model_max_length for tokenizer in tokenizers]
+        for encoder in text_encoders:
+            limits.append(getattr(encoder.config, "max_position_embeddings", math.inf))
+        limit = min(limits)
+        if base.max_tokens and base.max_tokens > limit:
+            fail(
+                f"--max_sequence_length {base.max_tokens} is too large: the text encoder takes "
+                f"{limit} tokens"
+            )
+        most = base.max_tokens or self.max_tokens or math.inf
+        count = min(limit, most + self.dropped_tokens)
+        if count < self.dropped_tokens + 2:  # for the first and the last token
+            fail(
+                f"captions get {amount(int(count) - self.dropped_tokens, 'token')}, but need 2: "
+                "check --max_sequence_length, and model_max_length in the tokenizer's config"
+            )
+        return int(count)
+
+    def find_out(self, text_encoders: Iterable[Any]) -> "Family":
+        """The family with what is found out by trying the text encoders."""
+        return self
+
+    def recall(self, cache: dict[str, Any]) -> "Family":
+        """The family with what was found out when a cache was made. cache: its settings."""
+        return self
+
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         """Encode tokens [N, tokens] like the pipeline's `encode_prompt`, but in float32."""
         raise NotImplementedError
@@ -181,7 +238,7 @@ class Family:
         return self.encode(replace(encoders, clip_skip=0), tokens)
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Entries on the empty prompt in cache.json, besides its shapes."""
+        """Entries on the encoded captions in cache.json, besides their shapes."""
         return {}
 
     # ---- images
@@ -212,6 +269,10 @@ class Family:
         config = vae.config
         levels = config.get("block_out_channels") or config.encoder_block_out_channels
         return 2 ** (len(levels) - 1)
+
+    def trial_side(self, vae: torch.nn.Module) -> int:
+        """The side in pixels of an image on which a VAE is tried."""
+        return 2 * self.downscale(vae)
 
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] in [-1, 1], in the VAE's precision -> unscaled latents, float32.
@@ -255,6 +316,19 @@ class Family:
         """Why a model with this config is not one of this family, or None."""
         return None
 
+    def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
+        """Why a model does not fit latents with so many channels, and embeddings of a width."""
+        own_width = config[self.embeds_width]
+        if (config.in_channels, own_width) == (channels, width):
+            return None
+        return (
+            f"takes {config.in_channels} channels and embeddings of {own_width}, but the data has "
+            f"{channels} and {width}: use the VAE and text encoder of this model"
+        )
+
+    def try_model(self, model: torch.nn.Module, resolution: int) -> None:
+        """Find out what must be known about the model before it is trained."""
+
     def patch_size(self, model: torch.nn.Module) -> int:
         """Latents per token along a side; sides of latents must be multiples of it."""
         return 1
@@ -294,7 +368,19 @@ class Family:
         """Lines that the model card needs before the call of the pipeline."""
         return []
 
+    def list_parts(self, text_encoders: Any, tokenizers: Any) -> dict[str, Any]:
+        """The parts of a pipeline that read captions, for `build`."""
+        parts: dict[str, Any] = {}
+        for suffix, text_encoder, tokenizer in zip(
+            self.suffixes, text_encoders, tokenizers, strict=True
+        ):
+            parts |= {f"text_encoder{suffix}": text_encoder, f"tokenizer{suffix}": tokenizer}
+        return parts
+
     # ---- LoRA
+
+    def has_lora(self) -> bool:
+        return bool(self.attention)
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """--lora_layers as ends of names; attention and all omit those not in the model."""

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES, find_family
-from diffusion_training.families.names import DEFAULT_FAMILY
+from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY
+from diffusion_training.families.recorded import Recorded, recognize
 from diffusion_training.files import clean, delete, saving
 
 
@@ -31,15 +32,24 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     index = read_index(source, args)
     class_name = str(index.get("_class_name", ""))
     own = find_family(class_name)  # of the pipeline
+    if own is None and recognize(index):
+        own = Recorded(index, read_configs(str(source), index, args))
     wanted = FAMILIES.get(vars(args).get("model_family") or "")
+    if trained_by == FAMILIES[DEFAULT_FLOW_FAMILY].script and wanted is None:
+        # a new model of this family borrows the VAE and text encoder of other pipelines
+        wanted = own if own and own.script == trained_by else FAMILIES[DEFAULT_FLOW_FAMILY]
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
     if class_name and own is None:
-        names = ", ".join(FAMILIES)
-        fail(f"{name} is a {class_name}, which these scripts can't train; families: {names}")
+        fail(
+            f"{name} is a {class_name}, which these scripts can't train: it is not a pipeline of "
+            "diffusers with a transformer and encode_prompt"
+        )
     family = wanted or own or FAMILIES[DEFAULT_FAMILY]
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
+    if vars(args).get("rank") and not family.has_lora():
+        fail(f"--rank needs another pipeline: {family.title} has no LoRA")
     max_tokens = vars(args).get("max_sequence_length")
     flags = {
         "--max_sequence_length": (max_tokens, family.max_tokens),
@@ -88,6 +98,19 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
                     f"model_index.json has {entry!r} for {name}, not a library and a class"
                 )
         return index
+
+
+def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[str, Any]:
+    """{part: its config} of a pipeline's VAE, scheduler and transformer, for `Recorded`."""
+    options = {"cache_dir": args.cache_dir, "revision": args.revision}
+    configs = {}
+    for name in ("vae", "scheduler", Recorded.folder):
+        with explained(f"{source} holds no {name}"):
+            kind = getattr(diffusers, index[name][1])
+            own_path = args.vae_name_or_path if name == "vae" else None
+            where = {"cache_dir": args.cache_dir} if own_path else options | {"subfolder": name}
+            configs[name] = dict(kind.load_config(own_path or source, **where))
+    return configs
 
 
 def open_source(args: Namespace) -> str | None:

@@ -30,7 +30,7 @@ from diffusion_training.files import (
     write_file,
     write_out,
 )
-from diffusion_training.latents.columns import EMPTY
+from diffusion_training.latents.columns import name_empty_files
 from diffusion_training.latents.passes import EncodedRows
 from diffusion_training.latents.plan import PlannedCache, name_shard
 
@@ -241,11 +241,12 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
             f"none of the {len(skipped)} rows could be used, such as {entry['key']} "
             f"({entry['reason']}): delete {output_dir}, and look at the data"
         )
+    files = name_empty_files(cache)
     for name, embeds in empty_prompt.items():
-        path = output_dir / f"{EMPTY[name]}.npy"
+        path = output_dir / f"{files[name]}.npy"
         np.save(output_dir / f".tmp-{path.name}", embeds)
         (output_dir / f".tmp-{path.name}").replace(path)
-        cache[f"{EMPTY[name]}_sha256"] = digest_file(path)
+        cache[f"{files[name]}_sha256"] = digest_file(path)
     for name in ("rows", "encoded_again", "captions_cut"):
         cache[name] = sum(record[name] for record in records.values())
     cache["skipped"] = len(skipped)

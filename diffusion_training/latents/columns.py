@@ -21,6 +21,8 @@ from diffusion_training.families.known import FAMILIES
 FORMAT_VERSION = 4  # of cache.json
 # Files of the embeddings that replace a dropped caption
 EMPTY = {"prompt_embeds": "empty_prompt", "pooled_prompt_embeds": "empty_pooled"}
+# {type of a tensor: type of its column}, float16 if it is not here
+STORED = {"bool": "uint8", "uint8": "uint8", "int32": "int32", "int64": "int32"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,18 @@ class Column:
 EXTRA_COLUMNS: tuple[Column, ...] = ()
 
 
+def list_further_parts(cache: dict) -> list[dict[str, Any]]:
+    """What a cache of a recorded pipeline holds of a caption, besides prompt_embeds."""
+    parts = cache.get("recorded", {}).get("parts", [])
+    return [part for part in parts if part["column"] not in EMPTY]
+
+
+def name_empty_files(cache: dict) -> dict[str, str]:
+    """{column of captions: the file, without its ending, for a dropped caption}."""
+    further = {part["column"]: f"empty_{part['column']}" for part in list_further_parts(cache)}
+    return {name: file for name, file in EMPTY.items() if f"{name}_shape" in cache} | further
+
+
 def list_columns(cache: dict) -> list[Column]:
     """The columns of numbers in a cache; cache: the content of cache.json."""
     features = cache["features"]
@@ -116,6 +130,17 @@ def list_columns(cache: dict) -> list[Column]:
         if "pooled_prompt_embeds_shape" in cache:
             shape = tuple(cache["pooled_prompt_embeds_shape"])
             columns.append(Column("pooled_prompt_embeds", "float16", shape, **captions))
+        columns += [
+            Column(
+                part["column"],
+                STORED.get(part["dtype"], "float16"),
+                tuple(part["shape"]),
+                is_ragged=part["is_ragged"],
+                is_padded=part["is_ragged"],
+                **captions,
+            )
+            for part in list_further_parts(cache)
+        ]
     if "captions" in features:  # tokens of each caption, -1 if it is missing
         columns.append(Column("prompt_lengths", "int32", (num_captions,), is_in_batch=False))
     if "sdxl" in features:
@@ -141,7 +166,7 @@ def name_feature(column: Column) -> str:
 
 def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
-    features = {"ragged latents", "masks", "captions"}
+    features = {"ragged latents", "masks", "captions", "recorded text"}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(family.features for family in FAMILIES.values()))
 

@@ -3,9 +3,8 @@
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import diffusers
@@ -46,8 +45,9 @@ def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple
 
 def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Encoders:
     """Load the VAE, the text encoders and their tokenizers, on the CPU."""
-    vae = load_vae(base, dtype) if with_vae else None
     text_encoders, tokenizers = load_text_encoders(base, dtype)
+    base = replace(base, family=base.family.find_out(text_encoders))
+    vae = load_vae(base, dtype) if with_vae else None
     return Encoders(base.family, vae, text_encoders, tokenizers, base.clip_skip or 0)
 
 
@@ -78,21 +78,15 @@ def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleL
     tokenizers = Tokenizers([], family)
     for suffix in family.suffixes:
         with locating(base, base.text_encoder, f"text_encoder{suffix}") as (source, options):
-            text_class, more = family.choose_text_encoder(base, source, options, suffix)
-            text_encoder = load_weights(text_class, source, **options, **more, torch_dtype=dtype)
+            text_encoder = family.load_text_encoder(base, source, options, suffix, dtype)
         text_encoders.append(text_encoder)
         own_path = base.tokenizer or base.text_encoder
         with locating(base, own_path, f"tokenizer{suffix}") as (source, options):
             options.pop("variant", None)
-            tokenizer = family.choose_tokenizer().from_pretrained(source, **options)
-            if len(tokenizer) < 256:  # without files, transformers makes one with two tokens
-                raise ValueError("it has no vocabulary")
-            known = text_encoder.get_input_embeddings().num_embeddings
-            if len(tokenizer) > known or tokenizer.pad_token is None:
-                raise ValueError("it has more tokens than the text encoder, or no padding token")
+            tokenizer = family.load_tokenizer(source, options, text_encoder)
         tokenizers.append(tokenizer)
     check_clip_skip(base, text_encoders)
-    max_tokens = count_max_tokens(base, text_encoders, tokenizers)
+    max_tokens = family.count_max_tokens(base, text_encoders, tokenizers)
     for tokenizer in tokenizers:  # old files do not store how many tokens the text encoder takes
         tokenizer.model_max_length = max_tokens
     return text_encoders.eval(), tokenizers
@@ -107,28 +101,6 @@ def check_clip_skip(base: Base, text_encoders: torch.nn.ModuleList) -> None:
         fail(f"--clip_skip {base.clip_skip} leaves none of {layers} layers: give a smaller one")
 
 
-def count_max_tokens(base: Base, text_encoders: torch.nn.ModuleList, tokenizers: Tokenizers) -> int:
-    """How many tokens of a caption are read, including those of a template."""
-    limits = [tokenizer.model_max_length for tokenizer in tokenizers]
-    for encoder in text_encoders:
-        limits.append(getattr(encoder.config, "max_position_embeddings", math.inf))
-    limit = min(limits)
-    if base.max_tokens and base.max_tokens > limit:
-        fail(
-            f"--max_sequence_length {base.max_tokens} is too large: the text encoder takes "
-            f"{limit} tokens"
-        )
-    family = base.family
-    most = base.max_tokens or family.max_tokens or math.inf
-    count = min(limit, most + family.dropped_tokens)
-    if count < family.dropped_tokens + 2:  # for the first and the last token
-        fail(
-            f"captions get {amount(int(count) - family.dropped_tokens, 'token')}, but need 2: "
-            "check --max_sequence_length, and model_max_length in the tokenizer's config"
-        )
-    return count
-
-
 def load_parts(base: Base, with_text: bool) -> dict[str, Any]:
     """Load the parts of a pipeline that are not trained, in float32: {name: model or tokenizer}.
 
@@ -137,12 +109,8 @@ def load_parts(base: Base, with_text: bool) -> dict[str, Any]:
     if not with_text:
         return {"vae": load_vae(base, torch.float32)}
     encoders = load_encoders(base, torch.float32)
-    parts: dict[str, Any] = {"vae": encoders.vae}
-    for suffix, text_encoder, tokenizer in zip(
-        base.family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True
-    ):
-        parts |= {f"text_encoder{suffix}": text_encoder, f"tokenizer{suffix}": tokenizer}
-    return parts
+    text_parts = base.family.list_parts(encoders.text_encoders, encoders.tokenizers)
+    return {"vae": encoders.vae} | text_parts
 
 
 def check_sides(downscale: int, resolution: int | None, bucket_step: int | None) -> None:
@@ -183,7 +151,7 @@ def try_encoders(encoders: Encoders) -> None:
     vae = encoders.vae
     with torch.no_grad():
         with explained("the VAE does not work"):
-            side = 2 * family.downscale(vae)
+            side = family.trial_side(vae)
             image_channels, channels = family.count_channels(vae)
             image = torch.zeros(1, image_channels, side, side, device=vae.device)
             latents = encode_images(encoders, image)
@@ -214,9 +182,12 @@ def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
         part: Any = {name: value[:, k] for name, value in dict[str, Any](tokens).items()}
         parts.append(encoders.family.encode(encoders, part))
     stacked = {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
-    lengths = tokens["prompt_lengths"]  # -1 for a missing caption
-    lengths = torch.where(lengths < 0, lengths, lengths - encoders.family.dropped_tokens)
-    return cast(Prompts, stacked | {"prompt_lengths": lengths})
+    counted = tokens["prompt_lengths"]  # -1 for a missing caption
+    lengths = stacked.get("prompt_lengths", counted - encoders.family.dropped_tokens)
+    lengths = torch.where(counted < 0, counted, lengths.to(counted.device))
+    if "prompt_mask" in stacked:
+        stacked["prompt_mask"] &= (counted >= 0)[..., None]
+    return cast(Prompts, stacked | {"prompt_lengths": lengths.int()})
 
 
 @torch.no_grad()
@@ -236,7 +207,8 @@ def encode_empty_prompt(encoders: Encoders, base: Base) -> dict[str, torch.Tenso
     """The embeddings of a dropped caption, equal to the pipeline's: float32, for one image."""
     tokens = tokenize_on_device(encoders, "")
     empty = encoders.family.encode_empty(encoders, base, tokens)
-    return {name: embeds[0] for name, embeds in dict[str, Any](empty).items()}
+    kept = {name: value for name, value in dict[str, Any](empty).items() if name != "prompt_lengths"}
+    return {name: embeds[0] for name, embeds in kept.items()}
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
@@ -281,6 +253,7 @@ def place_encoders(
     exact: Encoders, base: Base, dtype: torch.dtype, device: torch.device, compile: str | None
 ) -> Encoders:
     """The encoders on the device, in `dtype`; exact: the same models in float32."""
+    base = replace(base, family=exact.family)  # which has found out what it needs
     encoders = exact if dtype == torch.float32 else load_encoders(base, dtype)
     put_on_device(encoders.vae, device)
     encoders.text_encoders.to(device)

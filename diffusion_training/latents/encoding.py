@@ -65,7 +65,7 @@ def drop_captions(
         dropped = torch.rand(count) < share
         lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search
         if "input_ids" in batch:  # these lengths include a template
-            lengths = lengths - data.family.dropped_tokens
+            lengths = prompts.get("prompt_lengths", lengths - data.family.dropped_tokens)
         prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
         dropped = send(dropped, device)
     else:

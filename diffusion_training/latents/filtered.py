@@ -17,10 +17,10 @@ from diffusion_training.errors import amount, explained, fail, in_one_sentence
 from diffusion_training.files import clean, delete, lock_folder, write_file
 from diffusion_training.latents.cache import finish_cache, writing_shard
 from diffusion_training.latents.columns import (
-    EMPTY,
     checksum_row,
     group_by_checksum,
     list_columns,
+    name_empty_files,
     view_rows,
 )
 from diffusion_training.latents.passes import EncodedRows
@@ -99,8 +99,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
                 add(EncodedRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
     empty_prompt = {
         name: np.load(io.BytesIO(read_bytes(f"{like}/{file}.npy")))
-        for name, file in EMPTY.items()
-        if f"{file}_sha256" in cache
+        for name, file in name_empty_files(cache).items()
     }
     write_file(output_dir / "cache.json", json.dumps(cache, indent=1))
     finish_cache(output_dir, empty_prompt, 1.0)

@@ -85,8 +85,8 @@ class PlannedCache:
         for name in MODEL_FLAGS:
             if self.flags[name] is not None:
                 words += [f"--{name}", self.flags[name]]
-        if self.family.script == "train_flow.py":
-            words += ["--model_family", self.family.name]
+        if self.flags["model_family"]:
+            words += ["--model_family", self.flags["model_family"]]
         if self.flags["random_flip"]:
             words.append("--random_flip")
         if self.flags["mixed_precision"] != "no":

@@ -24,7 +24,13 @@ from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.files import hash_values
 from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.columns import EMPTY, FORMAT_VERSION, Column, list_features
+from diffusion_training.latents.columns import (
+    FORMAT_VERSION,
+    Column,
+    list_columns,
+    list_features,
+    name_empty_files,
+)
 from diffusion_training.latents.fetch import Fetcher
 from diffusion_training.latents.shards import OpenShard, Shards
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
@@ -72,18 +78,17 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
                 "install a newer one"
             )
         empty_prompt = {}
-        for name, file in EMPTY.items():
-            if f"{name}_shape" not in cache:
-                continue
+        for name, file in name_empty_files(cache).items():
             content = read_bytes(f"{folder}/{file}.npy")
             if hashlib.sha256(content).hexdigest() != cache[f"{file}_sha256"]:
                 raise ValueError(f"{file}.npy has changed since it was written")
             empty_prompt[name] = torch.from_numpy(np.load(io.BytesIO(content)))
-        if "ragged embeddings" in cache["features"]:
-            column = Column("prompt_embeds", "float16", tuple(cache["prompt_embeds_shape"]))
-            padded, mask = column.pad([empty_prompt["prompt_embeds"].numpy().ravel()])
-            empty_prompt["prompt_embeds"] = torch.from_numpy(padded).view(column.shape)
-            empty_prompt["prompt_mask"] = torch.from_numpy(mask)[0]
+        for column in list_columns({**cache, "text_cache": "embeddings"}):
+            if column.is_padded and column.name in empty_prompt:
+                padded, mask = column.pad([empty_prompt[column.name].numpy().ravel()])
+                empty_prompt[column.name] = torch.from_numpy(padded).view(column.shape)
+                if "ragged embeddings" in cache["features"]:
+                    empty_prompt["prompt_mask"] = torch.from_numpy(mask)[0]
         shards = Shards(folder, cache)
         if not shards.rows.sum():
             raise ValueError("it holds no rows")

@@ -156,7 +156,8 @@ def open_data(
     first = caches[args.latents_dir[0]]
     settings = first.settings
     transform = settings["transform"]
-    base = replace(base, clip_skip=base.clip_skip or settings["text_encoder"].get("clip_skip"))
+    clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
+    base = replace(base, clip_skip=clip_skip, family=base.family.recall(settings))
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
@@ -225,6 +226,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     images = load_rows(args, args.streaming, [args.caption_column])
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     encoders = load_encoders(base, launch.dtype)
+    base = replace(base, family=encoders.family)
     check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
     validation = encode_for_all(launch, base, encoders, args.validation_prompts)
     class_prompts = encode_class_prompts(launch, base, encoders, texts, args)

@@ -92,18 +92,13 @@ def check_denoiser(
     (model,) = models.values()
     name = f"the {what} of {source}"
     embeds_width = data.empty_prompt["prompt_embeds"].shape[-1]
-    own_width = model.config[family.embeds_width]
     further = further or {}
     channels = sum(value.shape[1] for value in further.values() if value.dim() == 4)
     channels += data.latents.channels
-    if (model.config.in_channels, own_width) != (channels, embeds_width):
-        fail(
-            f"{name} takes {model.config.in_channels} channels and embeddings of {own_width}, but "
-            f"the data has {channels} and {embeds_width}: use the VAE and text encoder of this "
-            "model"
-        )
-    if sentence := family.check_model(model.config):
+    sentence = family.check_inputs(model.config, channels, embeds_width)
+    if sentence := sentence or family.check_model(model.config):
         fail(f"{name} {sentence}")
+    family.try_model(model, data.resolution)
     multiple = family.patch_size(model) * data.latents.downscale
     side = data.bucket_step or data.resolution
     if side % multiple:

@@ -148,7 +148,7 @@ def test_model_configs_that_do_not_work_are_refused(models, file, change, said):
 
 def test_folders_without_a_pipeline_are_refused_by_name(tmp_path, models):
     refused(
-        f"{tmp_path} does not hold the vae of a Stable",
+        f"{tmp_path} does not hold the text_encoder of a Stable",
         argv=[f"--pretrained_model_name_or_path={tmp_path}"],
     )
     shutil.rmtree(models / "tokenizer")

@@ -27,17 +27,18 @@ TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 # A module imports only from layers above its own line.
 LAYERS = """
 __init__ arguments batches errors library_fixes pillow cluster.supervisor
+families.tape families.mask_values families.pipeline_code families.recorded_text
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
 families.names data.flags
 flags
 latents.flags
 loading models
-remote quantization web.downloads families.base families.original_layout
+remote quantization web.downloads families.base families.original_layout families.denoiser_call
 launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
 web.shards
-families.known
+families.known families.recorded
 families.opening
 data.arrays data.folders data.images data.streams
 data.transforms data.image_cache data.rows
@@ -321,7 +322,7 @@ def test_importing_a_script_parses_no_flags(script, monkeypatch):
 # own kind of data.
 DEFAULTS = {
     "--resolution", "--output_dir", "--lr_scheduler", "--adam_beta1", "--adam_weight_decay",
-    "--tracker_project_name", "--model_family", "--guidance_scale", "--num_inference_steps",
+    "--tracker_project_name", "--guidance_scale", "--num_inference_steps",
 }  # fmt: skip
 
 

@@ -878,7 +878,8 @@ def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, ca
     error = train.refused(*cached, "--max_sequence_length=9")
     assert "--max_sequence_length 9 is too large: the text encoder takes 8 tokens" in error
     base = make_z_image(tmp_path / "z")
-    error = train.refused(*cached, f"--pretrained_model_name_or_path={base}")
+    wrong = [f"--pretrained_model_name_or_path={base}", "--model_family=prx"]
+    error = train.refused(*cached, *wrong)
     assert f"--model_family prx does not fit {base}, a ZImagePipeline: leave it out" in error
     assert not (tmp_path / "out").exists()
 

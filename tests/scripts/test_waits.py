@@ -11,6 +11,7 @@ from collections import Counter, namedtuple
 import accelerate
 import fake_device
 import pytest
+import tiny_pipelines
 import torch
 from conftest import (
     MODELS,
@@ -208,6 +209,17 @@ def list_family(name, module, *known):
         }
 
     return list_runs
+
+
+def list_recorded(folder):
+    """A pipeline without a family of its own, whose mask is made of the caption's."""
+    base = [f"--pretrained_model_name_or_path={tiny_pipelines.MAKE['chroma'](folder / 'base')}"]
+    Script(PRECOMPUTE)(*base, *describe_images(folder), f"--output_dir={folder / 'cache'}")
+    flags = [*base, *STEPS, *BF16, f"--latents_dir={folder / 'cache'}", "--caption_dropout=0.3"]
+    return {
+        "cached": Run(FLOW, [*flags, "--train_batch_size=2", "--holdout=2"]),
+        "lora": Run(FLOW, [*flags, "--train_batch_size=2", "--rank=2"]),
+    }
 
 
 def list_twins(folder):

@@ -1,0 +1,379 @@
+"""The direct call of a denoiser, with arguments as its pipeline's own code makes them."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
+
+from diffusion_training.families.mask_values import MaskValues, ReadLists
+from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, Run
+from diffusion_training.families.recorded_text import (
+    Part,
+    is_equal,
+    list_tensors,
+    put_together,
+)
+from diffusion_training.families.tape import ReadsValues, Tape, Unrepeatable
+
+PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
+# {how a pipeline computes the time from its timestep t: (on t, on the share of noise)}
+TIME_MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "t": (lambda t: t, lambda share: NUM_TIMES * share),
+    "t / 1000": (lambda t: t / NUM_TIMES, lambda share: share),
+    "(1000 - t) / 1000": (lambda t: (NUM_TIMES - t) / NUM_TIMES, lambda share: 1 - share),
+    "1 - t / 1000": (lambda t: 1 - t / NUM_TIMES, lambda share: 1 - share),
+}
+PROBED_SIDES = (256, 512)  # pixels
+SMALL = 64  # side in pixels of an image on which a denoiser is tried
+
+
+class UnknownCall(ValueError):
+    """Raised for a pipeline whose call of its denoiser can't be repeated."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of the latents that a pipeline starts from."""
+
+    channels: int
+    downscale: int  # pixels per latent along a side
+
+
+def find_geometry(code: PipelineCode, texts: Any, options: dict[str, Any]) -> Geometry:
+    height, width = PROBED_SIDES
+    run = Run("denoiser", torch.zeros, texts=[texts])
+    code([""], options | {"height": height, "width": width}, run)
+    shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
+    if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
+        raise UnknownCall(f"it draws noise of the shapes {run.noise_shapes} for {height} x {width}")
+    return Geometry(shape[0], height // shape[1])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the denoiser, for a batch of one size and of captions of certain shapes."""
+
+    # (noisy latents, tensors of encode_prompt) -> the arguments that are tensors
+    tensors: Tape
+    # {position of an argument: number of the tensor of encode_prompt that it is}, if the pipeline
+    # reads values of these tensors; `tensors` then takes only the latents
+    passed: dict[int, int] | None
+    leaves: list[Any]  # all arguments, flat
+    spec: TreeSpec
+    where: list[int]  # positions of the tensors among them
+    times: dict[int, str]  # positions of the time: one of `TIME_MAPS`
+
+    def fill(self, noisy: torch.Tensor, texts: list[torch.Tensor]) -> list[Any]:
+        """The arguments for other latents and captions, flat."""
+        found = self.tensors(noisy, *(texts if self.passed is None else ()))
+        arguments = list(self.leaves)
+        for position, tensor in zip(self.where, found, strict=True):
+            arguments[position] = tensor
+        for position, number in (self.passed or {}).items():
+            arguments[position] = texts[number]
+        return arguments
+
+    def equals(self, other: "Call") -> bool:
+        def list_plain(call: Call) -> list[Any]:
+            return [leaf for i, leaf in enumerate(call.leaves) if i not in call.where]
+
+        is_alike = (self.spec, self.passed) == (other.spec, other.passed)
+        is_alike = is_alike and list_plain(self) == list_plain(other)
+        return is_alike and self.tensors.equals(other.tensors)
+
+
+class DenoiserCalls:
+    """How a pipeline calls its denoiser. Each size of a batch is recorded when it comes first."""
+
+    def __init__(
+        self, code: PipelineCode, structure: Any, parts: list[Part], options: dict[str, Any]
+    ) -> None:
+        """structure, parts: see `describe_result`. options: arguments of the pipeline."""
+        self.code = code
+        self.structure = structure
+        self.options = options
+        self.parts = parts
+        self.is_ragged = any(part["is_ragged"] for part in parts)
+        self.needs_one_length = False  # must all captions of a batch have one number of tokens?
+        self.geometry = find_geometry(code, self.make_texts([1]), options)
+        self.time_maps = self.find_times()
+        self.calls: dict[Any, Call] = {}
+        self.outputs: dict[Any, Tape] = {}
+        self.layouts: dict[Any, Any] = {}  # see `Recorded.find_layout`
+        # Do other arguments depend on the number of tokens?
+        one, other = (self.record((2, *self.shape), counts) for counts in ([8, 6], [7, 5]))
+        self.reads_lengths = not one.equals(other)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The shape of latents in trials."""
+        height, width = (side // self.geometry.downscale for side in PROBED_SIDES)
+        return self.geometry.channels, height, width
+
+    @property
+    def patch_size(self) -> int:
+        """Latents per token along a side: by the length of the packed sequence, or the config."""
+        _, height, width = self.shape
+        run = self.probe()
+        first = next(iter(run.calls[0].values()))
+        if isinstance(first, torch.Tensor) and first.dim() == 3:
+            return math.isqrt(height * width // first.shape[1])
+        config = self.code.pipeline.components[self.code.folder].config
+        sizes = [config[name] for name in ("patch_size", "all_patch_size") if config.get(name)]
+        return [*sizes[0]][-1] if sizes and not isinstance(sizes[0], int) else (*sizes, 1)[0]
+
+    def probe(self, time: float = 250.0) -> Run:
+        """Run the pipeline's code for one caption up to the denoiser."""
+        run = Run("denoiser", torch.zeros, time, [self.make_texts([8])])
+        return self.run(1, self.shape[1:], run)
+
+    def join(self, prompts: dict[str, torch.Tensor], lengths: list[int]) -> Any:
+        return put_together(self.structure, {"caption": prompts}, {"caption": lengths})
+
+    def make_texts(self, lengths: list[int]) -> Any:
+        """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros."""
+        count = len(lengths)
+        blank = {
+            part["column"]: torch.full((count, *part["shape"]), part["typical"], device="cpu")
+            for part in self.parts
+        }
+        blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
+        return self.join(blank, lengths)
+
+    def run(self, count: int, size: Sequence[int], run: Run) -> Run:
+        height, width = (side * self.geometry.downscale for side in size)
+        try:
+            self.code([""] * count, self.options | {"height": height, "width": width}, run)
+        except ValueError as error:
+            raise UnknownCall(f"for images of {height} x {width} pixels, {error}") from error
+        if run.ends_at == "denoiser" and len(run.calls) != 1:
+            raise UnknownCall("its denoiser is not called")
+        return run
+
+    def find_times(self) -> dict[str, str]:
+        """{an argument that depends on the time: one of `TIME_MAPS`}."""
+        seen: list[dict[str, torch.Tensor]] = []
+        for time in PROBED_TIMES:
+            leaves, _ = tree_flatten_with_path(self.probe(time).calls[0])
+            seen.append({keystr(path): leaf for path, leaf in leaves})
+        maps = {}
+        for name, first in seen[0].items():
+            values = [each[name] for each in seen]
+            if not isinstance(first, torch.Tensor) or all(is_equal(first, v) for v in values):
+                continue
+            for formula, (of_timestep, _) in TIME_MAPS.items():
+                expected = (of_timestep(torch.full_like(v, t)) for v, t in
+                            zip(values, PROBED_TIMES, strict=True))  # fmt: skip
+                if all(map(is_equal, values, expected)):
+                    maps[name] = formula
+                    break
+            else:
+                raise UnknownCall(f"{name} is computed from the time in an unknown way")
+        if not maps:
+            raise UnknownCall("no argument of its denoiser depends on the time")
+        return maps
+
+    def predict(
+        self,
+        model: torch.nn.Module,
+        noisy: torch.Tensor,
+        times: torch.Tensor,
+        prompts: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The velocity, float32 [N, C, h, w]. See `Family.predict`."""
+        lengths = [1] * len(noisy)  # not read if all captions have the same number of tokens
+        if self.is_ragged:
+            lengths = prompts["prompt_lengths"].tolist()
+        if self.needs_one_length and len(set(lengths)) > 1:
+            raise UnknownCall(
+                "captions of several lengths in one batch would train at other positions than "
+                "those of one image: give --train_batch_size 1, and --gradient_accumulation_steps"
+            )
+        texts = self.join(prompts, lengths)
+        leaves = list_tensors(texts)
+        call = self.find(noisy.shape, lengths, leaves)
+        arguments = call.fill(noisy, leaves)
+        for position, formula in call.times.items():
+            time = TIME_MAPS[formula][1](times)
+            like = call.leaves[position]
+            if like.numel() == len(times):
+                time = time.view(like.shape)
+            arguments[position] = time.to(like.dtype)
+        with contextlib.ExitStack() as stack:
+            if noisy.is_meta:  # some models read the values of masks
+                example = call.fill(*self.make_example(noisy, lengths))
+                pairs = zip(arguments, example, strict=True)
+                known = [(one, other) for one, other in pairs if is_whole_numbers(one)]
+                values = stack.enter_context(MaskValues(known))
+                stack.enter_context(ReadLists(values))
+            output = model(**tree_unflatten(arguments, call.spec))[0]
+        return self.read(output, noisy.shape, lengths)
+
+    def make_example(
+        self, noisy: torch.Tensor, lengths: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Latents and captions with values, on the CPU."""
+        texts = list_tensors(self.make_texts(lengths))
+        return torch.zeros(noisy.shape, device="cpu"), texts
+
+    @torch.no_grad()
+    def is_exact(self, model: torch.nn.Module, resolution: int, lengths: list[int]) -> bool:
+        """Whether two captions with so many tokens, at two times, give what each gives alone."""
+        with torch.device("cpu"):
+            generator = torch.Generator().manual_seed(0)
+            side = min(SMALL, resolution) // self.geometry.downscale
+            noisy = torch.randn(2, self.geometry.channels, side, side, generator=generator)
+            times = torch.tensor([0.7, 0.3])
+            prompts = {}
+            for part in self.parts:
+                values = torch.full((2, *part["shape"]), part["typical"])
+                if part["dtype"].startswith("float") and part["axis"] is not None:
+                    values = torch.randn(values.shape, generator=generator)
+                if part["is_ragged"]:
+                    for row, count in zip(values, lengths, strict=True):
+                        row[count:] = 0
+                prompts[part["column"]] = values
+            prompts["prompt_lengths"] = torch.tensor(lengths)
+            tokens = torch.arange(max(lengths))
+            prompts["prompt_mask"] = tokens < prompts["prompt_lengths"][:, None]
+            together = self.predict(model, noisy, times, prompts)
+            for order in ([0], [1], [1, 0]):
+                some = {name: value[order] for name, value in prompts.items()}
+                alone = self.predict(model, noisy[order], times[order], some)
+                if (alone - together[order]).abs().max() > 1e-3 * together.abs().mean():
+                    return False
+        return True
+
+    def find(self, shape: torch.Size, lengths: list[int], leaves: list[torch.Tensor]) -> Call:
+        known = (shape, len(leaves))
+        if self.reads_lengths:
+            known += tuple(leaf.shape for leaf in leaves)
+        if known not in self.calls:
+            self.calls[known] = self.record(shape, lengths)
+        return self.calls[known]
+
+    def record(self, shape: Sequence[int], lengths: list[int]) -> Call:
+        """Record the call for latents of a shape, and captions with so many tokens."""
+        texts = self.make_texts(lengths)
+        leaves, text_spec = tree_flatten(texts)
+        where_texts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def call(noise: torch.Tensor, *tensors: torch.Tensor) -> dict[str, Any]:
+            given = list(leaves)
+            for i, tensor in zip(where_texts, tensors, strict=True):
+                given[i] = tensor
+            run = Run(
+                "denoiser",
+                lambda size: reshape_noise(noise, size),
+                texts=[tree_unflatten(given, text_spec)],
+            )
+            return self.run(len(noise), shape[2:], run).calls[0]
+
+        noise, *given = inputs = [torch.zeros(tuple(shape), device="cpu"), *list_tensors(texts)]
+        named, spec = tree_flatten_with_path(call(*inputs))
+        names = [keystr(path) for path, _ in named]
+        arguments = [leaf for _, leaf in named]
+        for name, leaf in zip(names, arguments, strict=True):
+            if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+                raise UnknownCall(f"its denoiser takes a {type(leaf).__name__} as {name}")
+        where = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
+        times = {i: self.time_maps[name] for i, name in enumerate(names) if name in self.time_maps}
+        others = [vary(tensor) for tensor in inputs]
+        expected = tree_flatten(call(*others))[0]
+
+        def check(made: Call) -> str | None:
+            """The first argument that is not the pipeline's for other values."""
+            filled = made.fill(others[0], others[1:])
+            for name, one, other in zip(names, filled, expected, strict=True):
+                if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
+                    return name
+            return None
+
+        try:
+            tape = Tape(lambda *x: list_tensors(call(*x)), inputs)
+            made = Call(tape, None, arguments, spec, where, times)
+            if check(made) is None:
+                return made
+        except ReadsValues:  # such as those of a mask
+            pass
+        passed = {
+            i: number
+            for i, leaf in enumerate(arguments)
+            for number, text in enumerate(given)
+            if leaf is text
+        }
+        tape = Tape(lambda x: list_tensors(call(x, *given)), [noise])
+        made = Call(tape, passed, arguments, spec, where, times)
+        if name := check(made):
+            raise UnknownCall(f"{name} depends on values of captions")
+        return made
+
+    def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:
+        """The velocity that the pipeline makes of the denoiser's output, float32 [N, C, h, w]."""
+        leaves = list_tensors(output)
+        known = (shape, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if known not in self.outputs:
+            self.outputs[known] = self.record_output(output, shape, lengths)
+        (velocity,) = self.outputs[known](*leaves)
+        return velocity
+
+    def record_output(self, output: Any, shape: torch.Size, lengths: list[int]) -> Tape:
+        texts = self.make_texts(lengths)
+        zeros = lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+        leaves, spec = tree_flatten(tree_map(zeros, output))
+        numbers = math.prod(shape[1:])
+        positions = torch.arange(numbers, dtype=torch.float32, device="cpu").repeat(shape[0])
+
+        def finish(*tensors: torch.Tensor) -> Run:
+            given = tree_unflatten(tensors, spec)
+            reshape = lambda size: reshape_noise(positions, size)
+            return self.run(shape[0], shape[2:], Run("step", reshape, texts=[texts], output=given))
+
+        packed = finish(*leaves).sample[0].flatten().long()
+        if not torch.equal(packed.sort().values, torch.arange(numbers, device="cpu")):
+            raise UnknownCall("its latents are not those that it starts from, in another order")
+        order = packed.argsort()
+
+        def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            velocity = finish(*tensors).velocity
+            return [velocity.flatten(1).index_select(1, order).view(shape).float()]
+
+        tape = Tape(read, leaves)
+        others = [vary(leaf) for leaf in leaves]
+        if not all(map(is_equal, tape(*others), read(*others))):
+            raise UnknownCall("its use of the denoiser's output depends on values")
+        return tape
+
+
+def is_whole_numbers(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def vary(tensor: torch.Tensor) -> torch.Tensor:
+    """Other values than 0: random numbers, or a mask of which the last quarter is 0."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    if tensor.is_floating_point():
+        random = torch.randn(tensor.shape, generator=generator, device="cpu")
+        return random.to(tensor.dtype)
+    varied = torch.ones_like(tensor)
+    if tensor.dim() > 1:
+        varied[:, 3 * tensor.shape[1] // 4 :] = 0
+    return varied
+
+
+def reshape_noise(noise: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    if math.prod(size) != noise.numel():
+        raise UnknownCall(f"it draws noise of the shape {list(size)} as well")
+    return noise.reshape(size)

@@ -1,0 +1,220 @@
+"""Run a diffusers pipeline's own code up to its denoiser, and see what the denoiser gets.
+
+A pipeline's `__call__` is the best description of how its denoiser is called. Here it runs with
+stand-ins: the denoiser has a config and no weights, the scheduler takes one step, and noise and
+encoded captions are given.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
+# arguments of pipelines that would change the size, or hand an object to the denoiser
+OFF = {"use_resolution_binning": False, "use_kv_cache": False}
+
+
+class Stopped(Exception):
+    """Raised at the point of a pipeline where a run ends."""
+
+
+@dataclass
+class Run:
+    """What one run gives to the pipeline, and what it has seen there."""
+
+    ends_at: str  # text, denoiser, step or decode
+    noise: Callable[[tuple[int, ...]], torch.Tensor]  # shape -> the noise to start from
+    time: float = 250.0  # the only timestep
+    texts: Sequence[Any] | None = None  # the results of encode_prompt; None: it encodes
+    output: Any = None  # of the denoiser; None: its first argument
+
+    noise_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    encoded: list[Any] = field(default_factory=list)  # the results of encode_prompt
+    mu: float | None = None  # the shift that the pipeline passes to its scheduler
+    calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the denoiser
+    velocity: Any = None  # what the scheduler gets as the denoiser's output
+    sample: Any = None  # the noise as the scheduler gets it, for example packed
+    decoded: Any = None  # what the VAE gets
+
+    def reach(self, point: str) -> None:
+        if point == self.ends_at:
+            raise Stopped
+
+
+class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
+    """A flow-matching scheduler of one step, which notes what it gets."""
+
+    run: Run
+
+    def set_timesteps(
+        self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None
+    ):
+        self.run.mu = mu
+        self.timesteps = torch.tensor([self.run.time], device=device)
+        self.sigmas = torch.tensor([self.run.time / NUM_TIMES, 0.0], device=device)
+
+    def step(self, model_output, timestep, sample, *args, **options):
+        self.run.velocity, self.run.sample = model_output, sample
+        self.run.reach("step")
+        return (sample,)
+
+
+def watch(pipeline_class: Any) -> Any:
+    """A subclass of a pipeline whose captions and device are those of its `run`."""
+
+    def encode_prompt(self, *args, **options):
+        run = self.run
+        if run.texts is None:
+            run.encoded.append(pipeline_class.encode_prompt(self, *args, **options))
+        else:
+            run.encoded.append(run.texts[len(run.encoded)])
+        run.reach("text")
+        return run.encoded[-1]
+
+    device = property(lambda self: self.own_device)
+    names = {"encode_prompt": encode_prompt, "_execution_device": device, "device": device}
+    names |= {"__module__": pipeline_class.__module__}
+    return type(pipeline_class.__name__, (pipeline_class,), names)
+
+
+@contextlib.contextmanager
+def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Replace `randn_tensor` in the modules of a pipeline."""
+    modules = {sys.modules[kind.__module__] for kind in pipeline_class.__mro__}
+    modules = {module for module in modules if hasattr(module, "randn_tensor")}
+    own = {module: module.randn_tensor for module in modules}
+    try:
+        for module in modules:
+            module.randn_tensor = draw
+        yield
+    finally:
+        for module, function in own.items():
+            module.randn_tensor = function
+
+
+def is_part(entry: Any) -> bool:
+    """Whether an entry of model_index.json is a part of the pipeline, as (library, class)."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
+
+
+def list_settings(index: dict[str, Any]) -> dict[str, Any]:
+    """The entries of model_index.json that are settings of the pipeline."""
+    return {
+        name: value
+        for name, value in index.items()
+        if not name.startswith("_") and not is_part(value) and value not in ([None, None], None)
+    }
+
+
+class Absent:
+    """Takes the place of a tokenizer that a pipeline asks when it is made."""
+
+    def __getattr__(self, name: str) -> "Absent":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> "Absent":
+        return self
+
+    def __getitem__(self, key: Any) -> "Absent":
+        return self
+
+    def __len__(self) -> int:
+        return 0
+
+
+def make_pipeline(kind: Any, parts: dict[str, Any], index: dict[str, Any]) -> Any:
+    """Make a pipeline of `parts`, without the others. index: model_index.json, for settings."""
+    expected, optional = kind._get_signature_keys(kind)
+    given = {name: value for name, value in list_settings(index).items() if name in optional}
+    given |= dict.fromkeys(name for name in expected if name not in optional)
+    given |= {name: part for name, part in parts.items() if name in expected}
+    try:
+        return kind(**given)
+    except AttributeError:  # it asks a tokenizer or processor
+        readers = ("tokenizer", "processor")
+        absent = {n: Absent() for n, part in given.items() if part is None and n.startswith(readers)}
+        return kind(**given | absent)
+
+
+class PipelineCode:
+    """A pipeline with stand-ins for its denoiser and scheduler.
+
+    folder: the denoiser's name in the pipeline. index: model_index.json. configs: of the VAE, the
+    scheduler and the denoiser. parts: {name: part} used instead of stand-ins.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        index: dict[str, Any],
+        configs: dict[str, Any],
+        parts: dict[str, Any] | None = None,
+    ) -> None:
+        parts = parts or {}
+        self.folder = folder
+        self.kind = getattr(diffusers, index["_class_name"])
+        self.denoiser_class = getattr(diffusers, index[folder][1])
+        self.has = inspect.signature(self.kind.__call__).parameters
+        watched = watch(self.kind)
+        given = dict(parts)
+        with torch.device("meta"):
+            denoiser = self.denoiser_class.from_config(configs[folder])
+            if "vae" not in parts:
+                vae_class = getattr(diffusers, configs["vae"]["_class_name"])
+                given["vae"] = vae_class.from_config(configs["vae"])
+        self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
+        denoiser.forward = self.call_denoiser
+        self.scheduler = WatchedScheduler.from_config(configs["scheduler"])
+        given |= {folder: denoiser, "scheduler": self.scheduler}
+        self.pipeline = make_pipeline(watched, given, index)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self.pipeline.own_device = torch.device("cpu")
+        self.run: Run | None = None
+
+    def call_denoiser(self, *args: Any, **options: Any) -> Any:
+        run = self.pipeline.run
+        run.calls.append(dict(zip(self.parameters, args, strict=False)) | options)
+        run.reach("denoiser")
+        output = next(iter(run.calls[-1].values())) if run.output is None else run.output
+        return Transformer2DModelOutput(sample=output)
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str], options: dict[str, Any], run: Run) -> Run:
+        """Run the pipeline's code for `captions`. options: further arguments of the pipeline."""
+
+        def draw(shape, *args, **kwargs):
+            run.noise_shapes.append(tuple(shape))
+            return run.noise(tuple(shape))
+
+        def decode(latents, *args, **kwargs):
+            run.decoded = latents
+            raise Stopped
+
+        output_type = "pt" if run.ends_at == "decode" else "latent"
+        asked = {"num_inference_steps": 2, "output_type": output_type} | OFF | options
+        asked = {name: value for name, value in asked.items() if name in self.has}
+        self.pipeline.run = self.scheduler.run = run
+        vae = self.pipeline.vae
+        level = diffusers.utils.logging.get_verbosity()
+        diffusers.utils.logging.set_verbosity_error()
+        try:
+            # not on the meta device, on which models are tried; a run's tensors serve for training
+            with torch.inference_mode(False), torch.device("cpu"), drawing(self.kind, draw):
+                vae.decode = decode
+                self.pipeline(prompt=list(captions), **asked)  # some write into the list
+        except Stopped:
+            pass
+        finally:
+            diffusers.utils.logging.set_verbosity(level)
+            del vae.decode
+        return run

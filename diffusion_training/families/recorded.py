@@ -1,0 +1,548 @@
+"""A family for pipelines that have no file of their own: it is read from the pipeline's own code.
+
+It serves every text-to-image pipeline of diffusers with a flow-matching transformer, as far as its
+`__call__` can be repeated (see pipeline_code.py). Everything else is refused, in a sentence that
+names the pipeline.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import torch
+from accelerate import PartialState
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from diffusion_training.errors import fail
+from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.denoiser_call import (
+    PROBED_SIDES,
+    DenoiserCalls,
+    UnknownCall,
+)
+from diffusion_training.families.pipeline_code import (
+    OFF,
+    PipelineCode,
+    Run,
+    is_part,
+    make_pipeline,
+)
+from diffusion_training.families.recorded_text import (
+    LONG,
+    SHORT,
+    CaptionBytes,
+    UnknownText,
+    decode_texts,
+    describe_guided,
+    describe_result,
+    is_equal,
+    list_tensors,
+    plain,
+    put_together,
+    stack_rows,
+    take_rows,
+)
+from diffusion_training.models import load_weights
+
+GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
+PROBED_SCALE = 4.0
+LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
+# layers that are neither attention nor feed-forward
+SPARED = ("norm", "mod", "gate", "embed", "adaln", "router")
+
+
+class TextParts(torch.nn.Module):
+    """The text encoders of a pipeline with its tokenizers, as one module."""
+
+    def __init__(self, code: PipelineCode, models: dict[str, Any], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.encoders = torch.nn.ModuleDict(models)
+        self.code = [code]  # in a list, since it is no part of this module
+        self.options = options  # arguments of the pipeline
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @torch.no_grad()
+    def record(self, captions: list[str], options: dict[str, Any], ends_at: str = "text") -> Run:
+        """Run the pipeline's code for captions. options: further arguments of the pipeline."""
+        (code,) = self.code
+        code.pipeline.own_device = next(self.parameters()).device
+        height, width = PROBED_SIDES
+        run = Run(ends_at, torch.zeros)
+        return code(captions, self.options | {"height": height, "width": width} | options, run)
+
+
+class Recorded(Family):
+    """A family that is read from a pipeline. It holds only plain values, so it can be pickled."""
+
+    embeds_width = ""
+    needs_lengths = False
+    ragged = False
+
+    def __init__(
+        self, index: dict[str, Any], configs: dict[str, Any], findings: dict[str, Any] | None = None
+    ) -> None:
+        """index: model_index.json. configs: {part: its config} of VAE, scheduler and transformer.
+
+        findings: what `find_out` has found, if it was called before.
+        """
+        self.index = index
+        self.configs = configs
+        self.findings = findings or {}
+        self.name = self.pipeline = index["_class_name"]
+        self.title = self.name.removesuffix("Pipeline")
+        self.model = index[self.folder][1]
+        self.vae_classes = (configs["vae"]["_class_name"],)
+        self.ignored_vae_settings = ()
+        options = inspect.signature(self.pipeline_class.__call__).parameters
+        most = options.get("max_sequence_length")
+        self.max_tokens = most.default if most and most.default else 0
+        parts = self.findings.get("parts", [])
+        self.ragged = self.needs_lengths = any(part["is_ragged"] for part in parts)
+        text = "ragged embeddings" if self.ragged else "ragged ids"
+        self.features = ("recorded text", text)
+        self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
+
+    @property
+    def pipeline_class(self) -> Any:
+        return getattr(diffusers, self.pipeline)
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """End the program in a sentence if the pipeline's code can't be recorded."""
+        try:
+            yield
+        except (UnknownCall, UnknownText) as error:
+            fail(f"{self.pipeline} can't be trained here: {what}, {error}")
+
+    def make_code(self, **parts: Any) -> PipelineCode:
+        return PipelineCode(self.folder, self.index, self.configs, parts)
+
+    # ---- captions
+
+    def load_text_encoder(
+        self, base: Base, source: str | None, options: dict[str, Any], suffix: str, dtype: Any
+    ) -> torch.nn.Module:
+        """All parts of the pipeline that read captions."""
+        options = {name: value for name, value in options.items() if name != "subfolder"}
+        models: dict[str, torch.nn.Module] = {}
+        others: dict[str, Any] = {}
+        for name, entry in self.index.items():
+            if not is_part(entry) or name in (self.folder, "vae", "scheduler"):
+                continue
+            kind = getattr(importlib.import_module(entry[0]), entry[1])
+            if issubclass(kind, torch.nn.Module):
+                model = load_weights(kind, source, subfolder=name, **options, torch_dtype=dtype)
+                models[name] = model.eval()
+            else:
+                own = {key: value for key, value in options.items() if key != "variant"}
+                others[name] = kind.from_pretrained(source, subfolder=name, **own)
+        if not models:
+            raise ValueError("it has no text encoder")
+        asked = {"max_sequence_length": base.max_tokens} if base.max_tokens else {}
+        parts = TextParts(self.make_code(**models, **others), models, asked)
+        parts.others = others
+        return parts
+
+    def load_tokenizer(
+        self, source: str | None, options: dict[str, Any], text_encoder: Any
+    ) -> CaptionBytes:
+        vocabulary = {}
+        for name, part in text_encoder.others.items():
+            tokenizer = getattr(part, "tokenizer", part)
+            if hasattr(tokenizer, "get_vocab"):
+                words = json.dumps(sorted(tokenizer.get_vocab().items()))
+                vocabulary[name] = hashlib.sha256(words.encode()).hexdigest()
+        return CaptionBytes(vocabulary)
+
+    def count_max_tokens(self, base: Base, text_encoders: Any, tokenizers: Any) -> int:
+        return tokenizers[0].model_max_length
+
+    def find_out(self, text_encoders: Any) -> "Recorded":
+        """The family with the structure of encoded captions, and the arguments of guidance."""
+        if self.findings:
+            return self
+        (parts,) = text_encoders
+        with self.explaining("its captions"):
+            off = self.turn_guidance_off(parts)
+            record = lambda captions: parts.record(captions, off).encoded[0]
+            most = parts.options.get("max_sequence_length", self.max_tokens or None)
+            structure, described = describe_result(record, most)
+            findings = {"off": off, "structure": structure, "parts": described}
+            findings["guided"] = self.find_guidance(parts, off, structure)
+            has = parts.code[0].has
+            findings["own"] = {name: value for name, value in OFF.items() if name in has}
+        # as a cache has them
+        findings = json.loads(json.dumps(findings | parts.options))
+        found = Recorded(self.index, self.configs, findings)
+        found.check_text(parts)
+        columns = [f"{part['column']} {part['shape']}" for part in described]
+        tokens = ", as many tokens as it has" if found.ragged else ""
+        PartialState().print(f"{self.pipeline}: a caption becomes {', '.join(columns)}{tokens}")
+        return found
+
+    def check_text(self, parts: TextParts) -> None:
+        """Stop if a recorded caption gives the denoiser other arguments than the caption itself."""
+        off, structure = self.findings["off"], self.findings["structure"]
+        live = parts.record([LONG], off, "denoiser")
+        batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
+        calls = self.own_calls
+        lengths = batch["prompt_lengths"].tolist() if self.ragged else [1]
+        run = Run("denoiser", torch.zeros, texts=[calls.join(batch, lengths)])
+        with self.explaining("its captions"):
+            calls.run(1, calls.shape[1:], run)
+            expected, _ = tree_flatten_with_path(live.calls[0])
+            given, _ = tree_flatten_with_path(run.calls[0])
+            for (path, one), (_, other) in zip(expected, given, strict=True):
+                if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
+                    raise UnknownText(f"recorded, they give another {keystr(path)}")
+
+    def turn_guidance_off(self, parts: TextParts) -> dict[str, Any]:
+        """Arguments with which the denoiser is called once, for the captions alone."""
+        (code,) = parts.code
+        for name, part in code.pipeline.components.items():
+            if hasattr(part, "disable") and "guider" in name:
+                part.disable()
+        names = [name for name in GUIDANCE if name in code.has]
+        for values in itertools.product((1.0, 0.0), repeat=len(names)):
+            off = dict(zip(names, values, strict=True))
+            run = parts.record([SHORT], off, "step")
+            if len(run.calls) == 1 and not is_doubled(run):
+                return off
+        raise UnknownCall("its denoiser is always called with guidance")
+
+    def find_guidance(
+        self, parts: TextParts, off: dict[str, Any], structure: Any
+    ) -> dict[str, Any] | None:
+        """The argument that turns guidance on, and what encode_prompt returns then.
+
+        None if samples can't be drawn with guidance.
+        """
+        for name in off:
+            asked = off | {name: PROBED_SCALE, "negative_prompt": [""]}
+            try:
+                run = parts.record([SHORT], asked, "step")
+            except (RuntimeError, TypeError, ValueError):  # both captions have other lengths
+                continue
+            if len(run.calls) > 1 or is_doubled(run):
+                alone = parts.record([SHORT], off).encoded[0]
+                results = [describe_guided(each, structure, alone) for each in run.encoded]
+                return {"name": name, "results": results, "from_zero": off[name] == 0}
+        return None
+
+    def recall(self, settings: dict[str, Any]) -> "Recorded":
+        """The family with the findings in a cache's settings."""
+        return Recorded(self.index, self.configs, settings["recorded"])
+
+    def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
+        """Encode captions one by one, from their bytes."""
+        (parts,) = encoders.text_encoders
+        structure = self.findings["structure"]
+        rows = []
+        for caption in decode_texts(tokens["input_ids"]):
+            (result,) = parts.record([caption], self.findings["off"]).encoded
+            rows.append(take_rows(structure, result))
+        return stack_rows(self.findings["parts"], rows)
+
+    def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
+        """What the pipeline takes for no caption when it guides. It may lack a template."""
+        empty = self.encode(encoders, tokens)
+        guided = self.findings["guided"]
+        if guided is None:
+            return empty
+        (parts,) = encoders.text_encoders
+        asked = self.findings["off"] | {guided["name"]: PROBED_SCALE, "negative_prompt": [""]}
+        results = parts.record([SHORT], asked, "denoiser").encoded
+        rows = {name: value[0] for name, value in dict[str, Any](empty).items()}
+        for structure, result in zip(guided["results"], results, strict=True):
+            rows |= take_rows(structure, plain(result), of="empty")
+        return stack_rows(self.findings["parts"], [rows])
+
+    def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"recorded": self.findings}
+
+    # ---- images
+
+    def open_calls(self, config: Any) -> DenoiserCalls:
+        """How the pipeline calls a denoiser with this config. Recorded once in a process."""
+        known = id(self), id(config)
+        if known not in CALLS:
+            key = json.dumps([self.index, self.configs, self.findings, dict(config)], default=str)
+            if key not in CALLS:
+                configs = self.configs | {self.folder: config}
+                code = PipelineCode(self.folder, self.index, configs)
+                found = self.findings
+                with self.explaining("its denoiser"):
+                    CALLS[key] = DenoiserCalls(code, found["structure"], found["parts"], found["off"])
+            CALLS[known] = CALLS[key]
+            KEPT.append((self, config))  # so that no other object gets their ids
+        return CALLS[known]
+
+    @property
+    def own_calls(self) -> DenoiserCalls:
+        """Those of the pipeline's own denoiser."""
+        return self.open_calls(self.configs[self.folder])
+
+    def see_decoded(self, vae: Any, size: tuple[int, int], noise: torch.Tensor) -> torch.Tensor:
+        """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
+        calls = self.own_calls
+        run = Run("decode", noise.reshape, texts=[calls.make_texts([1])])
+        stand_in, calls.code.pipeline.vae = calls.code.pipeline.vae, vae
+        try:
+            with self.explaining("its latents"):
+                calls.run(1, size, run)
+        finally:
+            calls.code.pipeline.vae = stand_in
+        return run.decoded.cpu().float()
+
+    def find_layout(self, vae: Any, size: tuple[int, int]) -> tuple[torch.Size, torch.Tensor]:
+        """(shape of one decoded image of latents, the position of each number in the latents)."""
+        if size not in (layouts := self.own_calls.layouts):
+            count = self.own_calls.geometry.channels * size[0] * size[1]
+            with torch.inference_mode(False), torch.device("cpu"):
+                fills = (torch.zeros(count), torch.full((count,), LARGE), torch.arange(count) + 0.0)
+                shift, large, counted = (self.see_decoded(vae, size, each) for each in fills)
+                order = ((counted - shift) / (large / LARGE)).round().long().flatten()
+                if not torch.equal(order.sort().values, torch.arange(count)):
+                    fail(f"{self.pipeline} can't be trained here: it decodes other numbers than its latents")
+            layouts[size] = shift.shape[1:], order
+        return layouts[size]
+
+    def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
+        return 3, self.own_calls.geometry.channels
+
+    def downscale(self, vae: torch.nn.Module) -> int:
+        return self.own_calls.geometry.downscale
+
+    def trial_side(self, vae: torch.nn.Module) -> int:
+        return 64  # a multiple of what pipelines ask for
+
+    def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
+        """From what becomes of 0 and of a large number on their way to the VAE."""
+        channels, *size = self.own_calls.shape
+        _, order = self.find_layout(vae, tuple(size))
+        back = order.argsort()
+        rows = []
+        for number in (0.0, LARGE):
+            noise = torch.full((len(order),), number, device="cpu")
+            decoded = self.see_decoded(vae, tuple(size), noise).flatten()[back]
+            rows.append(decoded.view(channels, -1))
+        shift, large = rows
+        if any((each != each[:, :1]).any() for each in rows):
+            fail(f"{self.pipeline} can't be trained here: its latents have no scale per channel")
+        scales: dict[str, Any] = {
+            "scaling_factor": [shorten_factor(number) for number in large[:, 0]],
+            "shift_factor": [float(str(number)) for number in shift[:, 0].numpy()],
+        }
+        return {
+            name: values[0] if len(set(values)) == 1 else values for name, values in scales.items()
+        }
+
+    def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+        size = tuple(side // self.downscale(vae) for side in images.shape[2:])
+        if vae.config.get("in_channels", 3) == 4:  # with transparency
+            images = torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
+        shape, order = self.find_layout(vae, size)
+        if len(shape) == 4:  # a VAE for videos
+            images = images.unsqueeze(2)
+        encoded = super().encode_images(vae, images)
+        parts = encoded.chunk(2 if self.has_moments(vae) else 1, dim=1)
+        back = place(order, images.device, argsort=True)
+        rows = [part.flatten(1)[:, back].unflatten(1, (-1, *size)) for part in parts]
+        return torch.cat(rows, dim=1)
+
+    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        shape, order = self.own_calls.layouts[tuple(latents.shape[2:])]
+        return latents.flatten(1)[:, place(order, latents.device)].unflatten(1, shape)
+
+    # ---- the denoiser
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        config = getattr(model, "module", model).config
+        calls = self.open_calls(config)
+        with self.explaining("its denoiser"):
+            return calls.predict(model, noisy, times, dict(prompts))
+
+    def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
+        return None  # a trial of the model tells
+
+    def try_model(self, model: torch.nn.Module, resolution: int) -> None:
+        """Find out whether captions of two lengths can share a batch, with a model of few layers.
+
+        Stops if two images at two times do not give what each gives alone.
+        """
+        calls = self.open_calls(model.config)
+        small = shrink(type_of(self.model), model.config)
+        with self.explaining("its denoiser"):
+            if not calls.is_exact(small, resolution, [8, 8]):
+                raise UnknownCall("two images in a batch change each other")
+            is_mixed = not self.ragged or calls.is_exact(small, resolution, [8, 5])
+            calls.needs_one_length = not is_mixed
+        times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
+        alone = "; only captions of one length share a batch" if calls.needs_one_length else ""
+        PartialState().print(f"{self.pipeline}: {self.model} is called with {times}{alone}")
+
+    def patch_size(self, model: torch.nn.Module) -> int:
+        return self.open_calls(model.config).patch_size
+
+    # ---- pipelines, samples
+
+    def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
+        """A prompt that brings its embeddings, see `build`."""
+        sources: dict[str, Any] = {"caption": prompts, "empty": empty}
+        lengths = {of: [1] * len(each["prompt_embeds"]) for of, each in sources.items()}
+        if self.ragged:
+            lengths = {of: each["prompt_mask"].sum(dim=1).tolist() for of, each in sources.items()}
+        guided = self.findings["guided"]
+        structures = [self.findings["structure"]]
+        asked = self.guidance_args(guidance_scale)
+        if guided and guidance_scale > 1:
+            structures = guided["results"]
+            asked["negative_prompt"] = [""]
+        results = [put_together(each, sources, lengths) for each in structures]
+        return {"prompt": [EncodedPrompt(results)], **asked, **self.findings["own"]}
+
+    def guidance_args(self, guidance_scale: float) -> dict[str, float]:
+        guided = self.findings["guided"]
+        if guided is None or guidance_scale <= 1:
+            return dict(self.findings["off"])
+        shift = 1 if guided["from_zero"] else 0
+        return self.findings["off"] | {guided["name"]: guidance_scale - shift}
+
+    def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
+        own = dict(self.findings["own"])
+        if max_tokens:
+            own["max_sequence_length"] = max_tokens
+        guided = self.findings["guided"]
+        if guided and guided["name"] == "true_cfg_scale":  # without it, there is no guidance
+            own["negative_prompt"] = ""
+        return "".join(f", {name}={json.dumps(value)}" if isinstance(value, str)
+                       else f", {name}={value}" for name, value in own.items())
+
+    def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
+        """Without text encoders, it replays the embeddings of an `EncodedPrompt`."""
+        kind = self.pipeline_class
+        is_whole = any(name in parts for name in self.index if name.startswith("text_encoder"))
+        return make_pipeline(kind if is_whole else replay(kind), parts, self.index)
+
+    def list_parts(self, text_encoders: Any, tokenizers: Any) -> dict[str, Any]:
+        (parts,) = text_encoders
+        return {**parts.encoders, **parts.others}
+
+    # ---- LoRA
+
+    def has_lora(self) -> bool:
+        return hasattr(self.pipeline_class, "load_lora_weights")
+
+    def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
+        """Linear layers of the repeated blocks: those of attention, or all but norms' and gates'."""
+        if which not in ("attention", "all"):
+            return super().choose_layers(model, which)
+        chosen = []
+        for name, module in model.named_modules():
+            words = name.lower().split(".")
+            is_in_block = any(word.isdigit() for word in words)
+            is_attention = any("attn" in word or "attention" in word for word in words)
+            is_spared = any(spared in word for word in words for spared in SPARED)
+            if isinstance(module, torch.nn.Linear) and is_in_block and not is_spared:
+                if is_attention or which == "all":
+                    chosen.append(name)
+        return chosen
+
+
+CALLS: dict[Any, DenoiserCalls] = {}
+KEPT: list[Any] = []
+PLACED: dict[Any, torch.Tensor] = {}
+
+
+def type_of(model: str) -> Any:
+    return getattr(diffusers, model)
+
+
+def shrink(kind: Any, config: Any) -> torch.nn.Module:
+    """A denoiser of few layers with random weights, on the CPU."""
+    ends = ("layers", "blocks", "depth")
+    few = {
+        name: 1
+        for name, value in config.items()
+        # those of the text encoder are inputs
+        if name.startswith("num_") and name.endswith(ends) and "text" not in name
+        if isinstance(value, int) and value > 1
+    }
+    try:
+        with torch.device("meta"):
+            kind.from_config({**config, **few})
+    except Exception:  # its layers depend on each other
+        few = {}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = kind.from_config({**config, **few}).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    return model
+
+
+def place(order: torch.Tensor, device: torch.device, argsort: bool = False) -> torch.Tensor:
+    """A kept order, or its inverse, on a device, once."""
+    known = id(order), device, argsort
+    if known not in PLACED:
+        PLACED[known] = (order.argsort() if argsort else order).to(device)
+    return PLACED[known]
+
+
+def is_doubled(run: Run) -> bool:
+    """Whether the denoiser got more latents than the captions have."""
+    given = list_tensors(next(iter(run.calls[0].values())))
+    return sum(tensor.numel() for tensor in given) != math.prod(run.noise_shapes[0])
+
+
+def shorten_factor(large: torch.Tensor) -> float:
+    """The factor that makes `large` of `LARGE` by division, with few digits if those suffice."""
+    factor = float(LARGE / large)
+    for digits in range(1, 7):
+        short = float(f"{factor:.{digits}g}")
+        if short and torch.equal(torch.tensor(LARGE) / short, large):
+            return short
+    return factor
+
+
+class EncodedPrompt(str):
+    """A prompt that brings its results of `encode_prompt`, for each time that it is called."""
+
+    results: list[Any]
+
+    def __new__(cls, results: list[Any]) -> "EncodedPrompt":
+        made = super().__new__(cls, " ")
+        made.results = results
+        return made
+
+
+def replay(pipeline_class: Any) -> Any:
+    """A subclass of a pipeline whose captions are encoded already, see `EncodedPrompt`."""
+
+    def encode_prompt(self, prompt=None, *args, **options):
+        if prompt and isinstance(prompt[0], EncodedPrompt):
+            self.results = iter(prompt[0].results)
+        return next(self.results)
+
+    names = {"encode_prompt": encode_prompt, "__module__": pipeline_class.__module__}
+    return type(pipeline_class.__name__, (pipeline_class,), names)
+
+
+def recognize(index: dict[str, Any]) -> bool:
+    """Whether a model_index.json may be that of a recorded pipeline."""
+    kind = getattr(diffusers, str(index.get("_class_name")), None)
+    folder = index.get(Recorded.folder)
+    return hasattr(kind, "encode_prompt") and is_part(folder) and is_part(index.get("vae"))

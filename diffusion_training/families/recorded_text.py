@@ -1,0 +1,303 @@
+"""What a pipeline's `encode_prompt` returns, recorded caption by caption, and put together again.
+
+Each caption is encoded alone, since some encoders give it other embeddings beside a longer one.
+Its results are columns of a cache. A `Part` describes one of them, as plain JSON values.
+"""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, TypedDict
+
+import torch
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_flatten, tree_map
+
+SHORT, LONG = "a red car", "three birds, and a blue house by the sea at night"  # probes
+MOST_BYTES = 4096  # of a caption
+MAIN = "prompt_embeds"  # the column of the embeddings
+
+
+class Part(TypedDict, total=False):
+    """A tensor among the results of `encode_prompt`."""
+
+    column: str  # its name in a cache
+    of: str  # of the caption, or of the empty prompt (for guidance)
+    dtype: str
+    shape: list[int]  # for one caption; the longest, if `is_ragged`
+    # The axis of captions; "list" if each has a tensor of its own, None if all captions share it
+    axis: int | str | None
+    is_ragged: bool  # does its first axis count the caption's tokens?
+    typical: float  # a value: 1 for a mask, except if it is 0 for each token
+
+
+class UnknownText(ValueError):
+    """Raised for a result of `encode_prompt` that can't be recorded."""
+
+
+def is_part(node: Any) -> bool:
+    return isinstance(node, dict) and "column" in node
+
+
+def list_tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def plain(result: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    if isinstance(result, list | tuple):
+        return [plain(item) for item in result]
+    return result
+
+
+def describe_result(
+    record: Callable[[list[str]], Any], most_tokens: int | None
+) -> tuple[Any, list[Part]]:
+    """Find out how the results of `encode_prompt` depend on captions.
+
+    record(captions): the results for captions that are encoded together. most_tokens: of a caption.
+
+    Returns (the structure of the results, with a `Part` for each tensor and {"mask": dtype} where
+    several captions get a mask; the list of the parts).
+    """
+    one, same, longer = (plain(record(each)) for each in ([SHORT], [SHORT, SHORT], [LONG]))
+    parts: list[Part] = []
+
+    def describe(a: Any, b: Any, c: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            part = describe_tensor(a, b, c)
+        elif isinstance(a, list) and len(b) == 2 * len(a) == 2 and isinstance(a[0], torch.Tensor):
+            part = describe_tensor(a[0], b[0], c[0]) | {"axis": "list"}  # a tensor per caption
+        elif isinstance(a, list):
+            return [describe(*items) for items in zip(a, b, c, strict=True)]
+        elif isinstance(a, int | float | str | None):
+            return a
+        else:
+            raise UnknownText(f"its encode_prompt returns a {type(a).__name__}")
+        parts.append(part)
+        return part
+
+    structure = describe(one, same, longer)
+    if not parts:
+        raise UnknownText("its encode_prompt returns no tensor")
+    ragged = [part for part in parts if part["is_ragged"]]
+    if len({part["shape"][0] for part in ragged}) > 1:
+        raise UnknownText("its captions have two numbers of tokens")
+    if ragged:
+        structure = find_masks(structure, plain(record([SHORT, LONG])))
+        if most_tokens is None:
+            words = plain(record(["sea " * 2000]))
+            most_tokens = max(len(tensor.squeeze(0)) for tensor in list_tensors(words))
+        for part in ragged:
+            part["shape"][0] = max(most_tokens, part["shape"][0])
+    # the embeddings are the largest part that grows with the caption, or else the largest
+    main = max(ragged or parts, key=lambda part: torch.Size(part["shape"]).numel())
+    for number, part in enumerate(parts):
+        part["column"] = MAIN if part is main else f"prompt_{number}"
+        part["of"] = "caption"
+    return structure, parts
+
+
+def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor) -> Part:
+    """A part of the results of one caption, of the same caption twice, and of a longer one."""
+    grown = [axis for axis, size in enumerate(one.shape) if same.shape[axis] == 2 * size]
+    axis = None
+    if one.shape != same.shape:
+        if len(grown) != 1 or one.shape[grown[0]] != 1:
+            raise UnknownText(f"its encode_prompt returns {list(same.shape)} for two captions")
+        axis = grown[0]
+    of_one, of_longer = (move_rows(each, axis) for each in (one, longer))
+    differ = [i for i, size in enumerate(of_one.shape) if of_longer.shape[i] != size]
+    if differ not in ([], [0]):
+        raise UnknownText(f"its encode_prompt returns {list(longer.shape)} for a longer caption")
+    return Part(
+        column="",
+        of="",
+        dtype=str(one.dtype).removeprefix("torch."),
+        shape=list(of_longer.shape),
+        typical=0.0 if one.is_floating_point() else float(of_longer.any()),
+        axis=axis,
+        is_ragged=bool(differ),
+    )
+
+
+def move_rows(tensor: torch.Tensor, axis: int | str | None) -> torch.Tensor:
+    """The tensor of the only caption, without the axis of captions."""
+    return tensor.movedim(axis, 0)[0] if isinstance(axis, int) else tensor
+
+
+def find_masks(node: Any, together: Any) -> Any:
+    """Put {"mask": dtype} for None where captions of two lengths, encoded together, get a mask."""
+    if isinstance(node, list):
+        return [find_masks(*pair) for pair in zip(node, together, strict=True)]
+    if node is None and isinstance(together, torch.Tensor) and together.dim() == 2:
+        count = int(together[0].sum())
+        if 0 < count < len(together[0]) and together[0, :count].bool().all():
+            return {"mask": str(together.dtype).removeprefix("torch."), "of": "caption"}
+    return node
+
+
+def take_rows(structure: Any, result: Any, of: str = "caption") -> dict[str, torch.Tensor]:
+    """The results for one caption as {column: tensor}, without the axis of captions."""
+    rows = {}
+    for part, tensor in pair_parts(structure, plain(result)):
+        if part["of"] == of:
+            tensor = tensor[0] if part["axis"] == "list" else move_rows(tensor, part["axis"])
+            rows[part["column"]] = tensor
+    return rows
+
+
+def stack_rows(parts: list[Part], rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Recorded captions as a batch: {column: [N, ...]}, ragged ones padded with zeros.
+
+    With a ragged part, adds prompt_mask, and prompt_lengths on the CPU.
+    """
+    batch = {}
+    for part in parts:
+        tensors = [row[part["column"]] for row in rows]
+        if part["is_ragged"]:
+            most = part["shape"][0]
+            if (longest := max(map(len, tensors))) > most:
+                raise UnknownText(f"a caption has {longest} tokens, not {most} at most")
+            behind = [0, 0] * (tensors[0].dim() - 1)
+            tensors = [pad(tensor, [*behind, 0, most - len(tensor)]) for tensor in tensors]
+        stacked = torch.stack(tensors)
+        batch[part["column"]] = stacked.to(torch.uint8) if stacked.dtype == torch.bool else stacked
+    if any(part["is_ragged"] for part in parts):
+        main = next(part for part in parts if part["column"] == MAIN)
+        lengths = torch.tensor([len(row[MAIN]) for row in rows])
+        device = batch[MAIN].device
+        batch["prompt_mask"] = torch.arange(main["shape"][0], device=device) < lengths.to(
+            device, non_blocking=True
+        ).unsqueeze(1)
+        batch["prompt_lengths"] = lengths
+    return batch
+
+
+def put_together(
+    structure: Any, sources: dict[str, dict[str, torch.Tensor]], lengths: dict[str, list[int]]
+) -> Any:
+    """The results of `encode_prompt` for a batch of recorded captions.
+
+    sources: {"caption": batch, "empty": batch}, as `stack_rows` makes them. lengths: the tokens of
+    each caption of a batch; [] if no part is ragged.
+    """
+    if is_part(structure):
+        values = sources[structure["of"]][structure["column"]]
+        dtype = getattr(torch, structure["dtype"])
+        own = lengths[structure["of"]]
+        if structure["is_ragged"]:
+            if structure["axis"] == "list":
+                return [row[:n].to(dtype) for row, n in zip(values, own, strict=True)]
+            values = values[:, : max(own)]
+        values = values.to(dtype)
+        if structure["axis"] == "list":
+            return list(values)
+        if structure["axis"] is None:
+            return values[0]
+        return values.movedim(0, structure["axis"])
+    if isinstance(structure, dict):
+        own = lengths[structure["of"]]
+        if len(set(own)) == 1:
+            return None
+        mask = sources[structure["of"]]["prompt_mask"][:, : max(own)]
+        return mask.to(getattr(torch, structure["mask"]))
+    if isinstance(structure, list):
+        return [put_together(node, sources, lengths) for node in structure]
+    return structure
+
+
+def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
+    """A result of `encode_prompt` in a run with guidance, as parts of a caption and of none.
+
+    alone: the result for the same caption without guidance. What differs from all its parts belongs
+    to the empty prompt. Raises UnknownText if it has no part's shape.
+    """
+    pairs = pair_parts(structure, plain(alone))
+    left = [part for part, _ in pairs]
+
+    def match(node: Any) -> Any:
+        is_list = isinstance(node, list) and len(node) == 1
+        tensor = node[0] if is_list and isinstance(node[0], torch.Tensor) else node
+        if isinstance(tensor, torch.Tensor):
+            of_kind = [pair for pair in pairs if (pair[0]["axis"] == "list") == (tensor is not node)]
+            for part, own in of_kind:
+                if is_equal(own[0] if part["axis"] == "list" else own, tensor):
+                    return part
+            for part, own in of_kind:
+                if part in left and is_like(part, move_rows(tensor, part["axis"])):
+                    left.remove(part)
+                    return {**part, "of": "empty"}
+            raise UnknownText("guidance turns its embeddings into others")
+        if isinstance(node, list):
+            return [match(item) for item in node]
+        return node
+
+    return match(plain(result))
+
+
+def is_like(part: Part, tensor: torch.Tensor) -> bool:
+    """Whether a caption's tensor has the type and shape of a part."""
+    first = 1 if part["is_ragged"] else 0
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (dtype, [*tensor.shape[first:]]) == (part["dtype"], part["shape"][first:])
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def pair_parts(structure: Any, result: Any) -> list[tuple[Part, Any]]:
+    """Each part of a structure with its tensor, or list of tensors."""
+    if is_part(structure):
+        return [(structure, result)]
+    if isinstance(structure, list):
+        pairs = zip(structure, result, strict=True)
+        return [found for node, item in pairs for found in pair_parts(node, item)]
+    return []
+
+
+class CaptionBytes:
+    """Takes the place of a tokenizer: captions as the bytes of UTF-8, padded with zeros.
+
+    The pipeline's own tokenizers read captions, inside `encode_prompt`.
+    """
+
+    pad_token = "\0"
+    model_max_length = MOST_BYTES
+
+    def __init__(self, vocabulary: dict[str, str]) -> None:
+        """vocabulary: what identifies the pipeline's tokenizers."""
+        self.vocabulary = vocabulary
+
+    def get_vocab(self) -> dict[str, str]:
+        return self.vocabulary
+
+    def __len__(self) -> int:
+        return 256
+
+    def __call__(
+        self,
+        texts: str | Sequence[str],
+        padding: str | None = None,
+        truncation: bool = True,
+        return_tensors: str | None = None,
+    ) -> SimpleNamespace:
+        if isinstance(texts, str):
+            return SimpleNamespace(input_ids=list(encode_text(texts)[:MOST_BYTES]))
+        encoded = [encode_text(text) for text in texts]
+        rows = [list(text[:MOST_BYTES]) for text in encoded]
+        encodings = [SimpleNamespace(overflowing=text[MOST_BYTES:]) for text in encoded]
+        if padding is None:
+            return SimpleNamespace(input_ids=rows, encodings=encodings)
+        ids = torch.tensor([row + [0] * (MOST_BYTES - len(row)) for row in rows])
+        return SimpleNamespace(input_ids=ids, attention_mask=ids != 0, encodings=encodings)
+
+
+def encode_text(text: str) -> bytes:
+    return text.replace("\0", " ").encode(errors="replace")
+
+
+def decode_texts(ids: torch.Tensor) -> list[str]:
+    """The captions of token ids [N, MOST_BYTES]; a character that was cut off is left out."""
+    rows = ids.cpu().to(torch.uint8).numpy()
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in rows]

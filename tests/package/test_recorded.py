@@ -1,0 +1,326 @@
+"""Pipelines that have no family of their own are called as their own code calls them, to the bit."""
+
+import json
+import pickle
+
+import diffusers
+import pytest
+import tiny_pipelines
+import torch
+from conftest import make_klein, make_qwen_image, make_z_image, randomize
+from diffusers import DiffusionPipeline
+
+import precompute_latents
+from diffusion_training.data.captions import tokenize
+from diffusion_training.families import recorded
+from diffusion_training.families.base import Base
+from diffusion_training.families.denoiser_call import UnknownCall, reshape_noise
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.opening import open_base, read_configs
+from diffusion_training.families.recorded import Recorded
+from diffusion_training.families.tape import ReadsValues, Tape, Unrepeatable
+from diffusion_training.latents.encoders import encode_prompts, load_encoders
+
+SIDE = 32
+CAPTIONS = ["a digit two", "the number three, drawn by hand"]
+HAND_WRITTEN = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_qwen_image}
+
+
+def open_recorded(folder, max_tokens=None):
+    """(pipeline, its encoders), as a recorded family, also if it has a family of its own."""
+    flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+    args = precompute_latents.parse_args(flags)
+    index = DiffusionPipeline.load_config(folder)
+    family = Recorded(index, read_configs(str(folder), index, args))
+    base = Base(family, str(folder), str(folder), index, max_tokens=max_tokens)
+    return DiffusionPipeline.from_pretrained(folder), load_encoders(base, torch.float32)
+
+
+def encode(encoders, captions):
+    return encode_prompts(encoders, tokenize(encoders.tokenizers, captions))
+
+
+def draw_noise(encoders, count):
+    family, side = encoders.family, SIDE // encoders.family.downscale(encoders.vae)
+    _, channels = family.count_channels(encoders.vae)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, channels, side, side, generator=generator)
+
+
+def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch):
+    """What the pipeline itself gives to its scheduler at a time, in the order of its latents."""
+    seen = []
+    scheduler = pipeline.scheduler
+
+    def set_timesteps(num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
+        scheduler.timesteps = torch.tensor([1000 * time])
+        scheduler.sigmas = torch.tensor([time, 0.0])
+
+    def step(velocity, timestep, sample, **options):
+        seen.append(velocity)
+        return (sample,)
+
+    def draw(shape, *args, **options):
+        return noise.reshape(shape)
+
+    monkeypatch.setattr(scheduler, "set_timesteps", set_timesteps)
+    monkeypatch.setattr(scheduler, "step", step)
+    for kind in type(pipeline).__mro__:
+        module = __import__(kind.__module__, fromlist=["x"])
+        if hasattr(module, "randn_tensor"):
+            monkeypatch.setattr(module, "randn_tensor", draw)
+    pipeline.set_progress_bar_config(disable=True)
+    options = family.findings["off"] | family.findings["own"]
+    for name in ("guider", "ocr_guider"):
+        if getattr(pipeline, name, None) is not None:
+            getattr(pipeline, name).disable()
+    pipeline(
+        prompt=caption,
+        height=SIDE * (4 if noise.shape[-1] * 16 == SIDE * 4 else 1),
+        width=SIDE,
+        num_inference_steps=2,
+        output_type="latent",
+        **options,
+    )
+    (velocity,) = seen
+    return velocity
+
+
+def in_order(family, noise, velocity):
+    """A packed velocity [1, ...] like `noise`, by the pipeline's packing of 0, 1, 2, ..."""
+    calls = family.own_calls
+    count = noise[0].numel()
+    run = recorded.Run("step", torch.arange(count, dtype=torch.float32).reshape)
+    run.texts = [calls.make_texts([1])]
+    calls.run(1, noise.shape[2:], run)
+    return velocity.flatten()[run.sample.flatten().long().argsort()].view_as(noise)
+
+
+FEW = ("flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in tiny_pipelines.MAKE],
+)
+@torch.no_grad()
+def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
+    pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
+    family = encoders.family
+    assert pickle.loads(pickle.dumps(family)).findings == family.findings
+    noise = draw_noise(encoders, 1)
+    ours = []
+    for caption in CAPTIONS:
+        prompts = encode(encoders, [caption])
+        time = torch.tensor([0.5])
+        ours.append(family.predict(pipeline.transformer, noise, time, prompts))
+        theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch)
+        assert torch.equal(ours[-1], in_order(family, noise, theirs).float())
+    assert not torch.equal(*ours)
+    later = family.predict(pipeline.transformer, noise, torch.tensor([0.25]), prompts)
+    assert not torch.equal(later, ours[-1])
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+@torch.no_grad()
+def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
+    """Latents of Qwen-Image are in another order: recorded has them without patches."""
+    folder = HAND_WRITTEN[name](tmp_path / name)
+    # the tokenizer's own limit, to which FLUX.2 klein is padded
+    pipeline, encoders = open_recorded(folder, 64 if name == "flux2-klein" else None)
+    recorded_family, family = encoders.family, FAMILIES[name]
+    flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+    own = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    assert own.family is family
+    images = torch.rand(2, 3, SIDE, SIDE) * 2 - 1
+    one, two = (e.family.encode_images(e.vae, images) for e in (encoders, own))
+    scales = [{k: torch.tensor(v) for k, v in e.family.describe_scale(e.vae).items()}
+              for e in (encoders, own)]  # fmt: skip
+    if name == "qwen-image":
+        one = torch.nn.functional.pixel_unshuffle(one, 2)
+        scales[0] = {k: v.repeat_interleave(4) for k, v in scales[0].items()}
+    assert torch.equal(one, two)
+    assert all(torch.equal(scales[0][key], scales[1][key]) for key in scales[0])
+
+    noise = draw_noise(encoders, 2)
+    theirs_noise = noise
+    if name == "qwen-image":
+        theirs_noise = torch.nn.functional.pixel_unshuffle(noise, 2)
+    for captions in (CAPTIONS, CAPTIONS[::-1], CAPTIONS[:1] * 2):
+        prompts, hand = encode(encoders, captions), encode(own, captions)
+        if family.needs_lengths:
+            hand["prompt_lengths"] = hand["prompt_mask"].sum(dim=1)
+        times = torch.tensor([0.7, 0.3])
+        ours = recorded_family.predict(pipeline.transformer, noise, times, prompts)
+        theirs = family.predict(pipeline.transformer, theirs_noise, times, hand)
+        if name == "qwen-image":
+            theirs = torch.nn.functional.pixel_shuffle(theirs, 2)
+        # texts are encoded one by one here, and together there
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+        # the same embeddings give the same bits
+        theirs = family.predict(pipeline.transformer, theirs_noise, times, prompts)
+        if name == "qwen-image":
+            theirs = torch.nn.functional.pixel_shuffle(theirs, 2)
+        if name != "qwen-image" or captions[0] != captions[1]:  # else there is no mask
+            assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------- a pipeline nobody has seen
+
+
+class OwnPipeline(diffusers.FluxPipeline):
+    """A pipeline with its own packing (columns first, halved channels) and its own time."""
+
+    def __call__(self, prompt=None, height=None, width=None, num_inference_steps=4,
+                 guidance_scale=1.0, output_type="pil", **options):  # fmt: skip
+        from diffusers.utils.torch_utils import randn_tensor  # noqa: F401
+
+        embeds, pooled, text_ids = self.encode_prompt(prompt=prompt, prompt_2=None)
+        shape = (len(prompt), 4, height // 2, width // 2)
+        latents = OWN.randn_tensor(shape, device=embeds.device, dtype=embeds.dtype)
+        parts = latents.unfold(3, 2, 2).unfold(2, 2, 2).permute(0, 3, 2, 5, 4, 1)
+        latents = parts.reshape(len(prompt), -1, 16).flip(2)
+        ids = torch.zeros(latents.shape[1], 3)
+        self.scheduler.set_timesteps(num_inference_steps, device=embeds.device)
+        for t in self.scheduler.timesteps:
+            time = OWN.map_time(t.expand(len(prompt)))
+            output = self.transformer(
+                hidden_states=latents, timestep=time, pooled_projections=pooled,
+                encoder_hidden_states=embeds, txt_ids=text_ids, img_ids=ids, return_dict=False,
+            )[0]  # fmt: skip
+            latents = self.scheduler.step(-output, t, latents, return_dict=False)[0]
+        raise AssertionError("not reached")
+
+
+class OWN:
+    """What `OwnPipeline` uses, to be replaced."""
+
+    randn_tensor = staticmethod(lambda shape, **options: torch.randn(shape, **options))
+    map_time = staticmethod(lambda t: 1 - t / 1000)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Calls of a made-up pipeline with a tiny transformer, and that transformer."""
+    import sys
+
+    module = sys.modules[OwnPipeline.__module__]
+    monkeypatch.setattr(module, "randn_tensor", None, raising=False)
+    monkeypatch.setattr(OWN, "randn_tensor", lambda *a, **k: module.randn_tensor(*a, **k))
+    monkeypatch.setattr(recorded, "CALLS", {})
+    monkeypatch.setattr(diffusers, "OwnPipeline", OwnPipeline, raising=False)
+    folder = tiny_pipelines.MAKE["flux"](tmp_path / "own")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "OwnPipeline"}))
+
+    def open_own():
+        args = precompute_latents.parse_args(
+            [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+        )
+        base = open_base(args)
+        assert base.family.name == "OwnPipeline"
+        parts = base.family.load_text_encoder(base, str(folder), {}, "", torch.float32).eval()
+        family = base.family.find_out([parts])
+        model = diffusers.FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
+        return family, parts, model
+
+    return open_own
+
+
+@torch.no_grad()
+def test_a_made_up_pipeline_trains_as_it_draws(own):
+    family, parts, model = own()
+    randomize(model)
+    assert family.own_calls.time_maps == {"['timestep']": "1 - t / 1000"}
+    noise = torch.randn(2, 4, 8, 12)
+    result = [parts.record([text], family.findings["off"]).encoded[0] for text in CAPTIONS]
+    rows = [recorded.take_rows(family.findings["structure"], each) for each in result]
+    prompts = recorded.stack_rows(family.findings["parts"], rows)
+    ours = family.predict(model, noise, torch.tensor([0.75, 0.25]), prompts)
+    packed = noise.unfold(3, 2, 2).unfold(2, 2, 2).permute(0, 3, 2, 5, 4, 1)
+    shape = packed.shape
+    output = model(
+        hidden_states=packed.reshape(2, -1, 16).flip(2),
+        timestep=torch.tensor([0.25, 0.75]),
+        pooled_projections=torch.cat([each[1] for each in result]),
+        encoder_hidden_states=torch.cat([each[0] for each in result]),
+        txt_ids=result[0][2],
+        img_ids=torch.zeros(24, 3),
+    ).sample
+    parts = (-output).flip(2).reshape(shape)  # column, row, y, x, channel
+    theirs = parts.permute(0, 5, 2, 3, 1, 4).reshape(noise.shape)
+    assert torch.equal(ours, theirs)
+
+
+def test_a_time_computed_in_an_unknown_way_is_refused(own, monkeypatch):
+    monkeypatch.setattr(OWN, "map_time", lambda t: (t / 1000) ** 2)
+    with pytest.raises(SystemExit) as stop:
+        own()
+    assert "OwnPipeline can't be trained here: its denoiser, ['timestep']" in str(stop.value)
+    assert "\n" not in str(stop.value)
+
+
+# ------------------------------------------------------------------- captions of two lengths
+
+
+@pytest.mark.parametrize("name, is_mixed", [("qwen_image_2_1", False), ("krea2", True)])
+@torch.no_grad()
+def test_only_captions_of_one_length_share_a_batch_where_lengths_matter(tmp_path, name, is_mixed):
+    pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
+    family, model = encoders.family, pipeline.transformer
+    family.try_model(model, 64)
+    side = 64 // family.downscale(encoders.vae)
+    noise, times = torch.randn(2, 4, side, side), torch.tensor([0.7, 0.3])
+    for order in ([0, 1], [1, 0]):
+        prompts = encode(encoders, [CAPTIONS[i] for i in order])
+        if is_mixed:
+            together = family.predict(model, noise, times, prompts)
+            for i in range(2):
+                row = {key: value[i : i + 1] for key, value in prompts.items()}
+                alone = family.predict(model, noise[i : i + 1], times[i : i + 1], row)
+                torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-5)
+        else:
+            with pytest.raises(SystemExit, match="give --train_batch_size 1"):
+                family.predict(model, noise, times, prompts)
+    same = encode(encoders, CAPTIONS[:1] * 2)
+    assert family.predict(model, noise, times, same).isfinite().all()
+
+
+# ------------------------------------------------------------------- operations
+
+
+def test_a_tape_repeats_operations_on_other_tensors_and_devices():
+    constant = torch.arange(3.0)
+
+    def function(x, mask):
+        return [(x + constant * 2).view(-1), mask.sum(dim=0) * 2, constant]
+
+    inputs = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    tape = Tape(function, inputs)
+    others = torch.randn(3, 2).T.contiguous().T.T, torch.ones(2, 3, dtype=torch.bool)
+    others = torch.randn(2, 3), others[1]
+    assert all(map(torch.equal, tape(*others), function(*others)))
+    assert torch.equal(tape(torch.randn(3, 2).T, others[1])[2], constant)  # another layout
+    assert len(tape.steps) == 4  # not that of the constant
+    assert all(x.is_meta for x in tape(*(x.to("meta") for x in others)))
+    assert tape.equals(Tape(function, inputs))
+    assert not tape.equals(Tape(lambda x, y: [x - 1, y, y], inputs))
+
+
+@pytest.mark.parametrize(
+    "function, error",
+    [
+        (lambda x: [x * x.sum().item()], ReadsValues),
+        (lambda x: [x.clone() if x.any() else x], ReadsValues),
+        (lambda x: [torch.zeros(3).copy_(x)], Unrepeatable),
+    ],
+)
+def test_a_tape_refuses_what_it_can_not_repeat(function, error):
+    with pytest.raises(error):
+        Tape(function, [torch.zeros(3)])
+
+
+def test_a_pipeline_that_draws_other_noise_is_refused():
+    with pytest.raises(UnknownCall, match=r"noise of the shape \[5\]"):
+        reshape_noise(torch.zeros(4), (5,))

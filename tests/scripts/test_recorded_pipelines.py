@@ -1,0 +1,279 @@
+"""Pipelines without a family of their own: a cache, training, a LoRA, kills, samples.
+
+`python tests/scripts/test_recorded_pipelines.py` tries all of them, and writes the table in
+docs/models.md.
+"""
+
+import contextlib
+import copy
+import io
+import re
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import diffusers
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+from conftest import (
+    ROOT,
+    Script,
+    assert_same_weights,
+    checkpoints,
+    finish,
+    make_captioned,
+    metrics,
+    start,
+)
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file
+
+from diffusion_training.families.recorded import Recorded
+from diffusion_training.latents.reader import load_cache
+
+precompute, train = Script("precompute_latents"), Script("train_flow")
+CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit two", ""]
+SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "sana": 32}
+NEW = "flux"  # tried in CI
+# {pipeline: the batch size}, if only captions of one length share a batch
+BATCHES = {"qwen_image_2_1": 1, "cogview4": 1}
+LORA = "pytorch_lora_weights.safetensors"
+
+
+def make(folder, name):
+    """(flags of the base, flags of the images) of a tiny pipeline."""
+    tiny_pipelines.MAKE[name](folder / "base")
+    make_captioned(folder / "images", 6, CAPTIONS)
+    data = [f"--train_data_dir={folder / 'images'}", f"--resolution={SIDES.get(name, 16)}"]
+    base = f"--pretrained_model_name_or_path={folder / 'base'}"
+    return [base], [*data, "--center_crop", "--dataloader_num_workers=0"]
+
+
+def list_flags(name, folder, *more):
+    return [
+        f"--train_batch_size={BATCHES.get(name, 2)}",
+        "--caption_dropout=0.3",
+        "--num_validation_images=1",
+        "--num_inference_steps=2",
+        "--report_to=none",
+        f"--latents_dir={folder / 'cache'}",
+        *more,
+    ]
+
+
+@pytest.fixture
+def made(request, tmp_path):
+    name = request.param
+    base, data = make(tmp_path, name)
+    precompute(*base, *data, "--batch_size=4", f"--output_dir={tmp_path / 'cache'}")
+    return name, base, data, tmp_path
+
+
+each = pytest.mark.parametrize(
+    "made",
+    [n if n == NEW else pytest.param(n, marks=pytest.mark.long) for n in tiny_pipelines.MAKE],
+    indirect=True,
+)
+new = pytest.mark.parametrize("made", [NEW], indirect=True)
+
+
+@each
+@pytest.mark.usefixtures("without_figures")
+def test_a_killed_run_on_two_processes_resumes_to_the_same_bits_and_draws(made):
+    name, base, _, folder = made
+    settings = load_cache(folder / "cache").settings
+    assert settings["model_family"].endswith("Pipeline") and "recorded text" in settings["features"]
+    flags = [*base, *list_flags(name, folder, "--max_train_steps=3", "--checkpointing_steps=1")]
+    flags += ["--validation_prompts", "a digit two", "--guidance_scale=3"]
+    train.fork(*flags, f"--output_dir={folder / 'whole'}", num_processes=2)
+    flags += ["--resume_from_checkpoint=latest"]
+    train.kill_after_checkpoint(folder / "killed", *flags, num_processes=2)
+    said = train.fork(*flags, f"--output_dir={folder / 'killed'}", num_processes=2)
+    assert "called with" in said
+    assert checkpoints(folder / "whole") >= {"checkpoint-3"}
+    assert_same_weights(folder / "whole/transformer", folder / "killed/transformer")
+    assert [r["loss"] for r in metrics(folder / "whole") if "loss" in r][-1] < 20
+    assert list((folder / "whole/samples").glob("*.png"))
+    drawn = DiffusionPipeline.from_pretrained(folder / "killed")
+    assert type(drawn).__name__ == settings["model_family"]
+    card = (folder / "whole/README.md").read_text()
+    assert "guidance" in card or "guider" in (folder / "base/model_index.json").read_text()
+
+
+@each
+@pytest.mark.usefixtures("without_figures")
+def test_a_lora_is_read_by_the_pipeline_and_changes_its_images(made):
+    name, base, _, folder = made
+    flags = [*base, *list_flags(name, folder), f"--output_dir={folder / 'lora'}", "--rank=2"]
+    flags += ["--learning_rate=0.1", "--max_train_steps=3", "--lora_layers=all"]
+    kind = getattr(diffusers, load_cache(folder / "cache").settings["model_family"])
+    if not hasattr(kind, "load_lora_weights"):
+        assert "has no LoRA" in train.refused(*flags)
+        return
+    train(*flags, "--use_dora" if name == NEW else "--no-use_ema", "--gradient_checkpointing")
+    pipeline = DiffusionPipeline.from_pretrained(folder / "base")
+    pipeline.set_progress_bar_config(disable=True)
+    side = SIDES.get(name, 16)
+    options = {"height": side, "width": side, "num_inference_steps": 2, "output_type": "latent"}
+
+    def draw():
+        return pipeline("one", generator=torch.Generator().manual_seed(0), **options).images
+
+    before = draw()
+    pipeline.load_lora_weights(folder / "lora", weight_name=LORA)
+    assert np.abs(np.asarray(draw() - before)).max() > 1e-4
+    layers = dict(pipeline.transformer.named_modules())
+    adapted = {name for name, layer in layers.items() if hasattr(layer, "base_layer")}
+    saved = {key.split(".lora_")[0] for key in load_file(folder / "lora" / LORA)}
+    assert saved == {f"transformer.{name}" for name in adapted}
+
+
+@new
+@pytest.mark.long
+def test_a_recorded_cache_trains_like_its_images(made):
+    """Also as bytes of captions, which each step encodes."""
+    name, base, data, folder = made
+    ids = ["--text_cache=ids", f"--output_dir={folder / 'ids'}"]
+    precompute(*base, *data, *ids)
+    losses = {}
+    flags = list_flags(name, folder, "--max_train_steps=3", "--logging_steps=1")
+    without = [flag for flag in flags if not flag.startswith("--latents_dir")]
+    for kind, source in {
+        "cache": flags,
+        "ids": [*without, f"--latents_dir={folder / 'ids'}"],
+        "images": [*without, *data],
+    }.items():
+        train(*base, *source, "--holdout=2", f"--output_dir={folder / kind}")
+        losses[kind] = [r["loss"] for r in metrics(folder / kind) if "loss" in r]
+    assert len(losses["cache"]) == 3
+    assert losses["cache"] == pytest.approx(losses["images"], rel=2e-3)
+    assert losses["ids"] == pytest.approx(losses["images"], rel=2e-3)
+
+
+@new
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.parametrize("flag", ["--shard", "--base_precision=nf4"])
+def test_recorded_pipelines_train_sharded_and_in_4_bits(made, flag):
+    name, base, _, folder = made
+    more = []
+    if "nf4" in flag:
+        pytest.importorskip("bitsandbytes")
+        more = ["--rank=2"]
+    flags = [*base, *list_flags(name, folder, "--max_train_steps=2"), flag, *more]
+    train.fork(*flags, f"--output_dir={folder / 'out'}", num_processes=1 if more else 2)
+    assert metrics(folder / "out")[-1]["step"] == 2
+
+
+@new
+def test_gradients_are_averaged_over_processes(made):
+    """The denoiser is called through DDP. With the bare model, nothing would be averaged."""
+    _, base, _, folder = made
+    settings = load_cache(folder / "cache").settings
+    index = DiffusionPipeline.load_config(folder / "base")
+    model = diffusers.FluxTransformer2DModel.from_pretrained(folder / "base/transformer")
+    vae = diffusers.AutoencoderKL.load_config(folder / "base/vae")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.load_config(folder / "base/scheduler")
+    configs = {"vae": vae, "scheduler": scheduler, "transformer": dict(model.config)}
+    family = Recorded(index, configs).recall(settings)
+    noise = torch.randn(2, 4, 8, 8)
+    prompts = {
+        part["column"]: torch.randn(2, *part["shape"]) for part in family.findings["parts"]
+    }
+    prompts["prompt_2"] = torch.zeros(2, *prompts["prompt_2"].shape[1:])
+
+    def differentiate(model, rows):
+        some = {name: value[rows] for name, value in prompts.items()}
+        times = torch.tensor([0.7, 0.3])[rows]
+        family.predict(model, noise[rows], times, some).square().mean().backward()
+        return [w.grad for w in model.parameters() if w.grad is not None]
+
+    alone = differentiate(copy.deepcopy(model), [0, 1])
+
+    def work():
+        torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        torch.save(differentiate(wrapped, [rank]), folder / f"{rank}.pt")
+        torch.distributed.destroy_process_group()
+
+    assert finish(start(work, 2)) == [0, 0]
+    one, other = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    assert len(one) == len(alone) > 20
+    assert all(map(torch.equal, one, other))
+    for averaged, whole in zip(one, alone, strict=True):
+        torch.testing.assert_close(averaged, whole, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("made", [pytest.param("qwen_image_2_1", marks=pytest.mark.long)],
+                         indirect=True)  # fmt: skip
+def test_captions_of_two_lengths_in_a_batch_are_refused_in_a_sentence(made):
+    name, base, _, folder = made
+    flags = [*base, *list_flags(name, folder), "--train_batch_size=3", "--max_train_steps=1"]
+    said = train.refused(*flags, f"--output_dir={folder / 'out'}")
+    assert "QwenImage21Pipeline can't be trained here" in said
+    assert "give --train_batch_size 1" in said
+
+
+@pytest.mark.parametrize("rank", [[], ["--rank=2"]])
+def test_a_pipeline_that_can_not_be_recorded_is_refused_by_name(tmp_path, rank):
+    (tmp_path / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
+    argv = [f"--pretrained_model_name_or_path={tmp_path}", "--latents_dir=x"]
+    said = train.refused(*argv, *rank, f"--output_dir={tmp_path / 'out'}")
+    assert "is a KandinskyPipeline, which these scripts can't train" in said
+
+
+# ------------------------------------------------------------------- the table in docs/models.md
+
+PAGE = ROOT / "docs/models.md"
+BEGIN, END = "<!-- recorded pipelines -->\n", "<!-- end -->\n"
+
+
+def describe(folder, name):
+    """A row of the table: the pipeline, and whether it trains whole and as a LoRA."""
+    said = io.StringIO()
+
+    def attempt(script, *flags):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                script(*flags)
+            except SystemExit:
+                return said.getvalue().strip().splitlines()[-1].split(": ", 1)[1]
+        return "yes"
+
+    folder.mkdir(exist_ok=True)
+    base, data = make(folder, name)
+    cells = [attempt(precompute, *base, *data, f"--output_dir={folder / 'cache'}")]
+    kind = DiffusionPipeline.load_config(folder / "base")["_class_name"]
+    for more in ([], ["--rank=2"]):
+        flags = [*list_flags(name, folder), "--max_train_steps=1", *more]
+        cells.append(attempt(train, *base, *flags, f"--output_dir={folder / 'out'}"))
+    found = re.findall(r"is called with (.*)", said.getvalue())
+    batches = "only of one text length" if found and "one length" in found[0] else "any"
+    whole = cells[1] if cells[0] == "yes" else cells[0]
+    lora = "no: diffusers can't load one" if "has no LoRA" in cells[2] else cells[2]
+    return f"| `{kind}` | {whole} | {lora} | {batches} |"
+
+
+def write_table(folder):
+    """docs/models.md with a new table."""
+    rows = ["| pipeline | the whole transformer | a LoRA | batches |", "|---|---|---|---|"]
+    rows += sorted({describe(folder / name, name) for name in tiny_pipelines.MAKE})
+    text = PAGE.read_text()
+    start_, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return text[:start_] + "\n".join(rows) + "\n" + text[end:]
+
+
+@pytest.mark.long
+def test_the_table_of_recorded_pipelines_is_true(tmp_path):
+    assert write_table(tmp_path) == PAGE.read_text()
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(write_table(Path(folder)))

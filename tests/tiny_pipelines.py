@@ -1,0 +1,465 @@
+"""Tiny text-to-image pipelines of diffusers with random weights and all parts of the real ones."""
+
+import diffusers
+import torch
+import transformers
+from conftest import (
+    MODELS,
+    make_chat_tokenizer,
+    make_dynamic_scheduler,
+    make_qwen_config,
+    randomize,
+)
+
+WIDTH = 32  # of embeddings
+
+
+# ------------------------------------------------------------------- parts
+
+
+def make_vae(channels=4, **options):
+    """An AutoencoderKL with 2 x 2 pixels per latent."""
+    options = {"scaling_factor": 1.5, "shift_factor": 0.25} | options
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=channels,
+        **options,
+    )
+
+
+def make_video_vae(channels=4):
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=channels,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        latents_mean=[-0.5, 0.1, 0.3, 1.0],
+        latents_std=[0.8, 1.2, 2.0, 0.5],
+    )
+
+
+def make_scheduler(**options):
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, **options)
+
+
+def make_clip_tokenizer():
+    return transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+
+
+def make_clip(width=WIDTH, projection=None, layers=2):
+    options = {"hidden_size": width, "num_hidden_layers": layers}
+    if projection is None:
+        config = transformers.CLIPTextConfig.from_pretrained(MODELS / "text_encoder", **options)
+        return transformers.CLIPTextModel(config)
+    options["projection_dim"] = projection
+    config = transformers.CLIPTextConfig.from_pretrained(MODELS / "text_encoder", **options)
+    return transformers.CLIPTextModelWithProjection(config)
+
+
+def make_t5(tokenizer, kind="T5", width=WIDTH):
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=4
+    )
+    return getattr(transformers, f"{kind}EncoderModel")(config)
+
+
+def make_qwen3(tokenizer, layers=3):
+    config = make_qwen_config(tokenizer, layers) | {"head_dim": 16}
+    return transformers.Qwen3Model(transformers.Qwen3Config(**config))
+
+
+def make_qwen25_vl(tokenizer):
+    rope = {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=make_qwen_config(tokenizer, 3) | {"rope_parameters": rope},
+        vision_config=vision | {"intermediate_size": 32, "fullatt_block_indexes": [0]},
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_qwen3_vl(tokenizer, kind, layers):
+    text = make_qwen_config(tokenizer, layers) | {"head_dim": 16}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"intermediate_size": 32, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(
+        text_config=text | {"rope_parameters": rope}, vision_config=vision
+    )
+    return getattr(transformers, kind)(config)
+
+
+def make_gemma2(tokenizer):
+    config = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
+    return transformers.Gemma2Model(transformers.Gemma2Config(**config))
+
+
+# ------------------------------------------------------------------- pipelines
+
+MAKE = {}
+
+
+def pipeline(function):
+    """Add a function that returns a pipeline to `MAKE`, as {name: function(folder)}."""
+    name = function.__name__.removeprefix("make_")
+
+    def make(folder):
+        torch.manual_seed(0)
+        made = function()
+        denoiser = made.components["transformer"]
+        randomize(denoiser)
+        made.save_pretrained(folder)
+        return folder
+
+    MAKE[name] = make
+    return function
+
+
+def make_flux_transformer(**options):
+    options = {
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": WIDTH,
+        "pooled_projection_dim": WIDTH,
+        "axes_dims_rope": (4, 6, 6),
+    } | options
+    return diffusers.FluxTransformer2DModel(**options)
+
+
+@pipeline
+def make_flux(**options):
+    tokenizer = make_chat_tokenizer(64)
+    return diffusers.FluxPipeline(
+        scheduler=make_dynamic_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_clip(),
+        tokenizer=make_clip_tokenizer(),
+        text_encoder_2=make_t5(tokenizer),
+        tokenizer_2=tokenizer,
+        transformer=make_flux_transformer(**options),
+    )
+
+
+@pipeline
+def make_flux_dev():
+    """It takes a guidance scale as an input."""
+    return make_flux(guidance_embeds=True)
+
+
+@pipeline
+def make_sd3():
+    tokenizer = make_chat_tokenizer(64)
+    clip = make_clip_tokenizer()
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        caption_projection_dim=16,
+        pooled_projection_dim=20,
+        pos_embed_max_size=8 * 32,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=make_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_clip(32, 8, 3),
+        tokenizer=clip,
+        text_encoder_2=make_clip(16, 12, 3),
+        tokenizer_2=clip,
+        text_encoder_3=make_t5(tokenizer, width=64),
+        tokenizer_3=tokenizer,
+    )
+
+
+@pipeline
+def make_qwen_image_2_1():
+    tokenizer = make_chat_tokenizer(256)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    processor = transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen3VLVideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    )
+    vae = diffusers.AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True, True],
+        latents_mean=[-0.5, 0.1, 0.3, 1.0],
+        latents_std=[0.8, 1.2, 2.0, 0.5],
+    )
+    transformer = diffusers.QwenImage21Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        context_in_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return diffusers.QwenImage21Pipeline(
+        scheduler=make_dynamic_scheduler(),
+        vae=vae,
+        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 2),
+        processor=processor,
+        transformer=transformer,
+    )
+
+
+@pipeline
+def make_krea2():
+    tokenizer = make_chat_tokenizer(256)
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        timestep_embed_dim=16,
+        text_hidden_dim=32,
+        num_text_layers=2,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=32,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return diffusers.Krea2Pipeline(
+        scheduler=make_dynamic_scheduler(),
+        vae=make_video_vae(),
+        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLModel", 2),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        text_encoder_select_layers=(1, 2),
+    )
+
+
+@pipeline
+def make_lumina2():
+    tokenizer = make_chat_tokenizer(256)
+    transformer = diffusers.Lumina2Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=2,
+        multiple_of=16,
+        axes_dim_rope=(4, 6, 6),
+        axes_lens=(300, 512, 512),
+        cap_feat_dim=32,
+    )
+    return diffusers.Lumina2Pipeline(
+        transformer=transformer,
+        scheduler=make_scheduler(),
+        vae=make_vae_8(),
+        text_encoder=make_gemma2(tokenizer),
+        tokenizer=tokenizer,
+    )
+
+
+def make_vae_8(**options):
+    """An AutoencoderKL with 8 x 8 pixels per latent, as some pipelines take for granted."""
+    options = {"scaling_factor": 1.5, "shift_factor": 0.25, "latent_channels": 4} | options
+    return diffusers.AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        **options,
+    )
+
+
+@pipeline
+def make_chroma():
+    tokenizer = make_chat_tokenizer(64)
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=8,
+        approximator_hidden_dim=16,
+        approximator_layers=1,
+    )
+    return diffusers.ChromaPipeline(
+        scheduler=make_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_t5(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+@pipeline
+def make_cogview4():
+    tokenizer = make_chat_tokenizer(256)
+    config = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
+    transformer = diffusers.CogView4Transformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=32,
+        time_embed_dim=16,
+        condition_dim=4,
+        sample_size=8,
+        rope_axes_dim=(256, 256),
+    )
+    return diffusers.CogView4Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=transformers.GlmModel(transformers.GlmConfig(**config, pad_token_id=0)),
+        vae=make_vae(),
+        transformer=transformer,
+        scheduler=make_scheduler(),
+    )
+
+
+@pipeline
+def make_hunyuan_image():
+    tokenizer = make_chat_tokenizer(1200)
+    glyphs = transformers.ByT5Tokenizer()
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=32,
+        text_embed_2_dim=32,
+        rope_axes_dim=(8, 8),
+    )
+    vae = diffusers.AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=4,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=2,
+        sample_size=32,
+        scaling_factor=0.75,
+    )
+    return diffusers.HunyuanImagePipeline(
+        scheduler=make_scheduler(),
+        vae=vae,
+        text_encoder=make_qwen25_vl(tokenizer),
+        tokenizer=tokenizer,
+        text_encoder_2=make_t5(glyphs),
+        tokenizer_2=glyphs,
+        transformer=transformer,
+        guider=diffusers.AdaptiveProjectedMixGuidance(),
+        ocr_guider=diffusers.AdaptiveProjectedMixGuidance(),
+    )
+
+
+@pipeline
+def make_sana():
+    tokenizer = make_chat_tokenizer(512)
+    vae = diffusers.AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=2,
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=[1, 1],
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        decoder_norm_types="rms_norm",
+        decoder_act_fns="silu",
+        scaling_factor=0.41407,
+    )
+    transformer = diffusers.SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=16,
+        cross_attention_dim=32,
+        caption_channels=32,
+        sample_size=8,
+    )
+    return diffusers.SanaPipeline(
+        tokenizer=tokenizer,
+        text_encoder=make_gemma2(tokenizer),
+        vae=vae,
+        transformer=transformer,
+        scheduler=make_scheduler(),
+    )
+
+
+@pipeline
+def make_auraflow():
+    tokenizer = make_chat_tokenizer(256)
+    transformer = diffusers.AuraFlowTransformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_mmdit_layers=1,
+        num_single_dit_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=32,
+        pos_embed_max_size=256 * 256,
+    )
+    return diffusers.AuraFlowPipeline(
+        tokenizer=tokenizer,
+        text_encoder=make_t5(tokenizer, "UMT5"),
+        vae=make_vae(shift_factor=None),
+        transformer=transformer,
+        scheduler=make_scheduler(),
+    )
+
+
+@pipeline
+def make_ovis_image():
+    tokenizer = make_chat_tokenizer(512)
+    transformer = diffusers.OvisImageTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return diffusers.OvisImagePipeline(
+        scheduler=make_dynamic_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_qwen3(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
