@@ -26,7 +26,8 @@ SCRIPTS = [
 TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 # A module imports only from layers above its own line.
 LAYERS = """
-__init__ arguments batches errors library_fixes pillow cluster.supervisor
+__init__ batches errors library_fixes pillow cluster.supervisor
+arguments
 families.tape families.mask_values families.pipeline_code families.recorded_text
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
 families.names data.flags
@@ -284,8 +285,8 @@ REFUSED = {
     "download_images": "--input=x --output_dir=x --keep_columns url",
     "precompute_latents": f"{CACHE} --train_data_dir=.",
     "precompute_latents_ray": f"{CACHE} --mixed_precision=fp16 --gpus_per_encoder=0",
-    "train_flow": f"{CACHE} --rank=4",
-    "train_on_ray": f"--max_workers=2 train_flow.py {CACHE} --rank=4",
+    "train_flow": f"{CACHE} --model_family=prx --rank=4",
+    "train_on_ray": f"--max_workers=2 train_flow.py {CACHE} --model_family=prx --rank=4",
     "train_text_to_image": f"{CACHE} --lora_alpha=2",
     "train_unconditional": "--train_data_dir=nowhere",
 }
