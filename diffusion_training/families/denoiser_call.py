@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +13,13 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
-    tree_map,
     tree_unflatten,
 )
 
 from diffusion_training.families.mask_values import MaskValues, ReadLists
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, Run
-from diffusion_training.families.recorded_text import (
-    Part,
-    is_equal,
-    list_tensors,
-    put_together,
-)
-from diffusion_training.families.tape import ReadsValues, Tape, Unrepeatable
+from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
+from diffusion_training.families.tape import ReadsValues, Tape
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
@@ -274,11 +269,8 @@ class DenoiserCalls:
             given = list(leaves)
             for i, tensor in zip(where_texts, tensors, strict=True):
                 given[i] = tensor
-            run = Run(
-                "denoiser",
-                lambda size: reshape_noise(noise, size),
-                texts=[tree_unflatten(given, text_spec)],
-            )
+            text = tree_unflatten(given, text_spec)
+            run = Run("denoiser", partial(reshape_noise, noise), texts=[text])
             return self.run(len(noise), shape[2:], run).calls[0]
 
         noise, *given = inputs = [torch.zeros(tuple(shape), device="cpu"), *list_tensors(texts)]
@@ -331,15 +323,15 @@ class DenoiserCalls:
 
     def record_output(self, output: Any, shape: torch.Size, lengths: list[int]) -> Tape:
         texts = self.make_texts(lengths)
-        zeros = lambda x: torch.zeros(x.shape, dtype=x.dtype, device="cpu")
-        leaves, spec = tree_flatten(tree_map(zeros, output))
+        outputs, spec = tree_flatten(output)
+        leaves = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
         numbers = math.prod(shape[1:])
         positions = torch.arange(numbers, dtype=torch.float32, device="cpu").repeat(shape[0])
 
         def finish(*tensors: torch.Tensor) -> Run:
             given = tree_unflatten(tensors, spec)
-            reshape = lambda size: reshape_noise(positions, size)
-            return self.run(shape[0], shape[2:], Run("step", reshape, texts=[texts], output=given))
+            noise = partial(reshape_noise, positions)
+            return self.run(shape[0], shape[2:], Run("step", noise, texts=[texts], output=given))
 
         packed = finish(*leaves).sample[0].flatten().long()
         if not torch.equal(packed.sort().values, torch.arange(numbers, device="cpu")):

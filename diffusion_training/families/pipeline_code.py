@@ -55,13 +55,20 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
     run: Run
 
     def set_timesteps(
-        self, num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None
-    ):
+        self,
+        num_inference_steps: Any = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: float | None = None,
+        timesteps: Any = None,
+    ) -> None:
         self.run.mu = mu
         self.timesteps = torch.tensor([self.run.time], device=device)
         self.sigmas = torch.tensor([self.run.time / NUM_TIMES, 0.0], device=device)
 
-    def step(self, model_output, timestep, sample, *args, **options):
+    def step(
+        self, model_output: Any, timestep: Any, sample: Any, *args: Any, **options: Any
+    ) -> Any:
         self.run.velocity, self.run.sample = model_output, sample
         self.run.reach("step")
         return (sample,)
@@ -70,7 +77,7 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
 def watch(pipeline_class: Any) -> Any:
     """A subclass of a pipeline whose captions and device are those of its `run`."""
 
-    def encode_prompt(self, *args, **options):
+    def encode_prompt(self: Any, *args: Any, **options: Any) -> Any:
         run = self.run
         if run.texts is None:
             run.encoded.append(pipeline_class.encode_prompt(self, *args, **options))
@@ -90,14 +97,14 @@ def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[
     """Replace `randn_tensor` in the modules of a pipeline."""
     modules = {sys.modules[kind.__module__] for kind in pipeline_class.__mro__}
     modules = {module for module in modules if hasattr(module, "randn_tensor")}
-    own = {module: module.randn_tensor for module in modules}
+    own = {module: vars(module)["randn_tensor"] for module in modules}
     try:
         for module in modules:
-            module.randn_tensor = draw
+            vars(module)["randn_tensor"] = draw
         yield
     finally:
         for module, function in own.items():
-            module.randn_tensor = function
+            vars(module)["randn_tensor"] = function
 
 
 def is_part(entry: Any) -> bool:
@@ -142,7 +149,9 @@ def make_pipeline(kind: Any, parts: dict[str, Any], index: dict[str, Any]) -> An
         return kind(**given)
     except AttributeError:  # it asks a tokenizer or processor
         readers = ("tokenizer", "processor")
-        absent = {n: Absent() for n, part in given.items() if part is None and n.startswith(readers)}
+        absent = {
+            n: Absent() for n, part in given.items() if part is None and n.startswith(readers)
+        }
         return kind(**given | absent)
 
 
@@ -192,11 +201,11 @@ class PipelineCode:
     def __call__(self, captions: Sequence[str], options: dict[str, Any], run: Run) -> Run:
         """Run the pipeline's code for `captions`. options: further arguments of the pipeline."""
 
-        def draw(shape, *args, **kwargs):
+        def draw(shape: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             run.noise_shapes.append(tuple(shape))
             return run.noise(tuple(shape))
 
-        def decode(latents, *args, **kwargs):
+        def decode(latents: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             run.decoded = latents
             raise Stopped
 

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import diffusers
 import torch
@@ -22,18 +22,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
-from diffusion_training.families.denoiser_call import (
-    PROBED_SIDES,
-    DenoiserCalls,
-    UnknownCall,
-)
-from diffusion_training.families.pipeline_code import (
-    OFF,
-    PipelineCode,
-    Run,
-    is_part,
-    make_pipeline,
-)
+from diffusion_training.families.denoiser_call import PROBED_SIDES, DenoiserCalls, UnknownCall
+from diffusion_training.families.pipeline_code import OFF, PipelineCode, Run, is_part, make_pipeline
 from diffusion_training.families.recorded_text import (
     LONG,
     SHORT,
@@ -174,9 +164,10 @@ class Recorded(Family):
         (parts,) = text_encoders
         with self.explaining("its captions"):
             off = self.turn_guidance_off(parts)
-            record = lambda captions: parts.record(captions, off).encoded[0]
             most = parts.options.get("max_sequence_length", self.max_tokens or None)
-            structure, described = describe_result(record, most)
+            structure, described = describe_result(
+                lambda captions: parts.record(captions, off).encoded[0], most
+            )
             findings = {"off": off, "structure": structure, "parts": described}
             findings["guided"] = self.find_guidance(parts, off, structure)
             has = parts.code[0].has
@@ -251,7 +242,7 @@ class Recorded(Family):
         for caption in decode_texts(tokens["input_ids"]):
             (result,) = parts.record([caption], self.findings["off"]).encoded
             rows.append(take_rows(structure, result))
-        return stack_rows(self.findings["parts"], rows)
+        return cast(Prompts, stack_rows(self.findings["parts"], rows))
 
     def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
         """What the pipeline takes for no caption when it guides. It may lack a template."""
@@ -265,7 +256,7 @@ class Recorded(Family):
         rows = {name: value[0] for name, value in dict[str, Any](empty).items()}
         for structure, result in zip(guided["results"], results, strict=True):
             rows |= take_rows(structure, plain(result), of="empty")
-        return stack_rows(self.findings["parts"], [rows])
+        return cast(Prompts, stack_rows(self.findings["parts"], [rows]))
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {"recorded": self.findings}
@@ -282,7 +273,9 @@ class Recorded(Family):
                 code = PipelineCode(self.folder, self.index, configs)
                 found = self.findings
                 with self.explaining("its denoiser"):
-                    CALLS[key] = DenoiserCalls(code, found["structure"], found["parts"], found["off"])
+                    CALLS[key] = DenoiserCalls(
+                        code, found["structure"], found["parts"], found["off"]
+                    )
             CALLS[known] = CALLS[key]
             KEPT.append((self, config))  # so that no other object gets their ids
         return CALLS[known]
@@ -313,7 +306,7 @@ class Recorded(Family):
                 shift, large, counted = (self.see_decoded(vae, size, each) for each in fills)
                 order = ((counted - shift) / (large / LARGE)).round().long().flatten()
                 if not torch.equal(order.sort().values, torch.arange(count)):
-                    fail(f"{self.pipeline} can't be trained here: it decodes other numbers than its latents")
+                    fail(f"{self.pipeline} can't be trained here: it decodes more than its latents")
             layouts[size] = shift.shape[1:], order
         return layouts[size]
 
@@ -328,13 +321,13 @@ class Recorded(Family):
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
         """From what becomes of 0 and of a large number on their way to the VAE."""
-        channels, *size = self.own_calls.shape
-        _, order = self.find_layout(vae, tuple(size))
+        channels, height, width = self.own_calls.shape
+        _, order = self.find_layout(vae, (height, width))
         back = order.argsort()
         rows = []
         for number in (0.0, LARGE):
             noise = torch.full((len(order),), number, device="cpu")
-            decoded = self.see_decoded(vae, tuple(size), noise).flatten()[back]
+            decoded = self.see_decoded(vae, (height, width), noise).flatten()[back]
             rows.append(decoded.view(channels, -1))
         shift, large = rows
         if any((each != each[:, :1]).any() for each in rows):
@@ -406,7 +399,7 @@ class Recorded(Family):
             lengths = {of: each["prompt_mask"].sum(dim=1).tolist() for of, each in sources.items()}
         guided = self.findings["guided"]
         structures = [self.findings["structure"]]
-        asked = self.guidance_args(guidance_scale)
+        asked: dict[str, Any] = self.guidance_args(guidance_scale)
         if guided and guidance_scale > 1:
             structures = guided["results"]
             asked["negative_prompt"] = [""]
@@ -427,8 +420,10 @@ class Recorded(Family):
         guided = self.findings["guided"]
         if guided and guided["name"] == "true_cfg_scale":  # without it, there is no guidance
             own["negative_prompt"] = ""
-        return "".join(f", {name}={json.dumps(value)}" if isinstance(value, str)
-                       else f", {name}={value}" for name, value in own.items())
+        return "".join(
+            f", {name}={json.dumps(value)}" if isinstance(value, str) else f", {name}={value}"
+            for name, value in own.items()
+        )
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Without text encoders, it replays the embeddings of an `EncodedPrompt`."""
@@ -446,7 +441,7 @@ class Recorded(Family):
         return hasattr(self.pipeline_class, "load_lora_weights")
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """Linear layers of the repeated blocks: those of attention, or all but norms' and gates'."""
+        """Linear layers of the blocks: those of attention, or all but those in `SPARED`."""
         if which not in ("attention", "all"):
             return super().choose_layers(model, which)
         chosen = []
@@ -532,7 +527,7 @@ class EncodedPrompt(str):
 def replay(pipeline_class: Any) -> Any:
     """A subclass of a pipeline whose captions are encoded already, see `EncodedPrompt`."""
 
-    def encode_prompt(self, prompt=None, *args, **options):
+    def encode_prompt(self: Any, prompt: Any = None, *args: Any, **options: Any) -> Any:
         if prompt and isinstance(prompt[0], EncodedPrompt):
             self.results = iter(prompt[0].results)
         return next(self.results)

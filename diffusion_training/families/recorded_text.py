@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 SHORT, LONG = "a red car", "three birds, and a blue house by the sea at night"  # probes
 MOST_BYTES = 4096  # of a caption
@@ -219,11 +219,13 @@ def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
         is_list = isinstance(node, list) and len(node) == 1
         tensor = node[0] if is_list and isinstance(node[0], torch.Tensor) else node
         if isinstance(tensor, torch.Tensor):
-            of_kind = [pair for pair in pairs if (pair[0]["axis"] == "list") == (tensor is not node)]
+            of_kind = [
+                pair for pair in pairs if (pair[0]["axis"] == "list") == (tensor is not node)
+            ]
             for part, own in of_kind:
                 if is_equal(own[0] if part["axis"] == "list" else own, tensor):
                     return part
-            for part, own in of_kind:
+            for part, _ in of_kind:
                 if part in left and is_like(part, move_rows(tensor, part["axis"])):
                     left.remove(part)
                     return {**part, "of": "empty"}

@@ -11,10 +11,10 @@ import diffusers
 import torch
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.errors import amount, explained, fail
+from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
 from diffusion_training.latents.columns import EMPTY
-from diffusion_training.models import compile_model, hash_weights, load_weights, put_on_device
+from diffusion_training.models import compile_model, hash_weights, put_on_device
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,9 @@ def encode_empty_prompt(encoders: Encoders, base: Base) -> dict[str, torch.Tenso
     """The embeddings of a dropped caption, equal to the pipeline's: float32, for one image."""
     tokens = tokenize_on_device(encoders, "")
     empty = encoders.family.encode_empty(encoders, base, tokens)
-    kept = {name: value for name, value in dict[str, Any](empty).items() if name != "prompt_lengths"}
+    kept = {
+        name: value for name, value in dict[str, Any](empty).items() if name != "prompt_lengths"
+    }
     return {name: embeds[0] for name, embeds in kept.items()}
 
 

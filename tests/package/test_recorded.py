@@ -1,4 +1,4 @@
-"""Pipelines that have no family of their own are called as their own code calls them, to the bit."""
+"""Pipelines without a family of their own are called as their own code calls them, to the bit."""
 
 import json
 import pickle
