@@ -150,16 +150,24 @@ def check_shapes(
             raise ValueError(
                 f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
             )
-        try:
-            prediction.sum().backward()
-        except NotImplementedError:  # an operation has no gradient on the meta device
-            return []
+        reached = list_reached(prediction)
     return [
         name
         for model in empty.values()
         for name, weight in model.named_parameters()
-        if weight.grad is None
+        if weight not in reached
     ]
+
+
+def list_reached(tensor: torch.Tensor) -> set[torch.Tensor]:
+    """The parameters that a tensor was computed from, by its graph, without a backward pass."""
+    nodes = [tensor.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:
+        following = {each for each, _ in node.next_functions} - seen
+        seen |= following
+        nodes += following
+    return {node.variable for node in nodes if hasattr(node, "variable")}
 
 
 def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:

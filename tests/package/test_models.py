@@ -9,7 +9,13 @@ from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.models import compile_model, list_parameters, load_weights, update_ema
+from diffusion_training.models import (
+    compile_model,
+    list_parameters,
+    list_reached,
+    load_weights,
+    update_ema,
+)
 from diffusion_training.training.checkpoints import read_weights, save_weights
 
 
@@ -63,3 +69,17 @@ def test_weights_of_any_module_are_saved_and_read(tmp_path):
 def test_an_unknown_compiler_backend_ends_in_one_sentence():
     with pytest.raises(SystemExit, match=r"^torch.compile with nosuch is not possible \("):
         compile_model(torch.nn.Linear(1, 1), "nosuch")
+
+
+def test_list_reached_finds_the_weights_that_get_a_gradient():
+    """Also behind a branch, but not behind detach or in a layer whose output is dropped."""
+    first, second, detached, dropped = (torch.nn.Linear(3, 3, device="meta") for _ in range(4))
+    second.bias.requires_grad_(False)
+    hidden = first(torch.zeros(2, 3, device="meta"))
+    dropped(hidden)
+    result = second(hidden) + detached(hidden).detach() + hidden
+    assert list_reached(result) == {first.weight, first.bias, second.weight}
+    result.sum().backward()
+    modules = torch.nn.ModuleList([first, second, detached, dropped])
+    with_gradient = {weight for weight in modules.parameters() if weight.grad is not None}
+    assert list_reached(result) == with_gradient
