@@ -80,6 +80,7 @@ from diffusion_training.cluster.connection import (
     find_modules,
     run_tasks,
 )
+from diffusion_training.csv_files import find_suffix
 from diffusion_training.errors import (
     CHANGED,
     explain,
@@ -615,7 +616,7 @@ def main(args: Namespace) -> None:
     if args.limit or isinstance(tables_fs, LocalFileSystem):
         copies = copy_tables(sources, args.limit, **options)
         tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
-    elif args.where is None and all(path.lower().endswith(".parquet") for path in paths):
+    elif args.where is None and all(find_suffix(path) == ".parquet" for path in paths):
         tables = plan_copies(sources, **options)
     else:
         tables = copy_on_cluster(sources, args, folder)
