@@ -294,6 +294,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
+from diffusion_training.csv_files import find_suffix
 from diffusion_training.errors import (
     CHANGED,
     explain,
@@ -632,7 +633,7 @@ def main(args: Namespace) -> None:
     if args.limit or isinstance(tables_fs, LocalFileSystem):
         copies = copy_tables(sources, args.limit, **options)
         tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
-    elif args.where is None and all(path.lower().endswith(".parquet") for path in paths):
+    elif args.where is None and all(find_suffix(path) == ".parquet" for path in paths):
         tables = plan_copies(sources, **options)
     else:
         tables = copy_on_cluster(sources, args, folder)

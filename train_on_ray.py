@@ -562,7 +562,9 @@ def main(args: argparse.Namespace) -> None:
         on_this_machine = NodeAffinitySchedulingStrategy(here, soft=False)
         events = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_machine})
         errors: list[Exception] = []
-        fitting = threading.Thread(target=fit, args=(args, job, events, errors), daemon=True)
+        fitting = threading.Thread(
+            target=fit, args=(args, job, events, errors), name="fit", daemon=True
+        )
         try:
             fitting.start()
             watch(fitting, job, events, args.max_failures)
@@ -586,6 +588,7 @@ if __name__ == "__main__":
     try:
         this.main(args)
     except SystemExit as stop:
-        if threading.active_count() > 1:  # `fit`; Python's own end would shut Ray down
+        # Python's own end would shut Ray down while `fit` uses it
+        if "fit" in [thread.name for thread in threading.enumerate()]:
             os._exit(int(stop.code or 0))
         raise

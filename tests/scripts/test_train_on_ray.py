@@ -461,6 +461,19 @@ def test_a_stopped_or_killed_driver_saves_and_leaves_no_process(run):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("delay", [1, 5, 9])
+def test_sigterm_while_the_workers_start_ends_with_143(run, delay):
+    driver = run.train("--max_train_steps=100000")
+    wait_until(lambda: driver.poll() is not None or (run.out / ".ray").exists(), 300)
+    time.sleep(delay)
+    driver.terminate()
+    assert driver.wait(120) == 143, run.log()
+    assert "Stopped by SIGTERM" in run.log()
+    wait_until(lambda: not run.find(""), 60)
+    assert not (run.out / ".ray").exists()
+
+
+@pytest.mark.long
 def test_each_image_is_drawn_once_per_epoch_while_machines_come_and_go(run):
     run.add_machine()
     other = run.add_machine()
