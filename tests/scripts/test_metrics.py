@@ -127,7 +127,7 @@ def test_figures_are_the_same_on_two_processes_and_of_the_images_drawn(
     assert one["clip-t"] == pytest.approx(likeness.mean().item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("source", ["cache", "images"])
+@pytest.mark.parametrize("source", ["cache", pytest.param("images", marks=pytest.mark.long)])
 def test_training_has_the_same_bits_with_and_without_metrics(tmp_path, flags, inputs, source):
     if source == "images":
         flags = [flag for flag in flags if not flag.startswith("--latents_dir")]
@@ -147,6 +147,7 @@ def test_training_has_the_same_bits_with_and_without_metrics(tmp_path, flags, in
     assert "Quality of the samples" not in (tmp_path / "without/report.html").read_text()
 
 
+@pytest.mark.long
 def test_run_killed_while_it_measures_resumes_with_the_same_figures(tmp_path, flags, monkeypatch):
     flags = [*flags, *MEASURE, "--no-validate_first", "--resume_from_checkpoint=latest"]
     train(*flags, f"--output_dir={tmp_path / 'whole'}")
@@ -169,6 +170,7 @@ def test_run_killed_while_it_measures_resumes_with_the_same_figures(tmp_path, fl
         assert {name: one[name] for name in names} == {name: other[name] for name in names}
 
 
+@pytest.mark.long
 def test_real_features_are_computed_once(tmp_path, flags, monkeypatch):
     flags = [*flags, *MEASURE, "--max_train_steps=2", "--resume_from_checkpoint=latest"]
     train(*flags)
@@ -225,9 +227,12 @@ def test_unconditional_samples_are_measured_with_a_torchscript_network(tmp_path,
     assert record["metric_memory_gb"] > 0 and record["sampling_seconds"] > 0
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", ["images", "embeddings"])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name, kind", [
+    ("qwen-image", "embeddings"),
+    pytest.param("qwen-image", "images", marks=pytest.mark.long),
+    *(pytest.param(name, kind, marks=pytest.mark.long)
+      for name in ("z-image", "flux2-klein") for kind in ("images", "embeddings")),
+])  # fmt: skip
 def test_every_family_is_measured_with_several_sizes_and_captions(tmp_path, inputs, name, kind):
     MAKE[name](tmp_path / "base")
     make_masked(tmp_path / "images")
@@ -245,6 +250,7 @@ def test_every_family_is_measured_with_several_sizes_and_captions(tmp_path, inpu
     assert all(-1 <= after[metric] <= 1 for metric in MEASURE[-4:])
 
 
+@pytest.mark.long
 def test_a_signal_while_real_images_are_read_ends_the_run_without_figures(
     tmp_path, flags, monkeypatch
 ):
