@@ -58,12 +58,10 @@ def share_latents(launch: Launch, args: Namespace, script: str) -> Namespace:
     print_once(f"Latents: {folder}, for all runs with these images and models")
     cache = json.loads((folder / "cache.json").read_text())
     if cache["skipped"]:
-        listed = f"{folder / 'skipped.jsonl'} says why"
-        if not cache["rows"]:
-            fail(f"none of the images could be used: {listed}")
-        print_once(f"{amount(cache['skipped'], 'image')} could not be used: {listed}")
+        listed = folder / "skipped.jsonl"
+        print_once(f"{amount(cache['skipped'], 'image')} could not be used: {listed} says why")
     found = {"latents_dir": [str(folder)], "dataset_name": None, "train_data_dir": None}
-    return Flags(getattr(args, "given", ()), **vars(args) | found)
+    return Flags(args.given, args.typed, **vars(args) | found)
 
 
 def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:

@@ -322,13 +322,8 @@ def test_cache_latents_waits_for_a_process_that_makes_the_cache(tmp_path, flags,
         (folder / "state.json").unlink()
 
 
-@pytest.mark.parametrize("broken", [1, 6])
-def test_cache_latents_names_the_images_that_it_lacks(tmp_path, flags, forked, capsys, broken):
-    for i in range(broken):
-        (tmp_path / f"photos/{i}.png").write_bytes(b"no image")
-    if broken == 6:
-        assert "none of the images could be used: " in train.refused(*flags)
-        return
+def test_cache_latents_names_the_images_that_it_lacks(tmp_path, flags, forked, capsys):
+    (tmp_path / "photos/0.png").write_bytes(b"no image")
     train(*flags)
     (state,) = list_caches(tmp_path)
     skipped = state.with_name("skipped.jsonl")
