@@ -48,8 +48,9 @@ class HostMemory:
         rest = int(1.05 * num_bytes) + 2**20
         while rest > 0:
             block = torch.empty(min(rest, BLOCK), dtype=torch.uint8)
-            # to write to it takes the memory now, and not in the first checkpoint
-            block = block.pin_memory() if is_gpu(device) else block.zero_()
+            # Memory that is not pinned is taken when it is first written to. If that was now, the
+            # processes that load data, which are forked later, would keep the old pages.
+            block = block.pin_memory() if is_gpu(device) else block
             self.blocks.append(block.untyped_storage())
             rest -= BLOCK
         self.place = 0, 0  # block and byte where the next tensor begins

@@ -457,7 +457,7 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
         (peers, TOY),
         (
             checkpoint_pause,
-            ["--size=toy", "--steps=6", "--rounds=1", "--channels", "8", "8", "--every=2"],
+            ["--size=toy", "--steps=7", "--rounds=1", "--channels", "8", "8", "--every=2"],
         ),
         (
             growth,
