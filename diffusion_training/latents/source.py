@@ -91,7 +91,6 @@ class Data:
     # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
     encoders: Encoders | None
     validation: EncodedPrompts | None
-    class_prompts: EncodedPrompts | None  # of --preserve_prior
     resolution: int
     bucket_step: int | None
     clip_skip: int | None
@@ -100,6 +99,7 @@ class Data:
     num_workers: int  # processes that load the data
     # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
     captions: Sequence[str] = ()
+    class_prompts: EncodedPrompts | None = None  # of --preserve_prior
 
     @functools.cached_property
     def empty_length(self) -> int:
