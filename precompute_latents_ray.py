@@ -332,15 +332,18 @@ class Encoder:
         """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
         base = open_base(args)
-        self.exact = load_encoders(base, torch.float32)
-        described = describe_models(self.exact)
+        exact = load_encoders(base, torch.float32)
+        described = describe_models(exact)
         settings = self.job.caches[0].settings
         if differences := find_differences({name: settings[name] for name in described}, described):
             raise ValueError(
                 f"the models on this node differ from the driver's ({', '.join(differences)})"
             )
         dtype = getattr(torch, settings["dtype"])
-        self.encoders = place_encoders(self.exact, base, dtype, self.device, args.compile)
+        self.encoders = place_encoders(exact, base, dtype, self.device, args.compile)
+        self.load_exact = None
+        if self.encoders is not exact:
+            self.load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
 
     def make(self, shard: Shard, ahead: int) -> dict[str, Any]:
         """Write a shard's file in each cache. ahead: how many parts tasks may decode ahead.
@@ -370,7 +373,7 @@ class Encoder:
             torch.set_num_threads(self.job.threads)
             begin = time.perf_counter()
             batches = self.load(parts, spent)
-            yield from encode_all(batches, self.encoders, self.exact, self.job.caches)
+            yield from encode_all(batches, self.encoders, self.load_exact, self.job.caches)
             spent["busy"] += time.perf_counter() - begin - spent["waited"]
         finally:
             with self.turn:

@@ -5,7 +5,8 @@
         --steps 6                                               # on a CPU
 
 Weights are random, because trained ones cost the same. The runs train from a latent cache with EMA,
-also with --compile; from pixels; and an unconditional model. Prints for each:
+also with --compile, and with settings that have no flag (see gpu_settings.py); from pixels; and an
+unconditional model. Prints for each:
 
 - images per second, and for the latent cache the ratio to a bare loop (see step_overhead.py)
 - the share of the GPU's peak that the model's operations use (MFU)
@@ -22,6 +23,7 @@ import tempfile
 from pathlib import Path
 
 import bench
+import gpu_settings
 import peers
 import precompute_speed
 import step_overhead
@@ -107,6 +109,10 @@ def main(argv=None):
             bare = row("a bare loop, no EMA", [step_overhead.__file__, ours.stem], cached)
             speed = row("ours, EMA", [ours], [*cached, "--use_ema"], forbid_syncs=True)
             training[-1][1] += f", {speed / bare:.3f} of the bare loop"
+            for setting in gpu_settings.SETTINGS if torch.cuda.is_available() else ():
+                start = [gpu_settings.__file__, setting, ours]
+                speed_with = row(setting, start, [*cached, "--use_ema"])
+                training[-1][1] += f", {speed_with / speed:.3f} of ours"
             if resolution == cli.resolutions[-1] and not cli.no_compile:  # compiling takes minutes
                 row("with --compile", [ours], [*cached, "--use_ema", "--compile"])
             data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--use_ema"]

@@ -2,9 +2,12 @@
 
 import argparse
 import json
+import os
 import sys
+from pathlib import Path
 
 import datasets
+import psutil
 import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
@@ -13,6 +16,8 @@ from diffusion_training.data.folders import find_shared
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.errors import explain, fail, is_machines_fault
 from diffusion_training.files import checksum_files, delete, hash_values, saving
+
+BEGUN = psutil.Process().create_time()  # of this process, in seconds
 
 
 def cache_batch(
@@ -48,6 +53,18 @@ def cache_batch(
     return {column: images}
 
 
+def is_intact(record: Path, folder: Path) -> bool:
+    """Whether the files of a cache are complete and unchanged, by the checksums in `record`.
+
+    They are not read again if another process has done so since this one began.
+    """
+    if not record.exists():
+        return False
+    if record.stat().st_mtime > BEGUN:
+        return True
+    return json.loads(record.read_text()) == checksum_files(folder)
+
+
 def cache_images(
     rows: datasets.Dataset, column: str, channels: int, num_workers: int, args: argparse.Namespace
 ) -> tuple[datasets.Dataset, int]:
@@ -73,10 +90,10 @@ def cache_images(
         "path": datasets.Value("string"),
         "size": datasets.List(datasets.Value("int32"), length=3),
     }
-    # the first process to get the lock writes the cache, the others find it complete
+    # the first process to get the lock writes or checks the cache, the others find it so
     with FileLock(parent / f"{key}.lock"):
         record = parent / f"{key}.json"  # the checksums; it exists once the cache is complete
-        if not record.exists() or json.loads(record.read_text()) != checksum_files(folder):
+        if not is_intact(record, folder):
             record.unlink(missing_ok=True)
             delete(folder)  # left by a killed run, or changed since it was written
             folder.mkdir()
@@ -96,6 +113,7 @@ def cache_images(
         if not record.exists():
             with saving(parent, "the cache of images") as unfinished:
                 (unfinished / record.name).write_text(json.dumps(checksum_files(folder)))
+        os.utime(record)  # for `is_intact` in the other processes
     if not len(cached):
         fail(f"none of the {len(rows)} images could be used: is --image_column right?")
     return cached, len(rows) - len(cached)

@@ -13,6 +13,7 @@ from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors import fail
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
+from diffusion_training.memory import send
 from diffusion_training.order import Stream, hash_names, step_seed
 
 
@@ -120,7 +121,7 @@ def log_held_out_loss(
         for level in range(9):
             seed = step_seed("held out", held_out[row], level)
             draws.append(torch.randn(images.shape, generator=torch.Generator().manual_seed(seed)))
-        noise = torch.cat(draws).to(device)
+        noise = send(torch.cat(draws), device)
         images = images.expand_as(noise)
         noisy_images = objective.measure.add_noise(images, noise, tenths)
         losses = [

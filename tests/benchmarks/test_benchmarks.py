@@ -1,13 +1,17 @@
 """The benchmarks run, and compare the same work. Their speeds are not tested."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import io
 import json
+import os
 import re
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ import cache_reader
 import checkpoint_pause
 import downloads
 import gpu
+import gpu_settings
 import growth
 import memory
 import peers
@@ -30,6 +35,7 @@ import quality
 import step_overhead
 import storage
 
+from diffusion_training import loading
 from diffusion_training.data.images import decode_jpeg
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents import stream
@@ -448,6 +454,46 @@ def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
     quality.main(["checkpointing", *toy])
     plain, kept = table(capsys.readouterr().out)
     assert kept[2].startswith("1.50 (") and kept[4].startswith("-200 (") and plain[0] == "without"
+
+
+def test_gpu_settings_are_in_effect_when_the_script_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    script = tmp_path / "script.py"
+    script.write_text("pass")
+    for setting in ("cudnn.benchmark", "expandable segments"):
+        monkeypatch.setattr(sys, "argv", ["", setting, str(script), "--steps=1"])
+        runpy.run_path(gpu_settings.__file__, run_name="__main__")
+    assert torch.backends.cudnn.benchmark
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert sys.argv[1:] == ["--steps=1"]
+
+
+def test_copies_beside_the_computation_are_waited_for_and_keep_their_memory(monkeypatch):
+    calls = []
+    side = SimpleNamespace()
+    computing = SimpleNamespace(wait_stream=lambda stream: calls.append(("wait", stream)))
+
+    @contextlib.contextmanager
+    def use(stream):
+        calls.append(("use", stream))
+        yield
+        calls.append(("used", stream))
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: computing)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: calls.append(("keep", stream))
+    )
+    send = lambda batch, device, non_blocking: calls.append(("send", device)) or batch
+    monkeypatch.setattr(loading, "send_to_device", send)
+    gpu_settings.copy_beside()
+    batch = {"latents": torch.ones(1), "skipped": []}
+    assert loading.send_to_device(batch, "cuda", non_blocking=True) is batch
+    sent = [("use", side), ("send", "cuda"), ("used", side)]
+    assert calls == [*sent, ("wait", side), ("keep", computing)]
+    assert loading.send_to_device(None, "cuda", non_blocking=True) is None
 
 
 @pytest.mark.long

@@ -1,18 +1,22 @@
 """--cache_images: every image is decoded once, and the stored pixels are checked."""
 
 import argparse
+import math
+import time
 
 import pytest
 import torch
 from conftest import make_images, patch
 
+from diffusion_training.data import image_cache
 from diffusion_training.data.image_cache import cache_batch, cache_images
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.rows import load_rows
 
 
 @pytest.fixture
-def args(tmp_path):
+def args(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_cache, "BEGUN", math.inf)  # like a new process in each call
     make_images(tmp_path / "images", 6)
     names = ["dataset_name", "dataset_config_name", "image_column", "max_train_samples"]
     return argparse.Namespace(
@@ -88,6 +92,23 @@ def test_a_damaged_or_unfinished_image_cache_is_made_again(args, tmp_path, damag
         path.name
     ]
     assert all(torch.equal(one, other) for one, other in zip(pixels, again, strict=True))
+
+
+def test_of_several_processes_one_reads_the_image_cache(args, monkeypatch):
+    """The first after they began. A change in between is noticed at the next start."""
+    whole, _ = make(args)
+    read = []
+    checksum = image_cache.checksum_files
+    monkeypatch.setattr(
+        image_cache, "checksum_files", lambda folder: read.append(folder) or checksum(folder)
+    )
+    now = time.time()
+    for begun, times in ((now + 0.01, 1), (now + 0.01, 1), (now + 0.01, 1), (math.inf, 2)):
+        time.sleep(0.02)
+        monkeypatch.setattr(image_cache, "BEGUN", begun)
+        again, _ = make(args)
+        assert len(read) == times
+        assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
 
 
 def test_cache_images_names_and_skips_images_that_can_not_be_decoded(args, tmp_path, capfd):

@@ -5,12 +5,14 @@ Its files, its models and its reader are tested in tests/package.
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
 import shutil
 import signal
 import time
+import weakref
 from pathlib import Path
 
 import datasets
@@ -253,14 +255,40 @@ def test_bf16_latents_are_close_and_overflows_are_encoded_in_float32(tmp_path, f
             else latents
         )
 
+    loaded = []  # weights of the models in float32; they must not be held while rows are encoded
+
+    def load(base, dtype):
+        encoders = load_encoders(base, dtype)
+        if dtype == torch.float32:
+            loaded.append(weakref.ref(encoders.text_encoders))
+        return encoders
+
+    def encode_all(*given):
+        assert [held() for held in loaded] == [None]
+        yield from encode_rows(*given)
+
+    load_encoders, encode_rows = script.load_encoders, script.encode_all
+    monkeypatch.setattr(script, "load_encoders", load)
+    monkeypatch.setattr(script, "encode_all", encode_all)
     monkeypatch.setattr(script, "encode_images", overflow)
     precompute(*flags, "--mixed_precision=bf16", f"--output_dir={tmp_path / 'again'}")
+    assert len(loaded) == 2  # again for row 9
     again = np.array(datasets.load_from_disk(str(tmp_path / "again"))["latents"][:])
     described = json.loads((tmp_path / "again/cache.json").read_text())
     # Row 9, which is alone in its batch
     assert described["encoded_again"] == 1 and described["skipped"] == 0
     np.testing.assert_allclose(again[9], exact[9], atol=1e-3)
     assert np.array_equal(again[:9], low[:9])
+
+
+def test_are_finite_judges_like_torchs_isfinite():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    assert torch.equal(script.are_finite(every[:, None]), every.isfinite())
+    for numbers in (every.float(), torch.arange(9), torch.tensor([True, False])):
+        assert torch.equal(script.are_finite(numbers[:, None]), numbers.isfinite())
+    rows = torch.zeros(3, 5, dtype=torch.float16)
+    rows[1, 4] = -math.inf
+    assert script.are_finite(rows).tolist() == [True, False, True]
 
 
 def test_embeddings_that_overflow_are_not_cached(tmp_path, flags, monkeypatch):

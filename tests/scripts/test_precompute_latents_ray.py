@@ -811,7 +811,7 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
         job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task
     )
     vars(encoder).update(decode_here=task, started=itertools.count())
-    vars(encoder).update(encoders=None, exact=None, device=None)
+    vars(encoder).update(encoders=None, load_exact=None, device=None)
 
     def encode_all(batches, *models):
         for batch in batches:
