@@ -376,6 +376,7 @@ class Recorded(Family):
         Stops if two images at two times do not give what each gives alone.
         """
         calls = self.open_calls(model.config)
+        calls.needs_one_length = False  # not yet known
         small = shrink(type_of(self.model), model.config)
         with self.explaining("its denoiser"):
             if not calls.is_exact(small, resolution, [8, 8]):

@@ -17,6 +17,8 @@ from conftest import (
 )
 from test_docs import blocks, commands, find_script
 
+from diffusion_training.latents.reader import load_cache
+
 SCRIPTS = {
     f"{name}.py": Script(name)
     for name in ("precompute_latents", "train_flow", "train_text_to_image")
@@ -99,7 +101,6 @@ def test_every_recipe_of_a_page_trains(tmp_path, monkeypatch, capsys, page, expe
             assert (tmp_path / args.output_dir / name).is_file()
             assert metrics(args.output_dir)[-1]["step"] == 1
             assert len(list((tmp_path / args.output_dir / "samples").iterdir())) == 2
-            (family,) = [each for each in MAKE if folders.get(each) in flags]
-            family = getattr(args, "model_family", None) or ("sdxl" if "xl" in family else "sd")
+            family = load_cache(args.latents_dir[0]).settings["model_family"]
             trained.append(family + " LoRA" * bool(args.rank))
     assert sorted(trained) == expected
