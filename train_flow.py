@@ -23,8 +23,7 @@ Layout of this file:
     make_scheduler                  the sampler, and the shift of the noise levels
     prepare_batch, compute_loss     a batch -> the inputs of the transformer, and the loss
     train_step                      one optimizer step, with the calls to Accelerate
-    log_validation, draw_rows       the samples, to look at and to measure
-    describe_model                  the text of the model card
+    log_validation, describe_model  the samples, and the text of the model card
     main                            the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_flow.py
 is one short file without it, which trains the same weights, bit for bit.
@@ -47,7 +46,7 @@ import os
 import shlex
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -195,7 +194,6 @@ if __name__ == "__main__":
     args = parse_args()
 
 import diffusers
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -530,24 +528,6 @@ def log_validation(
     draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
 
 
-def draw_rows(
-    launch: Launch,
-    pipeline: DiffusionPipeline,
-    data: Data,
-    objective: Objective,
-    stop_signal: StopSignal,
-    args: Namespace,
-    rows: Sequence[int],
-) -> dict[int, np.ndarray]:
-    """Draw a sample with the caption of each of `rows`, for --validation_metrics.
-
-    Returns the share of this process, {index of the row: image [H, W, C] from 0 to 1}. Further
-    inputs of the pipeline are passed as draw_captions(..., name=value).
-    """
-    per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
-    return draw_captions(launch, pipeline, data, objective, per_call, stop_signal, args, rows)
-
-
 def describe_model(family: Family, about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
@@ -678,13 +658,14 @@ def main(args: Namespace) -> None:
     def measure(is_result: bool = True) -> None:
         """Measure --validation_metrics on samples of the averaged weights, write the report.
 
-        With --save_best_metric, keep the weights in best/ if they are the best so far.
+        With --save_best_metric, keep the weights in best/ if they are the best so far. Further
+        inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
         """
         with training.timed("metrics_seconds"):
             transformer = training.ema_or_model("transformer")
             pipeline = make_pipeline(base, transformer, sampler, args.resolution)
             signal = training.stop_signal
-            draw = partial(draw_rows, launch, pipeline, data, objective, signal, args)
+            draw = partial(draw_captions, launch, pipeline, data, objective, signal, args)
             training.measure_metrics(metrics, draw, partial(read_pixels, data, pipeline.vae))
         if is_result:
             training.keep_best(save)

@@ -23,8 +23,7 @@ Layout of this file:
     make_unet, make_schedulers      the model, the scheduler that adds noise, and the sampler
     prepare_batch, compute_loss     a batch -> the inputs of the U-Net, and the loss
     train_step                      one optimizer step, with the calls to Accelerate
-    log_validation, draw_rows       the samples, to look at and to measure
-    describe_model                  the text of the model card
+    log_validation, describe_model  the samples, and the text of the model card
     main                            the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_text_to_image.py
 is one short file without it, which trains the same weights, bit for bit.
@@ -46,7 +45,7 @@ import math
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -168,7 +167,6 @@ if __name__ == "__main__":
     args = parse_args()
 
 import diffusers
-import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
@@ -468,25 +466,6 @@ def log_validation(
     draw_prompts(launch, pipeline, data, args.train_batch_size, step, stop_signal, args)
 
 
-def draw_rows(
-    launch: Launch,
-    pipeline: DiffusionPipeline,
-    data: Data,
-    objective: Objective,
-    stop_signal: StopSignal,
-    args: Namespace,
-    rows: Sequence[int],
-) -> dict[int, np.ndarray]:
-    """Draw a sample with the caption of each of `rows`, for --validation_metrics.
-
-    Returns the share of this process, {index of the row: image [H, W, C] from 0 to 1}. Further
-    inputs of the pipeline are passed as draw_captions(..., name=value).
-    """
-    return draw_captions(
-        launch, pipeline, data, objective, args.train_batch_size, stop_signal, args, rows
-    )
-
-
 def describe_model(family: Family, about: About, args: Namespace) -> Description:
     """Return the texts of the model card and the report, with example code."""
     is_new = bool(args.unet_config_name_or_path or args.init_from)
@@ -626,12 +605,13 @@ def main(args: Namespace) -> None:
     def measure(is_result: bool = True) -> None:
         """Measure --validation_metrics on samples of the averaged weights, write the report.
 
-        With --save_best_metric, keep the weights in best/ if they are the best so far.
+        With --save_best_metric, keep the weights in best/ if they are the best so far. Further
+        inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
         """
         with training.timed("metrics_seconds"):
             pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
             signal = training.stop_signal
-            draw = partial(draw_rows, launch, pipeline, data, objective, signal, args)
+            draw = partial(draw_captions, launch, pipeline, data, objective, signal, args)
             training.measure_metrics(metrics, draw, partial(read_pixels, data, pipeline.vae))
         if is_result:
             training.keep_best(save)

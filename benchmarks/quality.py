@@ -68,12 +68,8 @@ def train(demo, folder, cli, seed, *flags, **options):
         flags += ["--validation_epochs=100000", "--num_inference_steps=1"]
         flags += ["--num_validation_images=1"]
     launch(DEMOS[demo], folder, cli, *flags, **options)
-    return read_speed(cli.output_dir / folder)
-
-
-def read_speed(folder):
-    """Images per second of a run, the median of its records."""
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = (cli.output_dir / folder / "metrics.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
     speeds = [record["images_per_second"] for record in records if "loss" in record]
     return statistics.median(speeds[1:])
 
@@ -132,7 +128,7 @@ class Judge:
         for label, prompt in zip(self.labels, prompts, strict=True):
             generators = [torch.Generator().manual_seed(count * seed + i) for i in range(count)]
             options = {"guidance_scale": 3, "num_inference_steps": 20, "output_type": "pt"}
-            drawn = pipeline([prompt] * count, generator=generators, **options).images
+            drawn = pipeline(prompt=[prompt] * count, generator=generators, **options).images
             classes = self.classifier(drawn.mean(dim=1, keepdim=True)).argmax(dim=1)
             shares.append((classes == label).double().mean())
         return torch.stack(shares)
@@ -292,7 +288,6 @@ def compare_prior(cli):
     for seed in range(cli.seeds):
         for number, (name, flags) in enumerate(ways.items()):
             pipeline = StableDiffusionPipeline.from_pretrained(base)
-            speed = 0.0
             if flags is not None:
                 folder = f"prior-{number}-{seed}"
                 launch(
@@ -304,16 +299,15 @@ def compare_prior(cli):
                     "--checkpointing_steps=100000", "--report_to=none", *flags,
                 )  # fmt: skip
                 pipeline.load_lora_weights(cli.output_dir / folder)
-                speed = read_speed(cli.output_dir / folder)
             shares = judge.recognize(pipeline, prompts, cli.num_samples // 10, seed)
-            found[name].append((shares[9], shares[:5].mean(), shares[5:9].mean(), speed))
+            parts = (shares[9], shares[:5].mean(), shares[5:9].mean())
+            found[name].append([part.item() for part in parts])
     rows = []
     for name, figures in found.items():
-        *shares, speeds = zip(*figures, strict=True)
-        ratios = [own / known[3] for own, known in zip(speeds, found["without"], strict=True)]
+        columns = zip(*figures, strict=True)
         rows.append([name, *(f"{statistics.mean(x):.3f} ({min(x):.2f} to {max(x):.2f})"
-                             for x in shares), bench.spread(ratios)])  # fmt: skip
-    header = ["--class_prompt", "nine", "zero to four", "five to eight", "speed / without"]
+                             for x in columns)])  # fmt: skip
+    header = ["--class_prompt", "nine", "zero to four", "five to eight"]
     bench.show("Right digits after a LoRA of nines alone", header, rows)
 
 

@@ -95,13 +95,17 @@ def draw_captions(
     pipeline: DiffusionPipeline,
     data: Data,
     objective: Objective,
-    per_call: int,
     stop_signal: StopSignal,
     args: Namespace,
     rows: Sequence[int],
     **inputs: Any,
 ) -> dict[int, np.ndarray]:
-    """Draw a sample with the caption of each of `rows`; see `Draw` and `draw_prompts`."""
+    """Draw a sample with the caption of each of `rows`, for --validation_metrics.
+
+    Returns the share of this process, {index of the row: image [H, W, C] from 0 to 1}; fewer after
+    a signal. inputs: further arguments of the pipeline.
+    """
+    per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
     empty: Any = {name: value[None] for name, value in data.empty_prompt.items()}
     own = launch.share(len(rows))
     keys = [[(None, rows[number % len(rows)], 1.0)] for number in own]

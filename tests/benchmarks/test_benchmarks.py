@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -411,6 +412,9 @@ def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
         def set_progress_bar_config(self, disable):
             pass
 
+        def load_lora_weights(self, folder):
+            assert folder.is_dir()
+
         def __call__(self, generator, prompt=None, **options):
             given.append(options)
             rows = torch.arange(len(generator))
@@ -418,6 +422,8 @@ def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
                 wanted = [order.index(text.split()[-1]) for text in prompt]
                 rows = torch.tensor([int((labels == label).nonzero()[0]) for label in wanted])
             drawn = images[rows].permute(0, 2, 3, 1).numpy()
+            if options["output_type"] == "pt":
+                return argparse.Namespace(images=images[rows])
             if isinstance(self.scheduler, quality.DDPMScheduler):
                 drawn = np.random.default_rng(0).random(drawn.shape, np.float32)
             return argparse.Namespace(images=drawn)
@@ -447,6 +453,12 @@ def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
     ]
     assert first(rows[0][3]) > first(rows[2][3]) and first(rows[0][4]) < first(rows[2][4])
     assert given[-1]["num_inference_steps"] == 7
+    quality.main(["prior", "--seeds=2", *argv[:2]])
+    rows = table(capsys.readouterr().out)
+    assert len(rows) == 7 and rows[0][0] == "before"
+    assert all(row[1:] == rows[0][1:] for row in rows) and first(rows[0][2]) >= 0.8
+    nines = datasets.load_dataset(str(tmp_path / "nines-alone"), split="train")
+    assert set(nines["text"]) == {"a handwritten digit nine"}
     times = {"step": 2.0, "rss": 900.0}, {"step": 3.0, "rss": 700.0}
     runs = iter([*times, *times])
     monkeypatch.setattr(bench, "run", lambda *argv: next(runs))

@@ -92,14 +92,14 @@ def test_figures_are_the_same_on_two_processes_and_of_the_images_drawn(
     flags = [*flags, *MEASURE, "kid", "--holdout=4", "--learning_rate=0", "--max_train_steps=1"]
     flags += ["--no-validate_first", "--checkpointing_steps=1"]
     drawn = {}
-    draw = train.module.draw_rows
+    draw = train.module.draw_captions
 
     def keep(*given):
         drawn[given[-1][0]] = (given[-1], draw(*given))
         return drawn[given[-1][0]][1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(train.module, "draw_rows", keep)
+        patched.setattr(train.module, "draw_captions", keep)
         train(*flags)
     two = tmp_path / "two"
     train.fork(*flags, f"--output_dir={two}", num_processes=2)
