@@ -124,11 +124,11 @@ def make_flux_transformer(**options):
         "in_channels": 16,
         "num_layers": 1,
         "num_single_layers": 1,
-        "attention_head_dim": 16,
+        "attention_head_dim": 32,  # wide enough for 4 bits
         "num_attention_heads": 2,
         "joint_attention_dim": WIDTH,
         "pooled_projection_dim": WIDTH,
-        "axes_dims_rope": (4, 6, 6),
+        "axes_dims_rope": (8, 12, 12),
     } | options
     return diffusers.FluxTransformer2DModel(**options)
 

@@ -143,8 +143,8 @@ def test_a_recorded_cache_trains_like_its_images(made):
         "ids": [*without, f"--latents_dir={folder / 'ids'}"],
         "images": [*without, *data],
     }.items():
-        train(*base, *source, "--holdout=2", f"--output_dir={folder / kind}")
-        losses[kind] = [r["loss"] for r in metrics(folder / kind) if "loss" in r]
+        train(*base, *source, "--holdout=2", f"--output_dir={folder}/out-{kind}")
+        losses[kind] = [r["loss"] for r in metrics(f"{folder}/out-{kind}") if "loss" in r]
     assert len(losses["cache"]) == 3
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-3)
     assert losses["ids"] == pytest.approx(losses["images"], rel=2e-3)
