@@ -845,7 +845,8 @@ def test_odd_images_and_captions_are_used_or_listed_as_skipped(targets, tmp_path
         [i for i in range(count) if i not in listed],
         datasets.load_from_disk(str(tmp_path / "out")),
     )
-    assert rows["text"] == [captions[i] for i in used] and rows["key"] == [f"row {i}" for i in used]
+    texts = [captions[i].removeprefix("\ufeff").strip() for i in used]
+    assert rows["text"] == texts and rows["key"] == [f"row {i}" for i in used]
     wrong = {i: listed[i] for i in listed if files[i][1] and captions[i] is not None}
     assert not wrong and all(listed.values()), wrong
     assert {i for i in range(count) if captions[i] is None or files[i][0] is None} <= set(listed)

@@ -315,7 +315,7 @@ def test_prompts_of_samples_are_encoded_again_by_a_text_encoder_that_changes(roo
     call = "log_validation(launch, pipeline, data, "
     assert text.count(call) == 1 and text.count("import shlex\n") == 1
     text = text.replace(call, call.replace("data", again))
-    imports = "from diffusion_training.latents.source import encode_validation\n"
+    imports = "from diffusion_training.latents.source import encode_for_all\n"
     imports += "from dataclasses import replace\nimport shlex\n"
     (tmp_path / "changed.py").write_text(text.replace("import shlex\n", imports))
     spec = importlib.util.spec_from_file_location("changed", tmp_path / "changed.py")

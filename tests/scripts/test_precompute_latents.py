@@ -445,10 +445,9 @@ def test_cache_refuses_other_models_data_and_precision(tmp_path, flags):
         (f"--train_data_dir={tmp_path / 'others'}",): ["source.fingerprint"],
     }.items():
         error = precompute.refused(*flags, *change)
-        assert all(name in error for name in names) and error.count(" -> ") == len(names), (
-            change,
-            error,
-        )
+        settings = error.split("; ")[-1]  # after the flags
+        assert all(name in error for name in names), (change, error)
+        assert settings.count(" -> ") == len(names), (change, error)
         assert {k: v for k, v in contents(tmp_path / "out").items() if k != ".lock"} == whole
     # The folder of the models and flags that do not change the numbers may differ.
     precompute(
@@ -665,9 +664,7 @@ def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, fl
             "no column 'caption', only image, text: choose with --caption_column"
         ),
         "--resolution=15": "--resolution 15 is not a multiple of 2, which this VAE needs",
-        f"--pretrained_model_name_or_path={tmp_path / 'images'}": (
-            "does not hold the vae of a Stable Diffusion"
-        ),
+        f"--pretrained_model_name_or_path={tmp_path / 'images'}": ("does not hold the vae of"),
         "--mixed_precision=fp16": "fp16 does nothing on a CPU",
     }.items():
         assert said in precompute.refused(*flags, argv)

@@ -37,7 +37,7 @@ LONG = [
     None,
     "a handwritten digit two",
     "",
-    "digit " * 30,
+    " ".join(["digit"] * 30),
     "the five",
     "the digit six",
 ]

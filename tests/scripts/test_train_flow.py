@@ -127,7 +127,7 @@ def open_data(argv):
     """The data of a run."""
     args = script.parse_args([str(arg) for arg in argv])
     launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
-    return script.open_data(launch, open_base(args), None, {}, args)
+    return script.open_data(launch, open_base(args, "train_flow.py"), None, {}, args)
 
 
 def losses(folder):
@@ -142,7 +142,7 @@ def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached, mo
     texts = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
     embeds, mask, _, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False)
-    encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
+    encoders = load_encoders(open_base(script.parse_args(cached), "train_flow.py"), torch.float32)
     with torch.no_grad():
         ours = encode_prompts(encoders, tokenize(encoders.tokenizers, texts))
     assert torch.equal(ours["prompt_mask"], mask) and mask.sum(dim=1).unique().numel() > 3
@@ -183,7 +183,7 @@ def load_text():
 
 
 def test_left_padding_tokenizer_gives_the_same_tokens(cached):
-    encoders = load_encoders(open_base(script.parse_args(cached)), torch.float32)
+    encoders = load_encoders(open_base(script.parse_args(cached), "train_flow.py"), torch.float32)
     tokenizers = encoders.tokenizers
     right = tokenize(tokenizers, CAPTIONS)
     tokenizers[0].padding_side = "left"
@@ -525,7 +525,7 @@ def test_flow_train_step_stays_on_its_device():
             [f"--weighting_scheme={scheme}"], models["transformer"], *prepared, weight=weight
         )
         batches = iter([{"weight": weight}])
-        objective = Namespace(prepare=lambda batch: [latents], loss=loss)
+        objective = Namespace(prepare=lambda batch: [latents], loss=loss, prior=None)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         sums = script.train_step(
             accelerator, objective, {"transformer": model}, optimizer, batches,

@@ -301,7 +301,7 @@ def run_copied_code(out, monkeypatch):
     # every diffusers accepts torch_dtype, but new ones warn
     warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
     exec(usage, {})
-    assert Image.open("image.png").size == (16, 16)
+    assert Image.open("image.png").size == (256, 256)  # enlarged
     args = script.parse_args([f"@{out / 'run.args'}"])
     for words, others in (
         (
@@ -319,7 +319,7 @@ def run_copied_code(out, monkeypatch):
     Path("me/out").symlink_to(out)
     os.remove("image.png")
     exec(re.search(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)[1], {})
-    assert Image.open("image.png").size == (16, 16)
+    assert Image.open("image.png").size == (256, 256)  # enlarged
 
 
 @pytest.mark.parametrize("more", [["--lora_layers=all"], ["--use_dora"]])
