@@ -70,10 +70,9 @@ def drop_captions(
         dropped = send(dropped, device)
     else:
         dropped = torch.rand(count, device=device) < share
-    tokens = prompts["prompt_embeds"].shape[1]  # in a batch of short captions, less than of `empty`
     for name, empty in data.empty_prompt.items():
-        if name != "pooled_prompt_embeds":
-            empty = empty[:tokens]
+        # a batch of short captions has fewer tokens
+        empty = empty[: prompts[name].shape[1]]
         shape = [-1] + [1] * empty.dim()
         prompts[name] = torch.where(dropped.view(shape), empty, prompts[name])
 

@@ -664,7 +664,9 @@ def test_precompute_latents_reports_bad_data_and_models_in_one_line(tmp_path, fl
             "no column 'caption', only image, text: choose with --caption_column"
         ),
         "--resolution=15": "--resolution 15 is not a multiple of 2, which this VAE needs",
-        f"--pretrained_model_name_or_path={tmp_path / 'images'}": ("does not hold the vae of"),
+        f"--pretrained_model_name_or_path={tmp_path / 'images'}": (
+            "does not hold the text_encoder of"
+        ),
         "--mixed_precision=fp16": "fp16 does nothing on a CPU",
     }.items():
         assert said in precompute.refused(*flags, argv)
