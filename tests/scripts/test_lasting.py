@@ -98,6 +98,7 @@ def test_run_goes_on_without_a_tracker_that_fails(tmp_path, flags, monkeypatch, 
     assert (tmp_path / "out/unet").is_dir()
 
 
+@pytest.mark.long
 @needs("wandb")
 def test_run_goes_on_without_the_process_of_wandb(tmp_path, flags, monkeypatch):
     """wandb sends what it gets to a process of its own, which is killed after the first record."""
