@@ -214,12 +214,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             "stores all images, with 8 bits"
         )
     check_training_args(parser, args)
-    if args.validation_scheduler is None:
-        args.validation_scheduler = "ddpm" if args.ddpm_num_inference_steps else "ddim"
-    if args.ddpm_num_inference_steps is None:
-        steps = {"ddim": 50, "ddpm": 1000}[args.validation_scheduler]
-        args.ddpm_num_inference_steps = min(steps, args.ddpm_num_steps or steps)
-    return parser.freeze(args)
+    steps = args.ddpm_num_inference_steps
+    sampler = args.validation_scheduler or ("ddpm" if steps else "ddim")
+    if steps is None:
+        steps = {"ddim": 50, "ddpm": 1000}[sampler]
+        steps = min(steps, args.ddpm_num_steps or steps)
+    return parser.freeze(args, validation_scheduler=sampler, ddpm_num_inference_steps=steps)
 
 
 # --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this

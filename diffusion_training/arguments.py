@@ -71,10 +71,10 @@ class Parser(argparse.ArgumentParser):
         """End the program with status 2 and one line, without passwords in addresses."""
         super().error(hide_secrets(message))
 
-    def freeze(self, args: argparse.Namespace) -> "Flags":
-        """The parsed flags, read-only."""
+    def freeze(self, args: argparse.Namespace, **defaults: Any) -> "Flags":
+        """The parsed flags, read-only. defaults: values that depend on other flags."""
         given = [name for name, value in vars(args).items() if value != self.get_default(name)]
-        return Flags(given, self.typed, **vars(args))
+        return Flags(given, self.typed, **vars(args) | defaults)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -832,11 +832,6 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     """
     check_stream_args(parser, args)
     if args.lr_scheduler == "piecewise_constant":
-        if args.lr_warmup_steps:
-            parser.error(
-                "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
-                "and begin --lr_step_rules with a small factor"
-            )
         try:  # parses them as diffusers does
             *rules, last = (args.lr_step_rules or "").split(",")
             factors = [float(last)]
@@ -849,6 +844,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         except ValueError:
             parser.error(
                 "--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01"
+            )
+        if args.lr_warmup_steps:
+            parser.error(
+                "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
+                "and begin --lr_step_rules with a small factor"
             )
     if vars(args).get("shard"):
         excluded = {

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -371,8 +370,7 @@ class Event:
         pass
 
     def synchronize(self):
-        if threading.current_thread() is threading.main_thread():  # else training does not wait
-            count_wait("Event.synchronize")
+        count_wait("Event.synchronize")
 
     def elapsed_time(self, other):
         return (other.time - self.time) * 1000

@@ -17,9 +17,9 @@ from torch.utils._pytree import (
 )
 
 from diffusion_training.families.mask_values import MaskValues, ReadLists
-from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, Run
+from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
-from diffusion_training.families.tape import ReadsValues, Tape
+from diffusion_training.families.tape import Tape, Unrepeatable
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
@@ -48,7 +48,7 @@ class Geometry:
 
 def find_geometry(code: PipelineCode, texts: Any, options: dict[str, Any]) -> Geometry:
     height, width = PROBED_SIDES
-    run = Run("denoiser", torch.zeros, texts=[texts])
+    run = PipelineRun("denoiser", torch.zeros, texts=[texts])
     code([""], options | {"height": height, "width": width}, run)
     shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
     if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
@@ -129,9 +129,9 @@ class DenoiserCalls:
         sizes = [config[name] for name in ("patch_size", "all_patch_size") if config.get(name)]
         return [*sizes[0]][-1] if sizes and not isinstance(sizes[0], int) else (*sizes, 1)[0]
 
-    def probe(self, time: float = 250.0) -> Run:
+    def probe(self, time: float = 250.0) -> PipelineRun:
         """Run the pipeline's code for one caption up to the denoiser."""
-        run = Run("denoiser", torch.zeros, time, [self.make_texts([8])])
+        run = PipelineRun("denoiser", torch.zeros, time, [self.make_texts([8])])
         return self.run(1, self.shape[1:], run)
 
     def join(self, prompts: dict[str, torch.Tensor], lengths: list[int]) -> Any:
@@ -147,7 +147,7 @@ class DenoiserCalls:
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
         return self.join(blank, lengths)
 
-    def run(self, count: int, size: Sequence[int], run: Run) -> Run:
+    def run(self, count: int, size: Sequence[int], run: PipelineRun) -> PipelineRun:
         height, width = (side * self.geometry.downscale for side in size)
         try:
             self.code([""] * count, self.options | {"height": height, "width": width}, run)
@@ -270,7 +270,7 @@ class DenoiserCalls:
             for i, tensor in zip(where_texts, tensors, strict=True):
                 given[i] = tensor
             text = tree_unflatten(given, text_spec)
-            run = Run("denoiser", partial(reshape_noise, noise), texts=[text])
+            run = PipelineRun("denoiser", partial(reshape_noise, noise), texts=[text])
             return self.run(len(noise), shape[2:], run).calls[0]
 
         noise, *given = inputs = [torch.zeros(tuple(shape), device="cpu"), *list_tensors(texts)]
@@ -298,7 +298,7 @@ class DenoiserCalls:
             made = Call(tape, None, arguments, spec, where, times)
             if check(made) is None:
                 return made
-        except ReadsValues:  # such as those of a mask
+        except Unrepeatable:  # it reads a mask, say
             pass
         passed = {
             i: number
@@ -328,10 +328,12 @@ class DenoiserCalls:
         numbers = math.prod(shape[1:])
         positions = torch.arange(numbers, dtype=torch.float32, device="cpu").repeat(shape[0])
 
-        def finish(*tensors: torch.Tensor) -> Run:
+        def finish(*tensors: torch.Tensor) -> PipelineRun:
             given = tree_unflatten(tensors, spec)
             noise = partial(reshape_noise, positions)
-            return self.run(shape[0], shape[2:], Run("step", noise, texts=[texts], output=given))
+            return self.run(
+                shape[0], shape[2:], PipelineRun("step", noise, texts=[texts], output=given)
+            )
 
         packed = finish(*leaves).sample[0].flatten().long()
         if not torch.equal(packed.sort().values, torch.arange(numbers, device="cpu")):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
 import torch
@@ -27,7 +28,7 @@ class Stopped(Exception):
 
 
 @dataclass
-class Run:
+class PipelineRun:
     """What one run gives to the pipeline, and what it has seen there."""
 
     ends_at: str  # text, denoiser, step or decode
@@ -38,7 +39,6 @@ class Run:
 
     noise_shapes: list[tuple[int, ...]] = field(default_factory=list)
     encoded: list[Any] = field(default_factory=list)  # the results of encode_prompt
-    mu: float | None = None  # the shift that the pipeline passes to its scheduler
     calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the denoiser
     velocity: Any = None  # what the scheduler gets as the denoiser's output
     sample: Any = None  # the noise as the scheduler gets it, for example packed
@@ -52,7 +52,7 @@ class Run:
 class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
     """A flow-matching scheduler of one step, which notes what it gets."""
 
-    run: Run
+    run: PipelineRun
 
     def set_timesteps(
         self,
@@ -62,7 +62,6 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: Any = None,
     ) -> None:
-        self.run.mu = mu
         self.timesteps = torch.tensor([self.run.time], device=device)
         self.sigmas = torch.tensor([self.run.time / NUM_TIMES, 0.0], device=device)
 
@@ -74,7 +73,7 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
         return (sample,)
 
 
-def watch(pipeline_class: Any) -> Any:
+def watch_pipeline(pipeline_class: Any) -> Any:
     """A subclass of a pipeline whose captions and device are those of its `run`."""
 
     def encode_prompt(self: Any, *args: Any, **options: Any) -> Any:
@@ -95,29 +94,26 @@ def watch(pipeline_class: Any) -> Any:
 @contextlib.contextmanager
 def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace `randn_tensor` in the modules of a pipeline."""
-    modules = {sys.modules[kind.__module__] for kind in pipeline_class.__mro__}
-    modules = {module for module in modules if hasattr(module, "randn_tensor")}
-    own = {module: vars(module)["randn_tensor"] for module in modules}
-    try:
-        for module in modules:
-            vars(module)["randn_tensor"] = draw
+    with contextlib.ExitStack() as stack:
+        for module in {sys.modules[kind.__module__] for kind in pipeline_class.__mro__}:
+            if hasattr(module, "randn_tensor"):
+                stack.enter_context(patch.object(module, "randn_tensor", draw))
         yield
-    finally:
-        for module, function in own.items():
-            vars(module)["randn_tensor"] = function
 
 
-def is_part(entry: Any) -> bool:
+def is_component(entry: Any) -> bool:
     """Whether an entry of model_index.json is a part of the pipeline, as (library, class)."""
     return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
 
 
-def list_settings(index: dict[str, Any]) -> dict[str, Any]:
+def list_pipeline_settings(index: dict[str, Any]) -> dict[str, Any]:
     """The entries of model_index.json that are settings of the pipeline."""
     return {
         name: value
         for name, value in index.items()
-        if not name.startswith("_") and not is_part(value) and value not in ([None, None], None)
+        if not name.startswith("_")
+        and not is_component(value)
+        and value not in ([None, None], None)
     }
 
 
@@ -142,7 +138,9 @@ class Absent:
 def make_pipeline(kind: Any, parts: dict[str, Any], index: dict[str, Any]) -> Any:
     """Make a pipeline of `parts`, without the others. index: model_index.json, for settings."""
     expected, optional = kind._get_signature_keys(kind)
-    given = {name: value for name, value in list_settings(index).items() if name in optional}
+    given = {
+        name: value for name, value in list_pipeline_settings(index).items() if name in optional
+    }
     given |= dict.fromkeys(name for name in expected if name not in optional)
     given |= {name: part for name, part in parts.items() if name in expected}
     try:
@@ -174,7 +172,7 @@ class PipelineCode:
         self.kind = getattr(diffusers, index["_class_name"])
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
-        watched = watch(self.kind)
+        watched = watch_pipeline(self.kind)
         given = dict(parts)
         with torch.device("meta"):
             denoiser = self.denoiser_class.from_config(configs[folder])
@@ -188,7 +186,6 @@ class PipelineCode:
         self.pipeline = make_pipeline(watched, given, index)
         self.pipeline.set_progress_bar_config(disable=True)
         self.pipeline.own_device = torch.device("cpu")
-        self.run: Run | None = None
 
     def call_denoiser(self, *args: Any, **options: Any) -> Any:
         run = self.pipeline.run
@@ -198,7 +195,9 @@ class PipelineCode:
         return Transformer2DModelOutput(sample=output)
 
     @torch.no_grad()
-    def __call__(self, captions: Sequence[str], options: dict[str, Any], run: Run) -> Run:
+    def __call__(
+        self, captions: Sequence[str], options: dict[str, Any], run: PipelineRun
+    ) -> PipelineRun:
         """Run the pipeline's code for `captions`. options: further arguments of the pipeline."""
 
         def draw(shape: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

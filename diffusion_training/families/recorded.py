@@ -23,7 +23,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.denoiser_call import PROBED_SIDES, DenoiserCalls, UnknownCall
-from diffusion_training.families.pipeline_code import OFF, PipelineCode, Run, is_part, make_pipeline
+from diffusion_training.families.pipeline_code import (
+    OFF,
+    PipelineCode,
+    PipelineRun,
+    is_component,
+    make_pipeline,
+)
 from diffusion_training.families.recorded_text import (
     LONG,
     SHORT,
@@ -39,6 +45,7 @@ from diffusion_training.families.recorded_text import (
     stack_rows,
     take_rows,
 )
+from diffusion_training.families.tape import Unrepeatable
 from diffusion_training.models import load_weights
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
@@ -62,12 +69,14 @@ class TextParts(torch.nn.Module):
         return next(self.parameters()).dtype
 
     @torch.no_grad()
-    def record(self, captions: list[str], options: dict[str, Any], ends_at: str = "text") -> Run:
+    def record(
+        self, captions: list[str], options: dict[str, Any], ends_at: str = "text"
+    ) -> PipelineRun:
         """Run the pipeline's code for captions. options: further arguments of the pipeline."""
         (code,) = self.code
         code.pipeline.own_device = next(self.parameters()).device
         height, width = PROBED_SIDES
-        run = Run(ends_at, torch.zeros)
+        run = PipelineRun(ends_at, torch.zeros)
         return code(captions, self.options | {"height": height, "width": width} | options, run)
 
 
@@ -111,7 +120,7 @@ class Recorded(Family):
         """End the program in a sentence if the pipeline's code can't be recorded."""
         try:
             yield
-        except (UnknownCall, UnknownText) as error:
+        except (UnknownCall, UnknownText, Unrepeatable) as error:
             fail(f"{self.pipeline} can't be trained here: {what}, {error}")
 
     def make_code(self, **parts: Any) -> PipelineCode:
@@ -127,7 +136,7 @@ class Recorded(Family):
         models: dict[str, torch.nn.Module] = {}
         others: dict[str, Any] = {}
         for name, entry in self.index.items():
-            if not is_part(entry) or name in (self.folder, "vae", "scheduler"):
+            if not is_component(entry) or name in (self.folder, "vae", "scheduler"):
                 continue
             kind = getattr(importlib.import_module(entry[0]), entry[1])
             if issubclass(kind, torch.nn.Module):
@@ -188,7 +197,7 @@ class Recorded(Family):
         batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
         calls = self.own_calls
         lengths = batch["prompt_lengths"].tolist() if self.ragged else [1]
-        run = Run("denoiser", torch.zeros, texts=[calls.join(batch, lengths)])
+        run = PipelineRun("denoiser", torch.zeros, texts=[calls.join(batch, lengths)])
         with self.explaining("its captions"):
             calls.run(1, calls.shape[1:], run)
             expected, _ = tree_flatten_with_path(live.calls[0])
@@ -288,7 +297,7 @@ class Recorded(Family):
     def see_decoded(self, vae: Any, size: tuple[int, int], noise: torch.Tensor) -> torch.Tensor:
         """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
         calls = self.own_calls
-        run = Run("decode", noise.reshape, texts=[calls.make_texts([1])])
+        run = PipelineRun("decode", noise.reshape, texts=[calls.make_texts([1])])
         stand_in, calls.code.pipeline.vae = calls.code.pipeline.vae, vae
         try:
             with self.explaining("its latents"):
@@ -377,7 +386,7 @@ class Recorded(Family):
         """
         calls = self.open_calls(model.config)
         calls.needs_one_length = False  # not yet known
-        small = shrink(type_of(self.model), model.config)
+        small = make_small_denoiser(type_of(self.model), model.config)
         with self.explaining("its denoiser"):
             if not calls.is_exact(small, resolution, [8, 8]):
                 raise UnknownCall("two images in a batch change each other")
@@ -466,7 +475,7 @@ def type_of(model: str) -> Any:
     return getattr(diffusers, model)
 
 
-def shrink(kind: Any, config: Any) -> torch.nn.Module:
+def make_small_denoiser(kind: Any, config: Any) -> torch.nn.Module:
     """A denoiser of few layers with random weights, on the CPU."""
     ends = ("layers", "blocks", "depth")
     few = {
@@ -498,7 +507,7 @@ def place(order: torch.Tensor, device: torch.device, argsort: bool = False) -> t
     return PLACED[known]
 
 
-def is_doubled(run: Run) -> bool:
+def is_doubled(run: PipelineRun) -> bool:
     """Whether the denoiser got more latents than the captions have."""
     given = list_tensors(next(iter(run.calls[0].values())))
     return sum(tensor.numel() for tensor in given) != math.prod(run.noise_shapes[0])
@@ -541,4 +550,6 @@ def recognize(index: dict[str, Any]) -> bool:
     """Whether a model_index.json may be that of a recorded pipeline."""
     kind = getattr(diffusers, str(index.get("_class_name")), None)
     folder = index.get(Recorded.folder)
-    return hasattr(kind, "encode_prompt") and is_part(folder) and is_part(index.get("vae"))
+    return (
+        hasattr(kind, "encode_prompt") and is_component(folder) and is_component(index.get("vae"))
+    )

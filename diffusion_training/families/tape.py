@@ -9,12 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-class ReadsValues(RuntimeError):
-    """Raised if an operation reads the values of a tensor, for example `.item()`."""
-
-
 class Unrepeatable(RuntimeError):
-    """Raised for an operation that changes a tensor in place."""
+    """Raised for an operation that reads values of a tensor, or changes it in place."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,9 @@ class Tape(TorchDispatchMode):
             return result
         tensors, _ = tree_flatten(result)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise ReadsValues(str(operation))
+            raise Unrepeatable(f"{operation} reads values of a tensor")
         if operation._schema.is_mutable:
-            raise Unrepeatable(str(operation))
+            raise Unrepeatable(f"{operation} changes a tensor in place")
         if operation is torch.ops.aten.view.default:  # other tensors may have another layout
             operation = torch.ops.aten.reshape.default
         # on the device of its inputs

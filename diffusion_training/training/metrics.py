@@ -114,7 +114,7 @@ class Metrics:
                 return None
             record: dict[str, Any] = {"step": step, "metric_images": self.count}
             if self.launch.is_main:
-                fake = collect(found)
+                fake = stack_features(found)
                 record |= self.compare(rows, known, fake)
         names = ("guidance_scale", "num_inference_steps", "ddpm_num_inference_steps")
         record |= {name: vars(self.args)[name] for name in names if name in self.args}
@@ -181,7 +181,7 @@ class Metrics:
             if any(gather_object([stop_signal.received])):
                 return [], {}
             if self.launch.is_main:
-                known = collect(found)
+                known = stack_features(found)
                 known["rows"] = torch.tensor(sorted({row for _, row, _ in found}))
                 with saving(path.parent, path.name) as unfinished:
                     save_file(known, unfinished / path.name, {"source": source})
@@ -255,7 +255,7 @@ def choose_trained(dataset: Any, train_rows: Any, seed: int) -> list[int]:
     return train_rows.tolist()
 
 
-def collect(found: list[tuple[str, int, torch.Tensor]]) -> Features:
+def stack_features(found: list[tuple[str, int, torch.Tensor]]) -> Features:
     """[(network, number, features)] -> {network: features [N, width] in the order of numbers}."""
     found = sorted(found, key=lambda each: each[1])
     kinds = dict.fromkeys(kind for kind, _, _ in found)

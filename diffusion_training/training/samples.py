@@ -113,13 +113,22 @@ def draw_captions(
 
     def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:  # in the order of `own`
         found = [objective.prepare_held_out(next(batches)).condition for _ in numbers]
-        prompts: Any = {name: torch.cat([each[name] for each in found]) for name in empty}
+        prompts: Any = {
+            name: torch.cat([pad_to(each[name], value.shape[1]) for each in found])
+            for name, value in empty.items()
+        }
         return prompts, empty
 
     return draw_share(
         launch, pipeline, data.family, len(rows), per_call, choose, "metric", stop_signal, args,
         inputs,
     )  # fmt: skip
+
+
+def pad_to(embeds: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Pad embeddings or masks [N, fewer tokens, ...] with zeros, as `empty_prompt` is padded."""
+    behind = [0, 0] * (embeds.dim() - 2)
+    return torch.nn.functional.pad(embeds, [*behind, 0, tokens - embeds.shape[1]])
 
 
 def draw_share(

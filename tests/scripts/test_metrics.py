@@ -21,6 +21,7 @@ from conftest import (
     make_images,
     make_models,
     make_moments,
+    make_prx,
     make_unet_config,
     metrics,
     needs,
@@ -29,6 +30,7 @@ from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 from transformers import CLIPModel, CLIPProcessor
 
+from diffusion_training.data import captions
 from diffusion_training.flags import METRICS
 from diffusion_training.training.best import read_best
 from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
@@ -248,6 +250,21 @@ def test_every_family_is_measured_with_several_sizes_and_captions(tmp_path, inpu
     assert (before["step"], after["step"]) == (0, 1)
     assert before["copy_real"] == after["copy_real"] < 1
     assert all(-1 <= after[metric] <= 1 for metric in MEASURE[-4:])
+
+
+def test_captions_of_other_lengths_than_the_empty_one_are_drawn(tmp_path, inputs, monkeypatch):
+    """Batches are padded to their longest caption, the empty prompt to the most tokens."""
+    monkeypatch.setattr(captions, "MULTIPLE", 2)
+    make_captioned(tmp_path / "images", 4)
+    make_prx(tmp_path / "config")
+    flow(
+        f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={MODELS}",
+        f"--transformer_config_name_or_path={tmp_path / 'config'}", "--resolution=16",
+        "--holdout=2", "--max_train_steps=1", "--guidance_scale=3", "--num_inference_steps=1",
+        f"--metric_image_model={inputs / 'dino'}", "--validation_metrics=kid",
+        "--num_metric_images=2", f"--output_dir={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert [record["step"] for record in measured(tmp_path / "out")] == [1]
 
 
 @pytest.mark.long

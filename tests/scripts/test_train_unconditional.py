@@ -968,6 +968,7 @@ def test_resumed_run_uses_the_optimizer_flags_of_its_command(tmp_path, flags):
         "adam_weight_decay": 0.25,
         "adam_epsilon": 0.125,
     }
+    flags = [*flags, "--lr_warmup_steps=0"]
     train(*flags, "--max_train_steps=2", "--checkpointing_steps=2", "--lr_scheduler=constant")
     train(
         *flags,
