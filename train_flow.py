@@ -138,6 +138,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="shift of the noise levels, in training and samples; above 1 gives more noise "
         "(default: the pipeline's; for a new pipeline 1, or 3 from 512 px)",
     )
+    add(
+        "--embedded_guidance_scale",
+        type=number(0, 1000),
+        help="guidance scale that a guidance-distilled transformer (FLUX.1-dev) is given in "
+        "training; the samples' is --guidance_scale (default: 1)",
+    )
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
 

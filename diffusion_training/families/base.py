@@ -119,6 +119,8 @@ class Family:
     needs_lengths = False  # does `predict` read prompt_lengths?
     needs_sizes = False  # does the denoiser take the image's original size and crop?
     has_clip_skip = False
+    # the argument of the pipeline whose value is an input of the denoiser, if there is one
+    embedded_guidance: str | None = None
     padded: tuple[str, ...] = ("prompt_embeds",)  # the columns without padding, if `ragged`
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
