@@ -278,7 +278,7 @@ def make_transformer(
     """Make the transformer to train.
 
     It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
-    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and
+    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
     only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     model_class = getattr(diffusers, base.family.model)

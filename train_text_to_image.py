@@ -254,7 +254,7 @@ def make_unet(
     """Make the U-Net to train.
 
     It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
-    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and
+    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
     only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     config = args.unet_config_name_or_path

@@ -632,9 +632,9 @@ def add_lora_flags(add: Add) -> None:
     )
     add(
         "--base_precision",
-        choices=["nf4"],
-        help="with --rank, precision of the frozen base model; nf4 (4 bits) takes less memory and "
-        "needs bitsandbytes (default: that of --mixed_precision)",
+        choices=["int8", "nf4"],
+        help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
+        "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
     )
     add(
         "--preserve_prior",
@@ -868,12 +868,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
     if args.optimizer == "adamw8bit":
         check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
-    if vars(args).get("base_precision"):
-        check_package(parser, "--base_precision nf4", "bitsandbytes", "leave it out")
-        if args.use_dora:
-            parser.error(
-                "--use_dora needs the exact weights of the base: leave --base_precision out"
-            )
+    base_precision = vars(args).get("base_precision")
+    if base_precision == "nf4":
+        check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
+    if base_precision and args.use_dora:
+        parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
     for name in LORA_ONLY if "rank" in args and args.rank is None else ():
         if vars(args)[name] != parser.get_default(name):
             parser.error(f"--{name} does nothing without --rank")
