@@ -161,7 +161,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if family.script != "train_flow.py":
         parser.error(f"--model_family {args.model_family} needs {family.script}")
     if args.pretrained_model_name_or_path is None:
-        if None in (args.vae_name_or_path, args.text_encoder_name_or_path):
+        # a cache may hold classes, which need no text encoder
+        needs_text = not args.latents_dir and args.text_encoder_name_or_path is None
+        if args.vae_name_or_path is None or needs_text:
             parser.error(
                 "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
                 "--text_encoder_name_or_path"
@@ -556,7 +558,8 @@ def main(args: Namespace) -> None:
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, data_flags)
-    base = replace(base, family=data.family)  # with what was found out about captions
+    # with what was found out about captions, or the classes in place of captions
+    base = replace(base, family=data.family, classes=data.classes)
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights

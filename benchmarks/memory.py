@@ -396,7 +396,8 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
     if family.masked:
         prompts["prompt_mask"] = torch.ones(images, model.tokens, dtype=torch.bool)
     if family.needs_lengths:
-        prompts["prompt_lengths"] = torch.full([images], model.tokens, device="cpu")
+        with unset_fake_temporarily():  # models read them
+            prompts["prompt_lengths"] = torch.full([images], model.tokens, device="cpu")
     if family.needs_sizes:
         prompts["pooled_prompt_embeds"] = torch.zeros(images, VIT_G["projection_dim"])
         prompts["time_ids"] = torch.zeros(images, 6)
