@@ -40,6 +40,7 @@ from typing import Any
 from unittest.mock import patch
 
 import diffusers
+import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
@@ -396,8 +397,8 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
     if family.masked:
         prompts["prompt_mask"] = torch.ones(images, model.tokens, dtype=torch.bool)
     if family.needs_lengths:
-        with unset_fake_temporarily():  # models read them
-            prompts["prompt_lengths"] = torch.full([images], model.tokens, device="cpu")
+        # not a tensor: models read it, and fake ones have no values
+        prompts["prompt_lengths"] = np.full(images, model.tokens)
     if family.needs_sizes:
         prompts["pooled_prompt_embeds"] = torch.zeros(images, VIT_G["projection_dim"])
         prompts["time_ids"] = torch.zeros(images, 6)

@@ -274,6 +274,11 @@ def update_ema(averaged: Models, models: Models, step: int, args: argparse.Names
     The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
     """
     decay = min(args.ema_max_decay, 1 - (1 + (step - 1) / args.ema_inv_gamma) ** -args.ema_power)
+    move_averages(averaged, models, decay)
+
+
+def move_averages(averaged: Models, models: Models, decay: float) -> None:
+    """Move averages towards the trained weights, which get the share 1 - decay."""
     means = []
     weights = []
     for name, model in models.items():

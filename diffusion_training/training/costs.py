@@ -206,13 +206,13 @@ def is_checkpointed(model: torch.nn.Module) -> bool:
     return getattr(model, "is_gradient_checkpointing", False)
 
 
-def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]:
+def count_disk(models: Models, num_averages: int, optimizer: str) -> tuple[int, int]:
     """Return the bytes of (a checkpoint, the result).
 
     Untrained parts of the result, such as a pipeline's VAE, do not count.
     """
     weights, moments = count_trained(models, optimizer)
-    checkpoint = weights * (1 + use_ema) + moments
+    checkpoint = weights * (1 + num_averages) + moments
     if any(map(is_adapted, models.values())):
         checkpoint += weights  # two float16 files for other programs are as large
     return checkpoint, weights

@@ -61,7 +61,7 @@ training.lora_files training.sharding training.distances training.networks
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas training.samples training.pipelines training.hub training.denoiser
 training.prior training.metrics
-training.checkpoints training.costs training.held_out
+training.checkpoints training.costs training.held_out training.posthoc
 training.best training.copies training.records training.snapshot
 training.report
 training.run_folder
