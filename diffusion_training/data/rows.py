@@ -265,6 +265,8 @@ def choose_image_column(
             )
             if name == mask_column:
                 advice = "choose with --mask_column"
+            if name == vars(args).get("class_column"):
+                advice = "choose with --class_column"
             fail(f"{source} has no column {name!r}, only {known}: {advice}")
     return column
 

@@ -28,7 +28,7 @@ def load_denoiser(
 ) -> tuple[torch.nn.Module, str, str]:
     """Load the pretrained pipeline's denoiser, or make a new one.
 
-    With --rank it is loaded in the precision of the launch or in 4 bits.
+    With --rank it is loaded in the precision of the launch or quantized.
 
     kind: its class. config_source: the config of a new one, as a flag names it. configs: a
     checkpoint that has the configs of new models; its weights are loaded later, by `Training`.
