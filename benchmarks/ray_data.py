@@ -40,6 +40,7 @@ import torch
 import precompute_latents_ray as script
 from precompute_latents import encode_all
 
+ENGINES = ["ray_core", "ray_data"]
 # {fault: what happens}; a worker process reads the name from the environment
 FAULTS = {
     "decode": "a shard kills its decoding task each time",
@@ -260,7 +261,7 @@ def measure_speed(flags: list[str], rounds: int) -> Generator[list[str]]:
     """Yield the rows of a table."""
     shards = None
     for number in range(rounds):
-        for engine in ("ray_core", "ray_data"):
+        for engine in ENGINES:
             with tempfile.TemporaryDirectory() as folder:
                 out, log = Path(folder, "out"), Path(folder, "log")
                 process = start(engine, [*flags, f"--output_dir={out}"], log)
@@ -317,6 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("what", choices=["speed", "faults"])
     parser.add_argument("--limit", type=float, default=100, help="seconds")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     cli = parser.parse_args(argv)
     title = f"{bench.machine()}; Ray {ray.__version__}"
@@ -328,9 +330,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     header = ["fault", "engine", "end", "shards of 29", "encoders' processes", "last line"]
     rows = (
-        try_fault(engine, fault, flags, cli.limit)
-        for fault in cli.faults
-        for engine in ("ray_core", "ray_data")
+        try_fault(engine, fault, flags, cli.limit) for fault in cli.faults for engine in cli.engines
     )
     bench.show(title, header, rows)
 

@@ -277,6 +277,52 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
     assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
+class Rows:
+    """Replaces a data set of Ray Data, without Ray."""
+
+    def __init__(self, rows, override_num_blocks=None):
+        self.rows = rows
+
+    def map(self, stage, fn_kwargs=None, fn_constructor_args=(), **options):
+        if isinstance(stage, type):
+            stage = stage(*fn_constructor_args)
+        return Rows(stage(row, **(fn_kwargs or {})) for row in self.rows)
+
+    def iter_rows(self):
+        return self.rows
+
+
+def on_ray_data():
+    import ray_data
+
+    script.make_shards = ray_data.make_shards
+
+
+def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, without_ray, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ray_data
+
+    monkeypatch.setattr(ray_data, "NOTES", tmp_path)
+    monkeypatch.setattr(ray_data.ray, "put", script.ray.put)
+    monkeypatch.setattr(ray_data.ray, "get", script.ray.get)
+    monkeypatch.setattr(ray_data.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(ray_data.ray.data, "from_items", Rows)
+    code, said = without_ray(*flags, setup=on_ray_data)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+
+
+@pytest.mark.long
+def test_ray_data_benchmark_compares_speeds_and_tries_faults(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ray_data
+
+    flags = [*ray_data.FLAGS, "--resolution=8", "--rows_per_shard=256"]
+    rows = list(ray_data.measure_speed(flags, rounds=1))
+    assert [row[1] for row in rows] == ["ray_core", "ray_data"]
+    ended = ray_data.try_fault("ray_core", "exit", flags, limit=150)
+    assert ended[2].startswith("status 0") and ended[3] == "8", ended
+
+
 def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
     tmp_path, flags, without_ray
 ):
