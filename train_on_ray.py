@@ -282,7 +282,8 @@ def run_worker(config: dict[str, Any]) -> None:
         return
     events.put(event)
     if event.kind == "failed":
-        job.over.touch()
+        with contextlib.suppress(FileNotFoundError):  # this machine has another --output_dir
+            job.over.touch()
     if not job.over.exists():
         raise RuntimeError(event.text)
 
@@ -350,14 +351,14 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
         status = None
         while status is None:
             status = supervisor.poll()
-            new = log.read()
+            new = log.read()  # after `poll`, so that nothing is missing at the end
             print(new, end="", flush=True)  # Ray's dashboard shows it
             printed = (printed + new)[-TAIL:]
             if job.over.exists():
                 save_and_end(supervisor)
             time.sleep(0.5)
     name = Path(job.script).name
-    return interpret_end(supervisor.returncode, printed, name, f"{name} of worker {rank} on {host}")
+    return interpret_end(status, printed, name, f"{name} of worker {rank} on {host}")
 
 
 def find_unshared(job: RayJob) -> str | None:

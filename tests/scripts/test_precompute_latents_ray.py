@@ -1233,6 +1233,49 @@ def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, w
     assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
 
 
+@pytest.mark.long
+def test_random_errors_of_a_bucket_never_change_the_cache(
+    tmp_path, flags, whole, without_ray, monkeypatch
+):
+    """Each call may fail before its effect, or after it, for STORM minutes (default: 1)."""
+    rng, counts = random.Random(0), collections.Counter()
+    flags.append("--output_dir=memory://bucket/latents")
+
+    def fail_at_random(name):
+        real = getattr(MemoryFileSystem, name)
+
+        def call(*args, **options):
+            moment = rng.choices(["before", "after", "never"], [rate, rate, 1])[0]
+            if moment == "before":
+                counts[name] += 1
+                raise ConnectionResetError("reset by peer")
+            result = real(*args, **options)
+            if moment == "after":
+                counts[name] += 1
+                raise TimeoutError("no answer")
+            return result
+
+        monkeypatch.setattr(MemoryFileSystem, name, call)
+
+    names = ("put_file", "get_file", "cat_file", "rm_file", "rm", "find", "exists", "info")
+    for name in names:
+        fail_at_random(name)
+    end = time.time() + 60 * float(os.environ.get("STORM", "1"))
+    while time.time() < end:
+        MemoryFileSystem.store.clear()
+        rate, code = rng.choice([0.01, 0.03, 0.1]), 1
+        while code:
+            code, said = without_ray(*flags)
+            counts[f"status {code}"] += 1
+            assert code in (0, 1) and "Traceback" not in said, said
+            if code:
+                assert said.count("precompute_latents_ray.py: ") == 1, said
+                rate *= 0.9
+        rate = 0
+        assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
+    print(dict(counts))
+
+
 def test_remote_rows_refuse_files_that_changed_at_the_address(tmp_path, flags, bucket):
     args = script.parse_args([*flags, "--train_data_dir=s3://bucket/images"])
     rows = remote_rows.RemoteRows(args)
