@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -235,15 +236,21 @@ def test_a_bucket_that_vanishes_under_a_run_costs_no_saved_step(
     patch(monkeypatch, "WAITS", (0.05,) * 2)
     flags, address = stored
     bucket = boto3.resource("s3", endpoint_url=storage).Bucket(address.split("/")[2])
+    make_captioned(tmp_path / "more", 60)  # more than a run fetches before its first step
+    data = [f"--train_data_dir={tmp_path / 'more'}", f"--pretrained_model_name_or_path={MODELS}"]
+    shutil.rmtree(tmp_path / "cache")
+    precompute(*precompute.flags(tmp_path / "cache", *data, "--rows_per_shard=2", "--random_flip"))
+    upload(tmp_path / "cache", storage, bucket.name)
     largest = max(path.stat().st_size for path in (tmp_path / "cache").glob("*.arrow"))
-    flags = [*flags, f"--latents_dir={address}", f"--shards_size={7 * num_processes * largest}"]
+    flags = [*flags, f"--latents_dir={address}", f"--shards_size={13 * largest}"]
+    flags += ["--shuffle_shards=1", "--max_train_steps=24"]
     flags += [f"--checkpoints_to=s3://{bucket.name}/run", "--checkpoints_to_timeout=1"]
     flags += ["--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
     whole = [f"--latents_dir={tmp_path / 'cache'}", f"--checkpoints_to={tmp_path / 'copies'}"]
     run(flags, tmp_path / "whole", *whole, num_processes=num_processes)
     out, log = tmp_path / "out", tmp_path / "log"
     ends = []
-    for after in (1, 3, 6):
+    for after in (1, 6, 12):
         pids = start(lambda: train(*flags, f"--output_dir={out}"), num_processes, log)
         saved = lambda: [int(name.split("-")[1]) for name in checkpoints(out)]
         wait_until(lambda after=after: out.exists() and max(saved(), default=0) >= after, 100)
