@@ -1,4 +1,4 @@
-"""Each change in docs/changing.md is applied to every trainer that it names, which then trains."""
+"""Each change in docs/patches.md is applied to every trainer that it names, which then trains."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ import train_text_to_image
 from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/changing.md").read_text(), re.S)
+CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/patches.md").read_text(), re.S)
 SMALL = ["huber", "labels", "second", "masked", "module"]
 NAMES = [*SMALL, "perceptual", "inpainting", "repa"]
 TRAINERS = {
