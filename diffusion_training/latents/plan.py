@@ -183,6 +183,7 @@ def describe_settings(
         "ragged embeddings": "ragged embeddings" in family_features,
         "ragged ids": "ragged ids" in family_features and described["text_cache"] == "ids",
         "captions": transform.caption_weights,
+        "classes": "classes" in described,
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}
     settings["features"] = [name for name, is_present in features.items() if is_present]

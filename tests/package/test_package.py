@@ -30,7 +30,7 @@ __init__ batches errors library_fixes pillow cluster.supervisor
 arguments
 families.tape families.mask_values families.pipeline_code families.recorded_text
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
-families.names data.flags
+families.names families.class_labels data.flags
 flags
 latents.flags
 loading models
@@ -43,7 +43,7 @@ families.known families.recorded
 families.opening
 data.arrays data.folders data.images data.streams
 data.transforms data.image_cache data.rows
-data.texts data.buckets
+data.texts data.buckets data.class_labels
 data.captions
 data.captioned_images
 latents.ranges
@@ -61,7 +61,7 @@ training.lora_files training.sharding training.distances training.networks
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas training.samples training.pipelines training.hub training.denoiser
 training.prior training.metrics
-training.checkpoints training.costs training.held_out
+training.checkpoints training.costs training.held_out training.posthoc
 training.best training.copies training.records training.snapshot
 training.report
 training.run_folder

@@ -380,6 +380,7 @@ def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
     assert losses == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path, monkeypatch):
     """This covers a second trained module and a network in the loss, whose weights stay frozen."""
     seen = {}
