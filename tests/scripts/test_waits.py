@@ -1,12 +1,13 @@
 """On an imitated GPU, no script mixes devices, and no steady step waits for the GPU.
 
 See tests/fake_device.py. A step is steady after the first two, if it writes no record, checkpoint
-or sample. The waits that remain are listed with each run, with a reason.
+or sample. The waits that remain are listed with each run, with a reason. In a steady step, matrices
+are multiplied in the precision of --mixed_precision.
 """
 
 import json
 import sys
-from collections import Counter, namedtuple
+from collections import Counter, defaultdict, namedtuple
 
 import accelerate
 import fake_device
@@ -34,6 +35,7 @@ from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 
 from diffusion_training import quantization
+from diffusion_training.models import DTYPES
 
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
 SCRIPTS = {name: Script(name) for name in NAMES}
@@ -52,6 +54,8 @@ METRICS = ("kid", "clip-t", "clip-i", "dino-i", "copy")
 PRIOR = ("--preserve_prior", "--class_prompt", "a digit", "a")
 # Functions in which `PRECOMPUTE` waits only at the start
 ONCE = {"make_launch", "place_encoders", "put_on_device", "place_scale", "describe_scale"}
+# Functions that compute in float32 on purpose: the range of the first images is measured exactly
+IN_FLOAT32 = {"measure_images"}
 ASIDE = {"models"}  # of `Snapshot`: the thread that writes a checkpoint waits, not the training
 
 
@@ -286,28 +290,31 @@ def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
 
 
 def run_all(runs, folder):
-    """Run scripts in a fork on the imitated GPU; returns {run: its waits}."""
+    """Run scripts in a fork on the imitated GPU; returns {run: (its waits, its products)}."""
     log = folder / "log"
 
     def child():
         fake_device.switch_on()
         SCRIPTS[UNCONDITIONAL].module.Accelerator = WithScaler
         quantization.quantize = quantize
-        waits = {}
+        found = {}
         for name, run in runs.items():
             print(f"\n---- {name}", flush=True)
-            fake_device.forget_waits()
+            fake_device.forget_counts()
             if run.script in SCRIPTS:
                 script = SCRIPTS[run.script]
                 script(*script.flags(folder / name, *run.flags))
             else:
                 run_twin(run.script, *run.flags, f"--output_dir={folder / name}")
-            waits[name] = [[*wait, count] for wait, count in fake_device.WAITS.items()]
-        (folder / "waits.json").write_text(json.dumps(waits))
+            found[name] = [
+                [[*key, count] for key, count in counts.items()]
+                for counts in (fake_device.WAITS, fake_device.PRODUCTS)
+            ]
+        (folder / "found.json").write_text(json.dumps(found))
 
     codes = finish(start(child, log=str(log)), timeout=300)
     assert codes == [0], log.read_text()
-    return json.loads((folder / "waits.json").read_text())
+    return json.loads((folder / "found.json").read_text())
 
 
 def run_twin(path, *flags):
@@ -326,6 +333,23 @@ def count_waits(waits, step):
     for steps, operator, path, _, function, count in waits:
         if steps == step and function not in ASIDE:
             found[operator, path, function] += count
+    return found
+
+
+def find_precision(flags):
+    """The type in which a run's products are computed."""
+    for flag in flags:
+        if str(flag).startswith("--mixed_precision="):
+            return DTYPES[flag.partition("=")[2]]
+    return "float32"
+
+
+def find_products(products):
+    """{type: where steady steps multiply in it}"""
+    found = defaultdict(set)
+    for steps, operator, dtype, path, line, function, _ in products:
+        if steps in (2, 3) and function not in IN_FLOAT32:
+            found[dtype].add(f"{path}:{line} {operator}")
     return found
 
 
@@ -358,7 +382,10 @@ SLOWER = {  # marked `long`
 )
 def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
     runs = (QUICK | SLOW | SLOWER)[name](tmp_path)
-    for run, waits in run_all(runs, tmp_path).items():
+    for run, (waits, products) in run_all(runs, tmp_path).items():
+        if runs[run].script != PRECOMPUTE:
+            places = find_products(products)
+            assert places.keys() == {find_precision(runs[run].flags)}, (run, places)
         if runs[run].known is None:
             continue
         known = {each[:3]: each.count for each in runs[run].known}
