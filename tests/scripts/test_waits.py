@@ -3,9 +3,14 @@
 See tests/fake_device.py. A step is steady after the first two, if it writes no record, checkpoint
 or sample. The waits that remain are listed with each run, with a reason. In a steady step, matrices
 are multiplied in the precision of --mixed_precision.
+
+Not on this device: --compile, because torch.compile traces no wrapper tensors (benchmarks/gpu.py
+has a row for it), and --shard, because fully_shard sets a parameter's data from another kind of
+tensor (`Attempted to call variable.set_data(tensor)`).
 """
 
 import json
+import os
 import sys
 from collections import Counter, defaultdict, namedtuple
 
@@ -30,7 +35,7 @@ from conftest import (
     reset,
     start,
 )
-from diffusers import UNet2DConditionModel
+from diffusers import UNet2DConditionModel, UNet2DModel
 from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 
@@ -276,6 +281,14 @@ class WithScaler(accelerate.Accelerator):
             self.scaler = torch.amp.GradScaler(fake_device.NAME)
 
 
+class OfSeveral(accelerate.Accelerator):
+    """An Accelerator for several processes on the imitated GPU, which exchange over gloo."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        del os.environ["ACCELERATE_USE_CPU"]  # else it wants the device of later objects to be one
+
+
 def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
     """Quantize on the CPU, then move: a weight of bitsandbytes can't be a tensor like the device's.
 
@@ -289,13 +302,13 @@ def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
     vars(layer.weight).update(vars(exact))
 
 
-def run_all(runs, folder):
-    """Run scripts in a fork on the imitated GPU; returns {run: (its waits, its products)}."""
+def run_all(runs, folder, accelerator=WithScaler, num_processes=1):
+    """Run scripts in forks on the imitated GPU; returns {run: (waits, products)} of the last one."""
     log = folder / "log"
 
     def child():
         fake_device.switch_on()
-        SCRIPTS[UNCONDITIONAL].module.Accelerator = WithScaler
+        SCRIPTS[UNCONDITIONAL].module.Accelerator = accelerator
         quantization.quantize = quantize
         found = {}
         for name, run in runs.items():
@@ -310,10 +323,11 @@ def run_all(runs, folder):
                 [[*key, count] for key, count in counts.items()]
                 for counts in (fake_device.WAITS, fake_device.PRODUCTS)
             ]
-        (folder / "found.json").write_text(json.dumps(found))
+        if os.environ.get("RANK", "0") == str(num_processes - 1):
+            (folder / "found.json").write_text(json.dumps(found))
 
-    codes = finish(start(child, log=str(log)), timeout=300)
-    assert codes == [0], log.read_text()
+    codes = finish(start(child, num_processes, str(log)), timeout=300)
+    assert set(codes) == {0}, log.read_text()
     return json.loads((folder / "found.json").read_text())
 
 
@@ -399,3 +413,17 @@ def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
             for steps, operator, path, line, _, count in waits
         )
         assert found == [known] * len(found), f"{run}:\n{lines}"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_ddp_neither_mixes_devices_nor_waits_in_a_steady_step(tmp_path):
+    run = list_unconditional(tmp_path)["cached"]
+    found = run_all({"two": run}, tmp_path, OfSeveral, num_processes=2)
+    waits, products = found["two"]
+    config = UNet2DModel.load_config(tmp_path / "tiny-unet")
+    num_weights = len([*UNet2DModel.from_config(config).parameters()])
+    # gloo exchanges the numbers, which are on the CPU, and DDP copies each gradient from there
+    known = {("copy from the CPU", f"{UNCONDITIONAL}.py", "train_step"): num_weights}
+    assert [count_waits(waits, step) for step in (2, 3)] == [known, known]
+    assert find_products(products).keys() == {"bfloat16"}
