@@ -4,6 +4,9 @@
     python benchmarks/gpu.py --size toy --mixed_precision no --resolutions 64 --batch_sizes 4 \\
         --steps 6                                               # on a CPU
 
+A GPU first takes a few steps of a toy model with what no test can try on an imitated GPU: --compile
+and, on several GPUs, DDP and --shard.
+
 Weights are random, because trained ones cost the same. The runs train from a latent cache with EMA,
 also with --compile, and with settings that have no flag (see gpu_settings.py); from pixels; and an
 unconditional model. Prints for each:
@@ -19,7 +22,9 @@ status is 1 at the end.
 """
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -93,6 +98,31 @@ def time_encoding(flags, folder, count):
     return f"{count / running:.1f}"
 
 
+def list_checks(num_gpus, no_compile):
+    """{what: (processes, flags)} of runs that no test can make on an imitated GPU."""
+    checks = {} if no_compile else {"--compile": (1, ["--compile"])}
+    if num_gpus > 1:
+        checks |= {"DDP": (num_gpus, []), "--shard": (num_gpus, ["--shard"])}
+    return checks
+
+
+def check(folder, num_processes, flags):
+    """Launch a few steps of a toy model from a cache. Returns a cell."""
+    models = bench.make_models(folder / "sd", "toy")
+    cache = bench.make_cache(folder / "cache", models, 8, 64)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port=0"]
+    command += [f"--num_processes={num_processes}", *["--multi_gpu"] * (num_processes > 1)]
+    command += [str(bench.ROOT / "train_text_to_image.py"), f"--latents_dir={cache}"]
+    command += [f"--pretrained_model_name_or_path={models}", f"--output_dir={folder / 'out'}"]
+    command += ["--max_train_steps=3", "--train_batch_size=1", "--use_ema", "--report_to=none"]
+    env = {"HF_HUB_OFFLINE": "1", **os.environ}
+    done = subprocess.run([*command, *flags], env=env, capture_output=True, text=True)
+    if done.returncode == 0:
+        return "works"
+    print(f"{' '.join([*command, *flags])} failed:\n{done.stderr[-3000:]}", file=sys.stderr)
+    return FAILED
+
+
 def main(argv=None):
     parser = bench.make_parser(
         __doc__, size="sd2", mixed_precision="bf16", batch_size=None, steps=30, rounds=None
@@ -112,8 +142,13 @@ def main(argv=None):
     cli = parser.parse_args(argv)
     print(bench.machine())
     few = cli.size != "sd2"
+    gpu = bench.find_gpu()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
+        checked = []
+        for what, how in list_checks(gpu.device_count(), cli.no_compile).items() if gpu else ():
+            checked.append([what, check(folder / f"check{what}", *how)])
+            print(checked[-1], flush=True)
         table, encoding = Table(folder, cli), []
         models = bench.make_models(folder / "sd", cli.size)
         for resolution, batch in zip(cli.resolutions, cli.batch_sizes, strict=True):
@@ -134,7 +169,7 @@ def main(argv=None):
             speed = table.add(
                 where, "ours, EMA", batch, flops, [ours], with_ema, ("the bare loop", bare), True
             )
-            for setting in gpu_settings.SETTINGS if bench.find_gpu() else ():
+            for setting in gpu_settings.SETTINGS if gpu else ():
                 start = [gpu_settings.__file__, setting, ours]
                 table.add(where, setting, batch, flops, start, with_ema, ("ours", speed))
             if resolution == cli.resolutions[-1] and not cli.no_compile:  # compiling takes minutes
@@ -163,7 +198,7 @@ def main(argv=None):
     what = f"{cli.size}, {cli.mixed_precision}"
     bench.show(f"Text to image, {what}", table.HEADER, table.rows)
     bench.show(f"precompute_latents.py, running, {what}", ["", "images/s"], encoding)
-    if any(FAILED in row for row in [*table.rows, *encoding]):
+    if any(FAILED in row for row in [*checked, *table.rows, *encoding]):
         sys.exit("Some runs failed; see above")
 
 

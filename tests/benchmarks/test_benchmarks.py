@@ -560,6 +560,20 @@ def test_gpu_benchmark_shows_what_a_run_recorded_and_goes_on_after_a_failed_one(
     assert "it is broken" in capsys.readouterr().err
 
 
+def test_gpu_benchmark_checks_what_an_imitated_gpu_can_not():
+    assert [*gpu.list_checks(1, no_compile=False)] == ["--compile"]
+    assert [*gpu.list_checks(1, no_compile=True)] == []
+    assert gpu.list_checks(4, no_compile=True)["--shard"] == (4, ["--shard"])
+
+
+@pytest.mark.long
+def test_gpu_benchmark_checks_a_toy_model_on_several_devices(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert gpu.check(tmp_path / "shard", *gpu.list_checks(2, no_compile=True)["--shard"]) == "works"
+    assert gpu.check(tmp_path / "wrong", 1, ["--no_such_flag"]) == gpu.FAILED
+    assert "--no_such_flag" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 def test_gpu_benchmark_runs_on_an_imitated_gpu(tmp_path):

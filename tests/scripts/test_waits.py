@@ -303,7 +303,7 @@ def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
 
 
 def run_all(runs, folder, accelerator=WithScaler, num_processes=1):
-    """Run scripts in forks on the imitated GPU; returns {run: (waits, products)} of the last one."""
+    """Run scripts in forks on the imitated GPU; returns {run: (waits, products)} of the last."""
     log = folder / "log"
 
     def child():
