@@ -214,7 +214,7 @@ def train_classifier(images, labels):
 
 @pytest.mark.long
 def test_ten_classes_of_fashion_are_drawn_right(tmp_path):
-    """With guidance nine of ten samples are of their class, by a network that was trained on others.
+    """With guidance nine of ten samples are of their class, by a network trained on other images.
 
     Without it there are fewer, so dropped labels teach the model what no class looks like.
     """
