@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from diffusion_training.arguments import PATH, make_parser, number
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, in_one_sentence
-from diffusion_training.files import delete, saving
+from diffusion_training.files import delete, saving, sort_header
 from diffusion_training.models import move_averages, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run
@@ -146,6 +146,7 @@ def write_snapshot(
         (unfinished / path.name).mkdir()
         for name, (weights, header) in files.items():
             save_file(weights, unfinished / path.name / name, header)
+            sort_header(unfinished / path.name / name)  # its order is random
 
 
 def prune_snapshots(output_dir: Path, reached: int) -> None:

@@ -275,10 +275,14 @@ def test_memory_counts_match_published_models():
     numbers = sum(4 * w * w + 2 * w * w + 2 * 2048 * w + 8 * w * w + 4 * w * w for w in widths)
     largest = 8 * 1280 * 1280  # in 16 bits while it is used
     saved = numbers * (2 - 0.5 - 4 / 64) - 2 * largest
-    held = memory.count_held("SDXL", memory.LORA[3])
+    held = memory.count_held("SDXL", memory.LORA[4])
     assert held["gradients"] == held["averaged"] == 4 * adapter
     assert held["weights"] == 2 * PUBLISHED["SDXL"] + 4 * adapter - int(saved)
     assert held["moments"] == 8 * adapter
+    # with int8, a byte for a weight, and a scale for each output of its layers
+    outputs = sum(4 * w + 2 * w + 2 * w + 8 * w + w for w in widths)
+    less = memory.count_held("SDXL", memory.LORA[3])["weights"] - held["weights"]
+    assert less == pytest.approx(numbers * (1 - 0.5 - 4 / 64) + 4 * outputs, rel=0.01)
     assert {model.family for model in memory.MODELS.values()} == FAMILIES.keys()
 
 
@@ -360,12 +364,12 @@ def test_memory_of_all_models_matches_the_pages(capsys):
     # the commands of README.md and lora.md
     with_batch = lambda way, images: f"{memory.count_step('SDXL', way, images) / 1e9:.1f} GB"
     drawing = lambda way: f"{memory.count_drawing('SDXL', way) / 1e9:.1f} GB"
-    _, plain, saving, quantized, _ = memory.LORA
+    _, plain, saving, quantized, *_ = memory.LORA
     page = " ".join((ROOT / "docs/lora.md").read_text().split())
     said = [
         f"takes {with_batch(saving, 1)} in a step and {drawing(saving)} while samples are drawn"
     ]
-    said += [f"nf4`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
+    said += [f"int8`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
     said += [f"steps 1`: {with_batch(saving, 4)}.", f"which is faster: {with_batch(plain, 1)} |"]
     said += [f"steps 2`: {with_batch(plain, 2)} |"]
     assert [part for part in said if part not in page] == []
