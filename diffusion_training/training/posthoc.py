@@ -116,7 +116,7 @@ class PosthocEma:
             for name, model in averages.items()
         }
 
-    def reconstruct(self, output_dir: str | Path, width: float, is_main: bool) -> Models:
+    def reconstruct(self, output_dir: Path, width: float, is_main: bool) -> Models:
         """The average of any width at the end of the run, on all processes.
 
         It takes the place of one of the averages, which are saved by then. The first process reads
