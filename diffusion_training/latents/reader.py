@@ -19,6 +19,7 @@ import xxhash
 from diffusion_training.arguments import is_address
 from diffusion_training.batches import LatentBatch
 from diffusion_training.data.captions import tokenize_batch, tokenize_longest
+from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
@@ -32,7 +33,7 @@ from diffusion_training.latents.columns import (
     name_empty_files,
 )
 from diffusion_training.latents.fetch import Fetcher
-from diffusion_training.latents.shards import OpenShard, Shards
+from diffusion_training.latents.shards import OpenShard, Shards, name_repair
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import read_bytes
 
@@ -58,6 +59,8 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
     # a run resumes a cache only if it can read cache.json and state.json
     missing = f"make the cache with {maker}, in an empty folder"
     damaged = "delete it, and make the cache again"
+    if is_shared(folder):
+        missing = damaged = name_repair(folder)
     try:
         cache = json.loads(read_bytes(f"{folder}/cache.json"))
         try:
@@ -66,7 +69,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
             fail(f"{folder} is not finished: to finish it, run the command that made it")
         if state["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json has changed since it was written")
-        missing = damaged = "to repair it, run the command that made the cache"
+        missing = damaged = name_repair(folder)
         if cache["format_version"] != FORMAT_VERSION:
             fail(
                 f"{folder} has format {cache['format_version']}, but this version reads "

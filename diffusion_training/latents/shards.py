@@ -11,6 +11,7 @@ import pyarrow as pa
 import xxhash
 
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import Text
 from diffusion_training.errors import fail
 from diffusion_training.families.base import Tokenizers
@@ -21,6 +22,13 @@ from diffusion_training.latents.columns import (
     list_columns,
     view_rows,
 )
+
+
+def name_repair(folder: str) -> str:
+    """What to do about a damaged cache."""
+    if is_shared(folder):
+        return f"delete {folder}, and the next run with --cache_latents makes it again"
+    return "to repair it, run the command that made the cache"
 
 
 class Shards:
@@ -65,7 +73,7 @@ class Shards:
 
         Rows are checked when they are first read. alone: see `fail`.
         """
-        remedy = "to repair it, run the command that made the cache"
+        remedy = name_repair(self.folder)
         if path:
             remedy = "delete it to fetch it again"
         path = Path(path or self.locate(number))
@@ -89,7 +97,7 @@ class Shards:
                 raise ValueError("it has changed since it was written")
             return OpenShard(path, batches, self.columns, remedy)
         except FileNotFoundError:
-            fail(f"{path} is missing: make the cache with precompute_latents.py", alone)
+            fail(f"{path} is missing: {name_repair(self.folder)}", alone)
         except Exception as error:
             if "Memory mapping file failed" in str(error):
                 fail(

@@ -21,6 +21,7 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import amount, end_if_stopped, fail, print_once
 from diffusion_training.files import hash_values
 from diffusion_training.latents.flags import add_cache_flags
+from diffusion_training.latents.reader import load_cache
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 
@@ -56,10 +57,10 @@ def share_latents(launch: Launch, args: Namespace, script: str) -> Namespace:
             path = str(Path(script).with_name("precompute_latents.py"))
             make_cache([path, *format_words(flags)], list_environment(args.cache_latents))
     print_once(f"Latents: {folder}, for all runs with these images and models")
-    cache = json.loads((folder / "cache.json").read_text())
-    if cache["skipped"]:
+    skipped = load_cache(folder).settings["skipped"]
+    if skipped:
         listed = folder / "skipped.jsonl"
-        print_once(f"{amount(cache['skipped'], 'image')} could not be used: {listed} says why")
+        print_once(f"{amount(skipped, 'image')} could not be used: {listed} says why")
     found = {"latents_dir": [str(folder)], "dataset_name": None, "train_data_dir": None}
     return Flags(args.given, args.typed, **vars(args) | found)
 

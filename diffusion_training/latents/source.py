@@ -24,11 +24,13 @@ from diffusion_training.data.captions import (
     sample_captions,
 )
 from diffusion_training.data.flags import weigh_captions
+from diffusion_training.data.folders import is_shared
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
-from diffusion_training.errors import fail
+from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts
+from diffusion_training.families.names import FACTS
 from diffusion_training.files import find_differences
 from diffusion_training.latents.encoders import (
     Latents,
@@ -43,7 +45,7 @@ from diffusion_training.latents.encoders import (
     try_encoders,
 )
 from diffusion_training.latents.reader import Cache, load_cache
-from diffusion_training.latents.shards import Shards
+from diffusion_training.latents.shards import Shards, name_repair
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.launch import Launch
 from diffusion_training.memory import send
@@ -152,10 +154,13 @@ def open_data(
     """
     if not args.latents_dir:
         return open_images(launch, base, args)
-    maker = f"precompute_latents.py --model_family {base.family.name}"
+    maker = "precompute_latents.py"
+    if base.family.name in FACTS:
+        maker += f" --model_family {base.family.name}"
     caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
     settings = first.settings
+    check_family(args.latents_dir[0], settings, base.family)
     transform = settings["transform"]
     clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
     classes = tuple(settings.get("classes", ()))
@@ -279,13 +284,23 @@ def sample_cached_captions(shards: Shards) -> list[str]:
     if is_address(shards.folder):  # its shards are not fetched yet
         return []
     texts = (text for batch in shards for text in batch["text"].to_pylist())
-    first = itertools.islice(texts, 10**4)
+    with explained(f"{shards.folder} is damaged: {name_repair(shards.folder)}"):
+        first = list(itertools.islice(texts, 10**4))
     captions = [text[0] if isinstance(text, list) else text for text in first]
     return [text for text in captions if isinstance(text, str)]
 
 
 def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
     return CaptionChoice(args.seed, weights, args.shuffle_caption, args.keep_tokens)
+
+
+def check_family(folder: str, cache: dict[str, Any], family: Family) -> None:
+    """Stop with an error if a cache is of another family."""
+    if cache["model_family"] != family.name:
+        fail(
+            f"{folder} does not fit these models or the first cache (model_family "
+            f"{cache['model_family']} -> {family.name}): give the models that it was made with"
+        )
 
 
 def check_caches(
@@ -321,9 +336,12 @@ def check_cache(
 ) -> None:
     """Stop with an error if a cache is not as `described`, or lacks data that the flags need."""
     if differences := find_differences({name: cache.get(name) for name in described}, described):
+        advice = "give the models that it was made with"
+        if is_shared(folder):  # models of the same name have changed
+            advice = name_repair(folder)
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
-            "give the models that it was made with"
+            f"{advice}"
         )
     if args.shuffle_caption and cache["text_cache"] != "ids":
         fail(

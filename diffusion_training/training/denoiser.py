@@ -99,11 +99,11 @@ def check_denoiser(
     sentence = family.check_inputs(model.config, channels, embeds_width)
     if sentence := sentence or family.check_model(model.config):
         fail(f"{name} {sentence}")
-    family.try_model(model, data.resolution)
     multiple = family.patch_size(model) * data.latents.downscale
     side = data.bucket_step or data.resolution
     if side % multiple:
         fail(f"{name} needs sides that are multiples of {multiple} pixels, not {side}")
+    family.try_model(model, data.resolution)
     condition = {key: embeds[None] for key, embeds in data.empty_prompt.items()}
     if family.needs_lengths:
         condition["prompt_lengths"] = torch.tensor([data.empty_length])

@@ -75,6 +75,7 @@ class Metrics:
         if "copy" in self.names or not held_out:
             self.trained = choose_trained(dataset, train_rows, args.seed)
         self.real = sorted(held_out, key=lambda row: held_out[row]) or self.trained
+        self.check_real(len(self.real))
         # what `measure_real` returns; once is enough
         self.measured_real: tuple[list[int], Features] = ([], {})
 
@@ -82,6 +83,16 @@ class Metrics:
         name = vars(self.args)[flag]
         with explained(f"--{flag} {name} can't be used"):
             return load_network(name, self.args.cache_dir)
+
+    def check_real(self, count: int) -> None:
+        """Stop with an error if so many real images are too few."""
+        spread = [name for name in self.names if name in SET_METRICS]
+        if spread and count < 2:
+            fail(
+                f"--validation_metrics {spread[0]} compares the spread of samples with that of "
+                f"held-out images, so it needs two that can be decoded, not {count}: raise "
+                "--holdout"
+            )
 
     @torch.no_grad()
     def measure(
@@ -189,6 +200,7 @@ class Metrics:
         usable = gather_object([[row for row in self.real if row in own]])[0]
         if not usable:
             fail(f"--validation_metrics: none of {len(self.real)} real images can be decoded")
+        self.check_real(len(usable))
         return usable, known
 
     def embed_rows(
