@@ -52,6 +52,7 @@ from functools import partial
 from typing import Any, cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
+from diffusion_training.data.flags import add_reference_flags, check_references
 from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.flags import (
     add_captioned_data_flags,
@@ -96,6 +97,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__file__, __doc__, "docs/from-scratch.md")
 
     add_captioned_data_flags(parser)
+    add_reference_flags(parser.add_argument_group("data: images to edit (references)").add_argument)
 
     add = parser.add_argument_group("model").add_argument
     add_pipeline_flags(add)
@@ -144,6 +146,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="flow")
     add_prompt_flags(add, guidance_scale=4.0, num_inference_steps=28)
+    add(
+        "--validation_images",
+        nargs="+",
+        type=PATH,
+        help="for each of --validation_prompts the image to edit, or all its references in turn",
+    )
 
     add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
 
@@ -184,6 +192,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
     check_data_args(parser, args)
+    check_references(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
 

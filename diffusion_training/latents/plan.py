@@ -93,6 +93,8 @@ class PlannedCache:
             words += ["--mixed_precision", self.flags["mixed_precision"]]
         if self.family.attention:
             words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
+        if self.family.reads_references:
+            words += ["--caption_dropout", "0"]
         return shlex.join(words)
 
     def with_batch_size(self, size: int) -> "PlannedCache":
@@ -117,6 +119,7 @@ def plan_caches(
     if len(sides) > 1:
         check_not_cache(args.output_dir)
         folders = [f"{args.output_dir.rstrip('/')}/{side}" for side in sides]
+    check_references(family, images, args)
     channels, _ = family.count_channels(encoders.vae)
     kind = described["latents"]
     weights = weigh_captions(args)
@@ -124,9 +127,25 @@ def plan_caches(
     for side, folder in zip(sides, folders, strict=True):
         check_sides(family.downscale(encoders.vae), side, args.bucket_step)
         latents = describe_latents(family, encoders.vae, side, kind)
-        transform = make_transform(args, images.column, images.mask_column, weights, channels, side)
+        count = len(images.reference_columns)
+        reference_side = family.choose_reference_side(side, count) if count else 0
+        transform = make_transform(
+            args,
+            images.column,
+            images.mask_column,
+            weights,
+            channels,
+            side,
+            images.reference_columns,
+            reference_side,
+            latents.downscale,
+        )
+        references = {}
+        if count:
+            shape = family.shape_reference(encoders.vae, reference_side)
+            references["references"] = {"count": count, "side": reference_side, "shape": shape}
         settings = describe_settings(
-            described | {"latents_shape": list(latents.shape)},
+            described | {"latents_shape": list(latents.shape)} | references,
             transform,
             family.features,
             images.rows,
@@ -135,6 +154,8 @@ def plan_caches(
         flags = vars(args) | launch_flags
         flags |= {"resolution": side, "output_dir": folder, "latents": kind}
         flags |= {"mask_column": images.mask_column, "caption_weights": weights}
+        if images.reference_columns and not args.conditioning_data_dir:
+            flags["conditioning_image_column"] = list(images.reference_columns)
         caches.append(
             PlannedCache(
                 output_dir=folder,
@@ -149,6 +170,28 @@ def plan_caches(
             )
         )
     return caches
+
+
+def check_references(family: Family, images: ImageRows, args: Namespace) -> None:
+    """Stop with an error if a cache of references can't be made with these flags."""
+    if not images.reference_columns:
+        return
+    if args.random_flip and images.mask_column:
+        fail("--random_flip can't mirror masks beside references: leave one of them out")
+    if family.needs_references and args.allow_missing_conditioning:
+        fail(
+            f"--allow_missing_conditioning: a {family.pipeline} can't be called without a reference"
+        )
+    if family.reads_references:
+        for flag, is_given in {
+            "--random_flip": args.random_flip,
+            "--text_cache ids": args.text_cache == "ids",
+        }.items():
+            if is_given:
+                fail(
+                    f"{flag} can't be used here, because the text encoder of a {family.pipeline} "
+                    "sees the references: leave it out"
+                )
 
 
 def check_not_cache(output_dir: str) -> None:
@@ -183,6 +226,7 @@ def describe_settings(
         "ragged embeddings": "ragged embeddings" in family_features,
         "ragged ids": "ragged ids" in family_features and described["text_cache"] == "ids",
         "captions": transform.caption_weights,
+        "references": transform.reference_columns,
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}
     settings["features"] = [name for name, is_present in features.items() if is_present]

@@ -108,5 +108,6 @@ def check_denoiser(
         condition["prompt_lengths"] = torch.tensor([data.empty_length])
     if family.needs_sizes:
         condition["time_ids"] = torch.zeros(1, 6)
+    condition |= data.references
     shape = [data.latents.channels, *data.latents.shape[1:]]
     return check_shapes(models, predict, name, shape, condition | further)
