@@ -114,7 +114,7 @@ class DenoiserCalls:
         self.parts = parts
         self.is_ragged = any(part["is_ragged"] for part in parts)
         self.needs_one_length = False  # must all captions of a batch have one number of tokens?
-        self.geometry = find_geometry(code, self.make_texts([1]), options)
+        self.geometry = find_geometry(code, self.make_texts([1]), self.options)
         self.time_maps = self.find_times()
         self.calls: dict[Any, Call] = {}
         self.outputs: dict[Any, Tape] = {}

@@ -18,7 +18,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-from diffusion_training.families.reference_latents import encode_reference
+from diffusion_training.families.reference_latents import ReferenceShapes, encode_reference
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
 # arguments of pipelines that would change the size, or hand an object to the denoiser
@@ -189,8 +189,9 @@ class PipelineCode:
         with torch.device("meta"):
             denoiser = self.denoiser_class.from_config(configs[folder])
             vae_class = getattr(diffusers, configs["vae"]["_class_name"])
-            self.vae = vae_class.from_config(configs["vae"])  # it knows the shapes of latents
-        given.setdefault("vae", self.vae)
+            vae = vae_class.from_config(configs["vae"])
+        self.reference_shapes = ReferenceShapes(vae)
+        given.setdefault("vae", vae)
         self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
         denoiser.forward = self.call_denoiser
         self.scheduler = WatchedScheduler.from_config(configs["scheduler"])
@@ -221,9 +222,7 @@ class PipelineCode:
             raise Stopped
 
         def encode(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            number = len(run.pixels)
-            run.pixels.append(pixels)
-            return encode_reference(self.vae, pixels, run, number)
+            return encode_reference(self.reference_shapes, pixels, run)
 
         output_type = "pt" if run.ends_at == "decode" else "latent"
         asked = {"num_inference_steps": 2, "output_type": output_type} | OFF | options

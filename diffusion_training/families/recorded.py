@@ -22,7 +22,7 @@ from accelerate import PartialState
 from PIL import Image
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from diffusion_training.errors import fail
+from diffusion_training.errors import amount, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.denoiser_call import PROBED_SIDES, DenoiserCalls, UnknownCall
 from diffusion_training.families.pipeline_code import (
@@ -197,8 +197,9 @@ class Recorded(Family):
         if self.findings:
             return self
         (parts,) = text_encoders
-        with self.explaining("its captions"):
+        with self.explaining("its references"):
             about = self.try_references(parts)
+        with self.explaining("its captions"):
             off = self.turn_guidance_off(parts)
             most = parts.options.get("max_sequence_length", self.max_tokens or None)
             if about.get("are_read"):  # references have tokens too
@@ -235,7 +236,11 @@ class Recorded(Family):
                 )
         if not parts.images:
             return {}
-        white = list_tensors(parts.record([SHORT], {}).encoded[0])
+        try:
+            white = list_tensors(parts.record([SHORT], {}).encoded[0])
+        except ValueError as error:
+            count = amount(len(parts.images), "reference")
+            raise UnknownReferences(f"it can't be called with {count}: {error}") from error
         black = [Image.new("RGB", image.size) for image in parts.images]
         other = list_tensors(parts.record([SHORT], {}, images=black).encoded[0])
         are_read = not all(map(is_equal, white, other))

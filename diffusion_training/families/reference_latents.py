@@ -30,20 +30,37 @@ class Encoded:
         return self.latents
 
 
-def encode_reference(vae: Any, pixels: torch.Tensor, run: Any, number: int) -> Encoded:
+class ReferenceShapes:
+    """The shapes of a VAE's latents, by a VAE without weights."""
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+        self.known: dict[torch.Size, torch.Size] = {}  # for each shape of pixels
+
+    def find(self, pixels: torch.Tensor) -> torch.Size:
+        if pixels.shape not in self.known:
+            with torch.device("meta"):
+                empty = torch.empty(pixels.shape, device="meta")
+                output = type(self.vae).encode(self.vae, empty)
+            has_moments = hasattr(output, "latent_dist")
+            latents = output.latent_dist.mode() if has_moments else output[0]
+            self.known[pixels.shape] = latents.shape
+        return self.known[pixels.shape]
+
+
+def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> Encoded:
     """Take the place of a VAE's `encode`: return the latents that a run has for this reference.
 
-    vae: one without weights, for the shape of the latents. run: see `PipelineRun`.
+    run: see `PipelineRun`.
     """
     if len(pixels) != 1:
         raise UnknownReferences("it takes only one reference")
-    with torch.device("meta"):
-        output = type(vae).encode(vae, torch.empty(pixels.shape, device="meta"))
-    shape = output.latent_dist.mode().shape if hasattr(output, "latent_dist") else output[0].shape
+    shape = shapes.find(pixels)
     if run.references is None:
         latents = torch.zeros(shape)
     else:
-        latents = run.references[number].reshape(shape)
+        latents = run.references[len(run.pixels)].reshape(shape)
+    run.pixels.append(pixels)
     run.latents.append(latents.flatten(1, -3))
     return Encoded(latents)
 

@@ -12,7 +12,7 @@ SIDE = 64  # pixels; FLUX.2 klein takes no smaller references
 
 
 def make_pairs(folder, count=4, size=(SIDE, SIDE), reference=(SIDE, SIDE)):
-    """Images of random colours, and beside each its inverse as a reference. Sizes: (width, height)."""
+    """Random colours, and beside each image its inverse as a reference. Sizes: (width, height)."""
     rng = np.random.default_rng(0)
     folder.mkdir()
     for i in range(count):
