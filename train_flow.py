@@ -537,10 +537,15 @@ def log_validation(
     draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
 
 
-def describe_model(family: Family, about: About, args: Namespace) -> Description:
-    """Return the texts of the model card and the report, with example code."""
+def describe_model(
+    family: Family, about: About, args: Namespace, references: int = 0
+) -> Description:
+    """Return the texts of the model card and the report, with example code.
+
+    references: how many images an edit starts from.
+    """
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
-    return describe_text_to_image(family, "transformer", is_new, about, args)
+    return describe_text_to_image(family, "transformer", is_new, about, args, references=references)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -644,7 +649,7 @@ def main(args: Namespace) -> None:
             pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
             save_pipeline(pipeline, folder)
 
-    describe = partial(describe_model, base.family)
+    describe = partial(describe_model, base.family, references=data.num_references)
 
     def evaluate(is_result: bool = True) -> None:
         """Measure the held-out loss, draw samples, write the report.

@@ -100,12 +100,14 @@ class DenoiserCalls:
         parts: list[Part],
         options: dict[str, Any],
         references: Sequence[tuple[int, int]] = (),
+        one_by_one: bool = False,
     ) -> None:
         """structure, parts: see `describe_result`. options: arguments of the pipeline.
 
-        references: (height, width) in pixels of each image that an edit starts from. With them,
-        everything is recorded for one image, since some pipelines take no more.
+        references: (height, width) in pixels of each image that an edit starts from. one_by_one:
+        call the denoiser for each image of a batch, since some pipelines edit only one.
         """
+        self.one_by_one = one_by_one
         self.code = code
         self.structure = structure
         self.options = options
@@ -122,7 +124,7 @@ class DenoiserCalls:
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
         # Do other arguments depend on the number of tokens?
-        lengths = ([8], [7]) if references else ([8, 6], [7, 5])
+        lengths = ([8], [7]) if one_by_one else ([8, 6], [7, 5])
         one, other = (self.record((len(each), *self.shape), each) for each in lengths)
         self.reads_lengths = not one.equals(other)
 
@@ -152,13 +154,17 @@ class DenoiserCalls:
     def join(self, prompts: dict[str, torch.Tensor], lengths: list[int]) -> Any:
         return put_together(self.structure, {"caption": prompts}, {"caption": lengths})
 
-    def make_texts(self, lengths: list[int]) -> Any:
-        """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros."""
+    def make_texts(self, lengths: list[int], known: dict[str, torch.Tensor] | None = None) -> Any:
+        """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros.
+
+        known: columns that have other values.
+        """
         count = len(lengths)
         blank = {
             part["column"]: torch.full((count, *part["shape"]), part["typical"], device="cpu")
             for part in self.parts
         }
+        blank |= known or {}
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
         return self.join(blank, lengths)
 
@@ -204,7 +210,7 @@ class DenoiserCalls:
         references: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """The velocity, float32 [N, C, h, w]. See `Family.predict`."""
-        if references and len(noisy) > 1:
+        if self.one_by_one and len(noisy) > 1:
             rows = [slice(i, i + 1) for i in range(len(noisy))]
             return torch.cat(
                 [
@@ -238,20 +244,20 @@ class DenoiserCalls:
             arguments[position] = time.to(like.dtype)
         with contextlib.ExitStack() as stack:
             if noisy.is_meta:  # some models read the values of masks
-                example = call.fill(*self.make_example(noisy, lengths))
+                values = {
+                    name: prompts[f"{name}_values"]
+                    for name in prompts
+                    if f"{name}_values" in prompts
+                }
+                example = call.fill(
+                    self.make_latents(noisy.shape), list_tensors(self.make_texts(lengths, values))
+                )
                 pairs = zip(arguments, example, strict=True)
                 known = [(one, other) for one, other in pairs if is_whole_numbers(one)]
                 values = stack.enter_context(MaskValues(known))
                 stack.enter_context(ReadLists(values))
             output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)
-
-    def make_example(
-        self, noisy: torch.Tensor, lengths: list[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Latents and captions with values, on the CPU."""
-        texts = list_tensors(self.make_texts(lengths))
-        return self.make_latents(noisy.shape), texts
 
     def make_latents(self, shape: Sequence[int]) -> list[torch.Tensor]:
         """Noisy latents of a shape and those of references, on the CPU, all zeros."""

@@ -202,8 +202,9 @@ class Recorded(Family):
         with self.explaining("its captions"):
             off = self.turn_guidance_off(parts)
             most = parts.options.get("max_sequence_length", self.max_tokens or None)
-            if about.get("are_read"):  # references have tokens too
-                most = None
+            if most and about.get("are_read"):  # references have tokens too
+                embeds, *_ = list_tensors(parts.record([SHORT], off).encoded[0])
+                most += embeds.shape[1]
             record = partial(record_text, parts, off)
             structure, described = describe_result(record, most)
             findings = {"off": off, "structure": structure, "parts": described}
@@ -351,7 +352,12 @@ class Recorded(Family):
                 found = self.findings
                 with self.explaining("its denoiser"):
                     CALLS[key, references] = DenoiserCalls(
-                        CODES[key], found["structure"], found["parts"], found["off"], references
+                        CODES[key],
+                        found["structure"],
+                        found["parts"],
+                        found["off"],
+                        references,
+                        one_by_one="references" in found,
                     )
             CALLS[known] = CALLS[key, references]
             KEPT.append((self, config))  # so that no other object gets their ids
@@ -486,11 +492,11 @@ class Recorded(Family):
         calls.needs_one_length = False  # not yet known
         small = make_small_denoiser(type_of(self.model), model.config)
         with self.explaining("its denoiser"):
-            if self.needs_references:  # images are predicted one by one
-                pass
-            elif not calls.is_exact(small, resolution, [8, 8]):
-                raise UnknownCall("two images in a batch change each other")
-            is_mixed = not self.ragged or calls.is_exact(small, resolution, [8, 5])
+            is_mixed = calls.one_by_one
+            if not is_mixed:
+                if not calls.is_exact(small, resolution, [8, 8]):
+                    raise UnknownCall("two images in a batch change each other")
+                is_mixed = not self.ragged or calls.is_exact(small, resolution, [8, 5])
             calls.needs_one_length = not is_mixed
         times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
         alone = "; only captions of one length share a batch" if calls.needs_one_length else ""

@@ -125,6 +125,11 @@ class Data:
             return 1
         return count_lengths(len(self.empty_prompt["prompt_embeds"]))
 
+    @property
+    def num_references(self) -> int:
+        """How many images an edit starts from."""
+        return len(self.references) // 2  # each has an entry for its size
+
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""
         return self.encoders.modules() if self.encoders else []
@@ -188,7 +193,7 @@ def open_data(
         if args.shuffle_caption:
             reads = encoders.tokenizers, choose_captions(args, caption_weights)
     empty_prompt = {
-        name: (embeds if embeds.dtype == torch.bool else embeds.float()).to(launch.device)
+        name: (embeds.float() if embeds.is_floating_point() else embeds).to(launch.device)
         for name, embeds in first.empty_prompt.items()
     }
     shape = tuple(settings["latents_shape"])

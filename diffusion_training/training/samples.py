@@ -144,7 +144,7 @@ def list_edits(
     for number, own in enumerate(references):
         listed += [*own, *before[number : number + 1]]
         listed += images[number * per_prompt : (number + 1) * per_prompt]
-    pictures = [Image.fromarray(np.asarray(each)) for each in listed]
+    pictures = [Image.fromarray(np.asarray(each)).convert("RGB") for each in listed]
     return [np.array(ImageOps.pad(each, (side, side), color="white")) for each in pictures]
 
 

@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from conftest import Script, make_klein
+import tiny_pipelines
+from conftest import Script, assert_same_weights, make_klein, metrics
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 precompute, train = Script("precompute_latents"), Script("train_flow")
 SIDE = 64  # pixels; FLUX.2 klein takes no smaller references
+MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
 
 
 def make_pairs(folder, count=4, size=(SIDE, SIDE), reference=(SIDE, SIDE)):
@@ -24,31 +27,77 @@ def make_pairs(folder, count=4, size=(SIDE, SIDE), reference=(SIDE, SIDE)):
     return folder
 
 
-@pytest.fixture(scope="module")
-def klein(tmp_path_factory):
-    return make_klein(tmp_path_factory.mktemp("klein") / "base")
+class Pairs:
+    """A tiny pipeline, pairs of images, and a cache of them."""
+
+    def __init__(self, folder, name):
+        self.folder = folder
+        self.images = make_pairs(folder / "pairs")
+        self.cache = folder / "cache"
+        self.base = f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"
+        self.data = [f"--train_data_dir={self.images}", f"--resolution={SIDE}"]
+        self.data += ["--dataloader_num_workers=0"]
+
+    def precompute(self, *flags):
+        precompute(self.base, *self.data, f"--output_dir={self.cache}", *flags)
+        return json.loads((self.cache / "cache.json").read_text())
+
+    def flags(self, output, *more):
+        return [
+            self.base,
+            f"--latents_dir={self.cache}",
+            f"--output_dir={self.folder / output}",
+            "--train_batch_size=2",
+            "--max_train_steps=3",
+            "--caption_dropout=0",
+            "--num_inference_steps=2",
+            "--report_to=none",
+            *more,
+        ]
+
+    def samples(self):
+        reference = str(self.images / "0.control.png")
+        return ["--validation_prompts", "one", "--validation_images", reference]
 
 
-def test_klein_trains_edits_from_a_cache_of_pairs(tmp_path, klein):
-    pairs = make_pairs(tmp_path / "pairs")
-    base = [f"--pretrained_model_name_or_path={klein}"]
-    data = [f"--train_data_dir={pairs}", f"--resolution={SIDE}", "--dataloader_num_workers=0"]
-    precompute(*base, *data, f"--output_dir={tmp_path / 'cache'}")
-    settings = json.loads((tmp_path / "cache/cache.json").read_text())
-    assert settings["references"] == {"count": 1, "side": SIDE, "shape": [16, 16, 16]}
-    train(
-        *base,
-        f"--latents_dir={tmp_path / 'cache'}",
-        "--rank=2",
-        "--train_batch_size=2",
-        "--max_train_steps=2",
-        "--holdout=1",
-        "--num_inference_steps=2",
-        "--report_to=none",
-        "--num_validation_images=2",
-        "--validation_prompts",
-        "one",
-        "--validation_images",
-        str(pairs / "0.control.png"),
-        f"--output_dir={tmp_path / 'out'}",
-    )
+each = pytest.mark.parametrize(
+    "name",
+    [name if name == "klein" else pytest.param(name, marks=pytest.mark.long) for name in MAKE],
+)
+
+
+@each
+@pytest.mark.usefixtures("without_figures")
+def test_an_edit_lora_trains_draws_and_is_read_by_the_pipeline(tmp_path, name, monkeypatch):
+    tiny_pipelines.make_small(monkeypatch)
+    pairs = Pairs(tmp_path, name)
+    settings = pairs.precompute()
+    assert settings["references"]["count"] == 1 and settings["rows"] == 4
+    more = ["--rank=2", "--learning_rate=0.1", "--holdout=1", "--num_validation_images=1"]
+    train(*pairs.flags("lora", *more, *pairs.samples()))
+    assert [record for record in metrics(tmp_path / "lora") if "held_out_loss" in record]
+    grid = Image.open(tmp_path / "lora/samples/step-0000003.png")
+    assert grid.width > 3 * SIDE  # reference, before, after
+    card = (tmp_path / "lora/README.md").read_text()
+    assert "image=load_image(" in card and "image-to-image" in card
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "base")
+    pipeline.load_lora_weights(tmp_path / "lora")
+    reference = Image.open(pairs.images / "0.control.png")
+    (drawn,) = pipeline(
+        prompt="one", image=reference, height=SIDE, width=SIDE, num_inference_steps=2
+    ).images
+    assert drawn.size == (SIDE, SIDE) or name == "kontext"  # it draws 1024 x 1024
+
+
+@each
+@pytest.mark.usefixtures("without_figures")
+def test_a_killed_run_of_edits_resumes_to_the_same_bits(tmp_path, name, monkeypatch):
+    tiny_pipelines.make_small(monkeypatch)
+    pairs = Pairs(tmp_path, name)
+    pairs.precompute()
+    more = ["--checkpointing_steps=1", *pairs.samples()]
+    train.fork(*pairs.flags("whole", *more), num_processes=2)
+    more += ["--resume_from_checkpoint=latest"]
+    train.kill_after_checkpoint(tmp_path / "killed", *pairs.flags("killed", *more), num_processes=2)
+    train.fork(*pairs.flags("killed", *more), num_processes=2)
+    assert_same_weights(tmp_path / "whole/transformer", tmp_path / "killed/transformer")
