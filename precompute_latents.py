@@ -69,7 +69,7 @@ DEMO = f"""
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and check the command line."""
     parser = make_parser(__file__, __doc__, "docs/latent-cache.md")
-    add_cache_flags(parser)
+    add_cache_flags(parser, with_classes=True)
     add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
@@ -106,6 +106,7 @@ from diffusion_training.data.captions import (
     tokenize,
     transform_row,
 )
+from diffusion_training.data.class_labels import name_classes
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows
@@ -609,17 +610,21 @@ def main(args: Namespace) -> None:
     device = launch.device
     rank, num_processes = launch.rank, launch.num_processes
 
-    # Models before data: images are decoded to the channels of the VAE, grey or colour.
     base = open_base(args)
+    text_column = args.class_column or args.caption_column
+    images = load_rows(args, args.streaming, [text_column], with_references=base.num_references > 0)
+    classes: list[str] = []
+    if args.class_column:  # they replace captions and a text encoder
+        images, classes = name_classes(images, args)
+        base = replace(base, classes=tuple(classes))
     exact = load_encoders(base, torch.float32)
     empty_prompt, described = describe_encoders(base, exact, args, launch.mixed_precision)
+    if classes:
+        described["classes"] = classes
     encoders = place_encoders(exact, base, launch.dtype, device, launch.compile)
     load_exact = None
     if encoders is not exact:
         load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
-    images = load_rows(
-        args, args.streaming, [args.caption_column], with_references=base.num_references > 0
-    )
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     report_equal(texts, args)
     report_emptied(exact.tokenizers, texts)

@@ -140,6 +140,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         help="shift of the noise levels, in training and samples; above 1 gives more noise "
         "(default: the pipeline's; for a new pipeline 1, or 3 from 512 px)",
     )
+    add(
+        "--embedded_guidance_scale",
+        type=number(0, 1000),
+        help="guidance scale that a guidance-distilled transformer (FLUX.1-dev) is given in "
+        "training; the samples' is --guidance_scale (default: 1)",
+    )
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
 
@@ -169,7 +175,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if family.script != "train_flow.py":
         parser.error(f"--model_family {args.model_family} needs {family.script}")
     if args.pretrained_model_name_or_path is None:
-        if None in (args.vae_name_or_path, args.text_encoder_name_or_path):
+        # a cache may hold classes, which need no text encoder
+        needs_text = not args.latents_dir and args.text_encoder_name_or_path is None
+        if args.vae_name_or_path is None or needs_text:
             parser.error(
                 "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
                 "--text_encoder_name_or_path"
@@ -287,7 +295,7 @@ def make_transformer(
     """Make the transformer to train.
 
     It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
-    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and
+    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
     only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     model_class = getattr(diffusers, base.family.model)
@@ -570,7 +578,8 @@ def main(args: Namespace) -> None:
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, data_flags)
-    base = replace(base, family=data.family)  # with what was found out about captions
+    # with what was found out about captions, or the classes in place of captions
+    base = replace(base, family=data.family, classes=data.classes)
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
@@ -708,6 +717,9 @@ def main(args: Namespace) -> None:
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
+        # every --posthoc_ema_steps: copy its averages, which the same thread writes
+        if training.is_due_posthoc():
+            training.save_posthoc()
         # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
         # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
@@ -720,6 +732,8 @@ def main(args: Namespace) -> None:
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
+    if training.is_complete():
+        training.save_posthoc()  # unless this step has a snapshot already
     training.save_checkpoint()  # unless this step has one already; it waits until all is written
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
@@ -728,6 +742,7 @@ def main(args: Namespace) -> None:
         if metrics:
             measure()
         evaluate()
+        training.compare_widths()  # --posthoc_ema
     # After a signal, this exits with the signal's status. Else it writes the model card, uploads
     # these files with --push_to_hub, and says what to do next.
     if args.rank:

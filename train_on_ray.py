@@ -41,6 +41,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -52,7 +53,7 @@ from typing import Any, NamedTuple
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number, parse_demo
 from diffusion_training.cluster.connection import Gauges, check_kept, connect, find_modules
-from diffusion_training.cluster.supervisor import TAIL, Ended, Supervisor, Task, wait_until_free
+from diffusion_training.cluster.supervisor import save_and_end, start_trainer, wait_until_free
 from diffusion_training.errors import (
     PEER_ENDED,
     Refused,
@@ -68,6 +69,7 @@ from diffusion_training.errors import (
 DEMO = "--cpu --max_workers 2 train_unconditional.py"
 RECORDED = ("step", "loss", "images_per_second")  # what `watch` shows of a record
 RESUME = ["--resume_from_checkpoint", "latest"]
+TAIL = 20_000  # characters at the end of an output in which an error is looked for
 # what torchrun sets in the environment of each process
 RANKS = (
     "RANK",
@@ -243,10 +245,9 @@ class RayJob:
         """A file that appears when the job ends: trainers save and end, and none starts."""
         return self.shared / "over"
 
-    @property
-    def log(self) -> str:
-        """A file with the output of worker 0's trainers."""
-        return str(self.shared / "log")
+    def log(self, rank: int) -> Path:
+        """A file with the output of a worker's trainers."""
+        return self.shared / f"log-{rank}"
 
 
 class NoBackend(Backend):
@@ -280,9 +281,9 @@ def run_worker(config: dict[str, Any]) -> None:
     if event is None:
         return
     events.put(event)
-    deadline = time.monotonic() + 60
-    while event.kind == "failed" and not job.over.exists() and time.monotonic() < deadline:
-        time.sleep(0.5)
+    if event.kind == "failed":
+        with contextlib.suppress(FileNotFoundError):  # this machine has another --output_dir
+            job.over.touch()
     if not job.over.exists():
         raise RuntimeError(event.text)
 
@@ -308,6 +309,7 @@ def join_group(job: RayJob, events: Queue) -> dict[str, str] | None:
         return None
     # without the ranks of another launcher, for example of one that started Ray on this machine
     environment = {name: value for name, value in os.environ.items() if name not in RANKS}
+    environment["PYTHONUNBUFFERED"] = "1"  # the last line of the output is then the last written
     if job.cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if context.get_world_size() == 1:
@@ -338,12 +340,25 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
         script = str(spec and spec.origin)
     command = [sys.executable, script, *job.flags, *RESUME]
     rank = ray.train.get_context().get_world_rank()
-    log = None if rank else job.log
-    task = Task(command, job.folder, job.lock, log, str(job.over), job.save_seconds)
-    supervisor = Supervisor(task, environment)
-    threading.Thread(target=save_on_preemption, args=(supervisor,), daemon=True).start()
+    job.log(rank).touch()
+    printed = ""
+    with open(job.log(rank), newline="", errors="replace") as log:
+        log.seek(0, os.SEEK_END)  # after the output of earlier trainers
+        supervisor = start_trainer(
+            command, environment, job.folder, job.lock, job.log(rank), job.save_seconds
+        )
+        threading.Thread(target=save_on_preemption, args=(supervisor,), daemon=True).start()
+        status = None
+        while status is None:
+            status = supervisor.poll()
+            new = log.read()  # after `poll`, so that nothing is missing at the end
+            print(new, end="", flush=True)  # Ray's dashboard shows it
+            printed = (printed + new)[-TAIL:]
+            if job.over.exists():
+                save_and_end(supervisor)
+            time.sleep(0.5)
     name = Path(job.script).name
-    return interpret_end(supervisor.wait(), name, f"{name} of worker {rank} on {host}")
+    return interpret_end(status, printed, name, f"{name} of worker {rank} on {host}")
 
 
 def find_unshared(job: RayJob) -> str | None:
@@ -353,35 +368,33 @@ def find_unshared(job: RayJob) -> str | None:
     return None if os.path.isdir(job.folder) else f"the folder {job.folder}"
 
 
-def save_on_preemption(supervisor: Supervisor) -> None:
+def save_on_preemption(supervisor: subprocess.Popen[bytes]) -> None:
     """Let the trainer save and end when Ray announces that it will take the machine away."""
     if not hasattr(ray.train, "get_preemption_info"):  # an older Ray
         return
     with contextlib.suppress(Exception):  # the other workers have ended
         while ray.train.get_preemption_info() is None:
             time.sleep(5)
-        supervisor.stop()
+        save_and_end(supervisor)
 
 
-def interpret_end(ended: Ended | None, script: str, what: str) -> Event | None:
+def interpret_end(status: int, printed: str, script: str, what: str) -> Event | None:
     """Return the event that a trainer's end means for the job; None if all went well.
 
     An error of the trainer ends the job, because a restart would repeat it. After a signal, or the
     end of another rank, the workers start again.
     """
-    if ended is None:
-        return Event("lost", f"{what} was killed, with its supervisor")
-    if ended.status == 0:
+    if status == 0:
         return None
-    number = -ended.status if ended.status < 0 else ended.status - 128
+    number = -status if status < 0 else status - 128
     if number > 0:
         return Event("lost", f"{what} was ended by {signal.Signals(number).name}")
-    if ended.status == PEER_ENDED:
+    if status == PEER_ENDED:
         return Event("lost", f"{what} ended because another worker ended")
-    lines = [line for line in ended.errors.replace("\r", "\n").split("\n") if line.strip()]
+    lines = [line for line in printed.replace("\r", "\n").split("\n") if line.strip()]
     sentences = [line for line in lines if line.startswith(f"{script}: ")]
-    last = lines[-1] if lines else "it printed no error"
-    return Event("failed", (sentences or [f"{what} ended with status {ended.status}: {last}"])[-1])
+    last = lines[-1] if lines else "it printed nothing"
+    return Event("failed", (sentences or [f"{what} ended with status {status}: {last}"])[-1])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -398,7 +411,7 @@ def make_shared(job: RayJob) -> BaseFileLock:
         fail(job.busy)
     job.over.unlink(missing_ok=True)  # left by a driver that was killed
     (job.shared / job.token).touch()
-    Path(job.log).write_bytes(b"")
+    job.log(0).write_bytes(b"")
     return lock
 
 
@@ -441,7 +454,7 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
     reason = ""
     failures: list[str] = []
     printed = ""
-    with open(job.log, newline="", errors="replace") as log:
+    with open(job.log(0), newline="", errors="replace") as log:
         while True:
             event = next_event(events)
             new = log.read()
@@ -506,6 +519,8 @@ def fit(args: argparse.Namespace, job: RayJob, events: Queue, errors: list[Excep
         name=f"run-{job.token}",
         storage_path=str(job.shared),
         failure_config=ray.train.FailureConfig(max_failures=-1),  # `watch` counts them
+        # else Ray kills the supervisors, and the trainers can't save
+        worker_runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}},
     )
     try:
         TorchTrainer(
@@ -555,7 +570,7 @@ def main(args: argparse.Namespace) -> None:
     # Start Ray or connect to it, and train. `fit` is in a thread, because Ray's handler of Ctrl-C
     # would not wait for the trainers.
     try:
-        modules = find_modules(run_worker, Supervisor)
+        modules = find_modules(run_worker, start_trainer)
         disconnect = connect(args.address, [*modules, args.script])
         check_resources(args)
         here = ray.get_runtime_context().get_node_id()

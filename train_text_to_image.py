@@ -254,7 +254,7 @@ def make_unet(
     """Make the U-Net to train.
 
     It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
-    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or in 4 bits, and
+    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
     only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
     """
     config = args.unet_config_name_or_path
@@ -640,6 +640,9 @@ def main(args: Namespace) -> None:
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
+        # every --posthoc_ema_steps: copy its averages, which the same thread writes
+        if training.is_due_posthoc():
+            training.save_posthoc()
         # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
         # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
@@ -652,6 +655,8 @@ def main(args: Namespace) -> None:
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
+    if training.is_complete():
+        training.save_posthoc()  # unless this step has a snapshot already
     training.save_checkpoint()  # unless this step has one already; it waits until all is written
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
@@ -660,6 +665,7 @@ def main(args: Namespace) -> None:
         if metrics:
             measure()
         evaluate()
+        training.compare_widths()  # --posthoc_ema
     # After a signal, this exits with the signal's status. Else it writes the model card, uploads
     # these files with --push_to_hub, and says what to do next.
     if args.rank:

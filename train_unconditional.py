@@ -790,6 +790,9 @@ def main(args: Namespace) -> None:
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
+        # every --posthoc_ema_steps: copy its averages, which the same thread writes
+        if training.is_due_posthoc():
+            training.save_posthoc()
         # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
         # writes the copy while the next steps are taken, or the samples are drawn.
         if training.is_due(args.checkpointing_steps):
@@ -805,6 +808,8 @@ def main(args: Namespace) -> None:
             evaluate()
 
     # The end. A run that a signal has stopped only gets its checkpoint.
+    if training.is_complete():
+        training.save_posthoc()  # unless this step has a snapshot already
     training.save_checkpoint()  # unless this step has one already; it waits until all is written
     loaded.close()  # ends the thread and the processes that load
     training.records.bar.close()
@@ -813,6 +818,7 @@ def main(args: Namespace) -> None:
         if metrics:
             measure()
         evaluate()
+        training.compare_widths()  # --posthoc_ema
     # After a signal, this exits with the signal's status. Else it writes the model card, uploads
     # these files with --push_to_hub, and says what to do next.
     training.end("pipeline", ["unet/*", "scheduler/*"], describe_model)

@@ -3,6 +3,7 @@
     python benchmarks/driver.py                             # some minutes
     python benchmarks/driver.py --shards 1000000            # hours on two cores
     python benchmarks/driver.py --whats cache --shards 12000 --encoders 1000
+    python benchmarks/driver.py --whats cache ray_data --shards 10000
 
 The stub of an encoder (cache) or of a download (downloads) writes a few bytes in place of a shard,
 and its record. All else is real: Ray, the driver's loop, the files, the restart. A first run stops
@@ -15,6 +16,7 @@ before the last shard. A second run finds the missing shard, makes it and finish
   merged, with the driver's CPU time of both
 - the peak memory of the driver
 
+ray_data: the cache with the two stages on Ray Data, see ray_data.py.
 --encoders: number of encoders that the driver serves, which share two processes.
 """
 
@@ -25,6 +27,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -134,6 +137,28 @@ def prepare_cache(folder, shards, encoders, stops, seconds):
     return script, [*flags, f"--num_encoders={encoders}", f"--output_dir={folder}"]
 
 
+def prepare_ray_data(folder, shards, encoders, stops, seconds):
+    """Put stubs into `make_shards` of ray_data.py. Returns (the module, flags of a run)."""
+    import ray_data
+
+    script, flags = prepare_cache(folder, shards, encoders, stops, seconds)
+
+    class ShardEncoder(Encoder):
+        def __init__(self, job_ref):
+            super().__init__(ray_data.ray.get(job_ref[0]), stops)
+
+        def __call__(self, row):
+            shard = pickle.loads(row["shard"])
+            return {"result": pickle.dumps((shard[0], self.make(shard, ahead=0)))}
+
+    def decode(row, job_ref):
+        return row
+
+    make_shards = functools.partial(ray_data.make_shards, decode=decode, encoder=ShardEncoder)
+    script.make_shards = watched(seconds, make_shards)
+    return script, flags
+
+
 def prepare_downloads(folder, shards, encoders, stops, seconds):
     """Put stubs into download_images.py. Returns (the module, flags of a run)."""
     import fsspec
@@ -166,8 +191,8 @@ def prepare_downloads(folder, shards, encoders, stops, seconds):
 def run_once(what, folder, shards, encoders, stops):
     """Run a script with stubs, in this process. Returns seconds and MiB."""
     seconds = {}
-    prepare = {"cache": prepare_cache, "downloads": prepare_downloads}[what]
-    script, flags = prepare(folder, shards, encoders, stops, seconds)
+    prepare = {"cache": prepare_cache, "ray_data": prepare_ray_data, "downloads": prepare_downloads}
+    script, flags = prepare[what](folder, shards, encoders, stops, seconds)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:

@@ -40,6 +40,7 @@ from typing import Any
 from unittest.mock import patch
 
 import diffusers
+import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
@@ -187,7 +188,7 @@ class Way:
     gradient_checkpointing: bool = True
     optimizer: str = "adamw"
     use_ema: bool = True
-    nf4: bool = False
+    base_precision: str | None = None
     half_side: bool = False  # half the usual resolution
     num_processes: int = 1  # several with --shard
 
@@ -210,8 +211,9 @@ LORA = (
     Way("float32", RANK, mixed_precision="no", gradient_checkpointing=False),
     Way("bf16", RANK, gradient_checkpointing=False),
     Way("bf16, GC", RANK),
-    Way("bf16, GC, nf4", RANK, nf4=True),
-    Way("bf16, GC, nf4, half the side", RANK, nf4=True, half_side=True),
+    Way("bf16, GC, int8", RANK, base_precision="int8"),
+    Way("bf16, GC, nf4", RANK, base_precision="nf4"),
+    Way("bf16, GC, nf4, half the side", RANK, base_precision="nf4", half_side=True),
 )
 SHARDED = tuple(
     Way(f"{number} GPUs{'' if use_ema else ', no EMA'}", use_ema=use_ema, num_processes=number)
@@ -263,18 +265,22 @@ def count_held(name: str, way: Way) -> dict[str, int]:
     model = MODELS[name]
     with torch.device("meta"):
         denoiser = make_denoiser(model)
-        numbers = [0]
-        if way.nf4:
+        layers = []
+        if way.base_precision:
             layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
-            numbers = [layer.in_features * layer.out_features for layer in layers]
         if way.rank:
             prepare_lora(model, denoiser, way.mixed_precision)
         averaged = start_average({"model": denoiser}) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
         if way.num_processes > 1:
             held = share_memory(held, {"model": denoiser}, way.num_processes, False)
-    # 4 bits in place of 16, a float32 scale for each block, and one layer at a time in 16 bits
-    held["weights"] -= int(sum(numbers) * (2 - 0.5 - 4 / BLOCK)) - 2 * max(numbers)
+    # fewer bits in place of 16, float32 scales, and one layer at a time in 16 bits
+    for layer in layers:
+        numbers = layer.in_features * layer.out_features
+        scales = layer.out_features if way.base_precision == "int8" else numbers / BLOCK
+        size = {"int8": 1, "nf4": 0.5}[way.base_precision]
+        held["weights"] -= int(numbers * (2 - size) - 4 * scales)
+    held["weights"] += 2 * max((x.in_features * x.out_features for x in layers), default=0)
     return held
 
 
@@ -391,7 +397,8 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
     if family.masked:
         prompts["prompt_mask"] = torch.ones(images, model.tokens, dtype=torch.bool)
     if family.needs_lengths:
-        prompts["prompt_lengths"] = torch.full([images], model.tokens, device="cpu")
+        # not a tensor: models read it, and fake ones have no values
+        prompts["prompt_lengths"] = np.full(images, model.tokens)
     if family.needs_sizes:
         prompts["pooled_prompt_embeds"] = torch.zeros(images, VIT_G["projection_dim"])
         prompts["time_ids"] = torch.zeros(images, 6)
@@ -604,9 +611,9 @@ def list_parts(names: list[str]) -> Iterator[list[str]]:
         held = count_held(name, FULL[1])
         cells = [name, f"{held['gradients'] / 4e9:.2f}", gigabytes(sum(held.values()))]
         cells += [gigabytes(sum(count_held(name, way).values())) for way in FULL[3:6]]
-        lora = LORA[2:4] if can_have_lora(name) else ()
+        lora = LORA[2:5] if can_have_lora(name) else ()
         cells += [gigabytes(sum(count_held(name, way).values())) for way in lora]
-        yield cells + [""] * (2 - len(lora))
+        yield cells + [""] * (3 - len(lora))
 
 
 def list_disk(names: list[str]) -> Iterator[list[str]]:
@@ -690,7 +697,8 @@ def main(argv: list[str] | None = None) -> None:
     print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
     print_table("A step, a LoRA", ["model", *lora], list_steps(with_lora, LORA))
     columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit, no EMA"]
-    columns += ["Adafactor, no EMA", "LoRA, bf16 base", "LoRA, nf4 base"]
+    columns += ["Adafactor, no EMA", "LoRA, bf16 base", "LoRA, int8 base"]
+    columns += ["LoRA, nf4 base"]
     print_table("Held without activations", columns, list_parts(names))
     columns = ["model", "px", "whole, bf16", "whole, GC", "LoRA, bf16", "LoRA, GC"]
     print_table("Each further image", columns, list_images(names))

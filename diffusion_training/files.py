@@ -114,7 +114,7 @@ def delete(path: Path) -> None:
 def checksum_files(folder: Path) -> dict[str, str]:
     """{file: xxh3_128} of all files in a folder except trainer_state.json, which stores them."""
     return {
-        str(path.relative_to(folder)): checksum_file(path)
+        path.relative_to(folder).as_posix(): checksum_file(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "trainer_state.json"
     }

@@ -591,6 +591,18 @@ def add_optimization_flags(
         help="power in the EMA decay; for more than a million steps use 0.6667",
     )
     add("--ema_max_decay", type=number(0, 1), default=0.9999, help="upper limit of the EMA decay")
+    add(
+        "--posthoc_ema",
+        type=number(0.005, 0.28),
+        nargs="+",
+        help="also keep averages of these widths, such as 0.05 0.10, and their snapshots, from "
+        "which an average of any width is made after the run (arXiv:2312.02696)",
+    )
+    add(
+        "--posthoc_ema_steps",
+        type=COUNT,
+        help="optimizer steps between snapshots of --posthoc_ema (default: --checkpointing_steps)",
+    )
 
 
 def add_lora_flags(add: Add) -> None:
@@ -632,9 +644,9 @@ def add_lora_flags(add: Add) -> None:
     )
     add(
         "--base_precision",
-        choices=["nf4"],
-        help="with --rank, precision of the frozen base model; nf4 (4 bits) takes less memory and "
-        "needs bitsandbytes (default: that of --mixed_precision)",
+        choices=["int8", "nf4"],
+        help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
+        "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
     )
     add(
         "--preserve_prior",
@@ -850,6 +862,13 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
                 "and begin --lr_step_rules with a small factor"
             )
+    if args.posthoc_ema_steps and not args.posthoc_ema:
+        parser.error("--posthoc_ema_steps does nothing without --posthoc_ema")
+    if args.posthoc_ema and len({f"{width:g}" for width in args.posthoc_ema}) < 2:
+        parser.error("--posthoc_ema needs two different widths, such as 0.05 0.10")
+    for name in ("rank", "shard"):
+        if args.posthoc_ema and vars(args).get(name):
+            parser.error(f"--posthoc_ema can't be combined with --{name}: leave one of them out")
     if vars(args).get("shard"):
         excluded = {
             "--rank": args.rank,
@@ -868,12 +887,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
     if args.optimizer == "adamw8bit":
         check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
-    if vars(args).get("base_precision"):
-        check_package(parser, "--base_precision nf4", "bitsandbytes", "leave it out")
-        if args.use_dora:
-            parser.error(
-                "--use_dora needs the exact weights of the base: leave --base_precision out"
-            )
+    base_precision = vars(args).get("base_precision")
+    if base_precision == "nf4":
+        check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
+    if base_precision and args.use_dora:
+        parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
     for name in LORA_ONLY if "rank" in args and args.rank is None else ():
         if vars(args)[name] != parser.get_default(name):
             parser.error(f"--{name} does nothing without --rank")

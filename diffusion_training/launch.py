@@ -212,7 +212,7 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
             what, flag = ("torch.compile", "no-compile")
         fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
     if "base_precision" in args and args.base_precision:
-        check_quantization(precision, backend)
+        check_quantization(args.base_precision, precision, backend)
     accumulation_steps = read_accumulation(accelerator, args)
     if device.type == "cpu":
         keep_memory()

@@ -11,6 +11,7 @@ import multiprocessing.queues
 import os
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -106,6 +107,7 @@ def listed_once(source: str) -> Iterator[None]:
     (https://github.com/huggingface/datasets/pull/8014, open), and reads the `[` in its path as part
     of a pattern (https://github.com/huggingface/datasets/issues/7468, open).
     """
+    source = Path(source).as_posix()  # as fsspec has it on each system
     find = LocalFileSystem.find
     glob_pattern = LocalFileSystem.glob
 

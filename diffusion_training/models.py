@@ -246,15 +246,21 @@ def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
 
 
 def list_quantized(model: torch.nn.Module) -> list[Any]:
-    """Return the layers that `load_quantized` keeps in 4 bits."""
+    """Return the layers that `load_quantized` keeps in 8 or 4 bits."""
     modules = model.modules()
-    return [each for each in modules if isinstance(each, Linear) and hasattr(each, "quant_state")]
+    return [each for each in modules if isinstance(each, Linear) and hasattr(each, "quantization")]
+
+
+def list_scales(model: torch.nn.Module) -> list[Any]:
+    """Return the scales of quantized layers: tensors, or for nf4 bitsandbytes' objects."""
+    layers = list_quantized(model)
+    return [x.scale if x.quantization == "int8" else x.quant_state for x in layers]
 
 
 def copy_trained(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy that shares the frozen weights, which are gigabytes when a LoRA is trained."""
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
-    scales = [layer.quant_state for layer in list_quantized(model)]
+    scales = list_scales(model)
     return copy.deepcopy(model, {id(shared): shared for shared in [*frozen, *scales]})
 
 
@@ -271,6 +277,11 @@ def update_ema(averaged: Models, models: Models, step: int, args: argparse.Names
     The decay warms up as in diffusers' EMAModel (after @crowsonkb); the first step copies.
     """
     decay = min(args.ema_max_decay, 1 - (1 + (step - 1) / args.ema_inv_gamma) ** -args.ema_power)
+    move_averages(averaged, models, decay)
+
+
+def move_averages(averaged: Models, models: Models, decay: float) -> None:
+    """Move averages towards the trained weights, which get the share 1 - decay."""
     means = []
     weights = []
     for name, model in models.items():

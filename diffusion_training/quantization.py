@@ -1,12 +1,13 @@
-"""Load a frozen base model in 4 bits (NF4, arXiv:2305.14314).
+"""Load a frozen base model in 8 bits, or in 4 bits (NF4, arXiv:2305.14314).
 
-bitsandbytes is imported only where it is needed, because most runs do not use it.
+bitsandbytes is imported only where 4 bits need it, because most runs do not use it.
 """
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import init_empty_weights
 from diffusers.models.modeling_utils import no_init_weights
 from safetensors import safe_open
@@ -24,7 +25,59 @@ from diffusion_training.models import (
     read_precision,
 )
 
-BLOCK = 64  # weights that share a scale
+BLOCK = 64  # weights that share a scale in NF4
+
+
+class Int8Linear(torch.nn.Linear):
+    """A frozen linear layer with its weights in int8, and a scale for each output.
+
+    compute_dtype: see `make_quantized_layer`.
+    """
+
+    quantization = "int8"
+    compute_dtype = torch.float32
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: str) -> None:
+        super().__init__(in_features, out_features, bias, device)
+        weight = torch.empty_like(self.weight, dtype=torch.int8)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scale", torch.empty(out_features, device=device), persistent=False)
+
+    def quantize(self, weight: torch.Tensor) -> None:
+        """Round a weight [out, in] to multiples of scales, and keep it on its device.
+
+        The scales are rounded to bfloat16 first, so that a step in bfloat16 has the same ones.
+        """
+        weight = weight.float()
+        scale = (weight.abs().amax(dim=1) / 127).bfloat16().float()
+        self.scale = scale.clamp_min(torch.finfo(torch.bfloat16).tiny)  # for a row of zeros
+        rounded = (weight / self.scale[:, None]).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(rounded, requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result = Int8Product.apply(inputs.to(self.compute_dtype), self.weight, self.scale)
+        return result if self.bias is None else result + self.bias.to(self.compute_dtype)
+
+
+class Int8Product(torch.autograd.Function):
+    """inputs @ (scale * weight).T, with weights that are restored for one layer at a time.
+
+    Autograd would keep the restored weights of all layers for the backward pass. All numbers of
+    int8 are exact in bfloat16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight, scale)
+        return F.linear(inputs, weight.to(inputs.dtype)) * scale.to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        weight, scale = ctx.saved_tensors
+        scaled = gradient * scale.to(gradient.dtype)
+        return scaled @ weight.to(gradient.dtype), None, None
 
 
 def load_base(
@@ -37,34 +90,41 @@ def load_base(
 ) -> tuple[torch.nn.Module, str]:
     """Load the base of a LoRA. Returns (model, `hash_weights` of it).
 
-    base_precision: "nf4", or None for the precision of the files. device: the place of 4-bit
-    layers. dtype: that of the computation. options: subfolder, variant, revision and cache_dir.
+    base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
+    quantized layers. dtype: that of the computation. options: subfolder, variant, revision and
+    cache_dir.
     """
-    if base_precision == "nf4":
-        return load_quantized(model_class, source, device, dtype, **options)
+    if base_precision:
+        return load_quantized(model_class, source, base_precision, device, dtype, **options)
     precision = read_precision(source, **options)
     model = load_weights(model_class, source, **options, torch_dtype=precision)
     return model, hash_weights(model)
 
 
-def check_quantization(mixed_precision: str, compile_backend: str | None) -> None:
-    """Stop with an error if a 4-bit base does not support the launch's precision or compiler."""
+def check_quantization(
+    base_precision: str, mixed_precision: str, compile_backend: str | None
+) -> None:
+    """Stop with an error if the quantized base does not support the precision or the compiler."""
     if mixed_precision == "fp16":
-        fail("--base_precision nf4 computes in bfloat16 or float32: use --mixed_precision bf16")
-    if compile_backend:
+        fail(
+            f"--base_precision {base_precision} computes in bfloat16 or float32: use "
+            "--mixed_precision bf16"
+        )
+    if compile_backend and base_precision == "nf4":
         fail("--base_precision nf4 can't be compiled: leave --compile out, or use --no-compile")
 
 
 def load_quantized(
     model_class: Any,
     source: str,
+    base_precision: str,
     device: torch.device,
     dtype: torch.dtype,
     subfolder: str,
     variant: str | None = None,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
-    """Load a pretrained model with the layers of `list_quantizable` in NF4, on `device`.
+    """Load a pretrained model with the layers of `list_quantizable` quantized, on `device`.
 
     Weights are read, hashed and quantized a few at a time, so memory never holds the complete model
     in the precision of its files. The hash is that of the exact weights. Raises ValueError as
@@ -75,10 +135,13 @@ def load_quantized(
         model = model_class.from_config(config).eval()
     layers = list_quantizable(model)
     if not layers:
-        fail(f"--base_precision nf4: no layer of {source} can be kept in 4 bits: leave it out")
+        fail(
+            f"--base_precision {base_precision}: no layer of {source} is wide enough: leave it out"
+        )
     for name in layers:
-        model.set_submodule(name, make_quantized_layer(model.get_submodule(name)))
-    model.is_loaded_in_4bit = True  # peft chooses its layers by this
+        exact = model.get_submodule(name)
+        model.set_submodule(name, make_quantized_layer(exact, base_precision))
+    model.is_loaded_in_4bit = base_precision == "nf4"  # peft chooses its layers by this
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     parameters = {name for name, _ in model.named_parameters()}
     mismatched: list[str] = []
@@ -124,17 +187,19 @@ def list_quantizable(model: torch.nn.Module) -> set[str]:
             continue
         for name, layer in block.named_modules(prefix=block_name):
             is_linear = isinstance(layer, torch.nn.Linear)
-            # a scale must not be shared by two rows
+            # a scale of NF4 must not be shared by two rows
             if is_linear and layer.in_features % BLOCK == 0 and layer.out_features >= BLOCK:
                 names.add(name)
     return names
 
 
-def make_quantized_layer(layer: torch.nn.Linear) -> torch.nn.Linear:
-    """Return a 4-bit layer in place of `layer`, without weights.
+def make_quantized_layer(layer: torch.nn.Linear, base_precision: str) -> torch.nn.Linear:
+    """Return a quantized layer in place of `layer`, without weights.
 
     It computes in float32 until `add_lora` has added an adapter, which gets that precision.
     """
+    if base_precision == "int8":
+        return Int8Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta")
     import bitsandbytes
 
     quantized = bitsandbytes.nn.Linear4bit(
@@ -149,6 +214,7 @@ def make_quantized_layer(layer: torch.nn.Linear) -> torch.nn.Linear:
     # On a CPU with AVX-512, bitsandbytes would rearrange the weights at the first sample for
     # kernels that have no gradient.
     quantized.support_avx512bf16_for_cpu = False
+    quantized.quantization = "nf4"
     quantized.register_forward_pre_hook(cast_input)
     return quantized
 
@@ -160,6 +226,9 @@ def cast_input(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tupl
 
 def quantize(layer: torch.nn.Linear, weight: torch.Tensor, dtype: torch.dtype) -> None:
     """Put a weight [out, in] into a layer of `make_quantized_layer`, on the weight's device."""
+    if isinstance(layer, Int8Linear):
+        layer.quantize(weight)
+        return
     import bitsandbytes
 
     exact = bitsandbytes.nn.Params4bit(

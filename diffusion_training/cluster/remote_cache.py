@@ -64,5 +64,6 @@ def upload_finished(folder: str | Path, url: str) -> None:
         upload(f"{folder}/{name}", f"{url}/{name}")
     fs, root = fsspec.url_to_fs(url)
     fs.invalidate_cache()
-    if fs.exists(f"{root}/unfinished"):
+    # not `fs.exists`, which takes any error for "no"
+    with contextlib.suppress(FileNotFoundError):
         fs.rm(f"{root}/unfinished", recursive=True)

@@ -1,6 +1,7 @@
 """Rows with captions -> images and tokens, and warnings about captions."""
 
 import contextlib
+import functools
 import math
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from diffusion_training.data.texts import (
 from diffusion_training.data.transforms import Transform
 from diffusion_training.errors import explain, explained, is_machines_fault, printable
 from diffusion_training.families.base import Tokenizers
+from diffusion_training.families.class_labels import find_token
 from diffusion_training.order import draw_choices
 
 MULTIPLE = 32  # tokens; see `choose_length`
@@ -149,6 +151,9 @@ def prepare_captions(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     A very long caption is cut first, far beyond the limit of tokens, because a tokenizer takes
     minutes and gigabytes for megabytes of text.
     """
+    if tokenizers.classes:
+        clean = functools.partial(tokenizers.family.prepare, tokenizers[0])
+        return [find_token(text, tokenizers.classes, clean) for text in texts]
     tokenizer = tokenizers[0]
     limit = 128 * tokenizer.model_max_length
     return [tokenizers.family.prepare(tokenizer, text[:limit]) for text in texts]

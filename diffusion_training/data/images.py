@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import os
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import IO, Any
 
 import fsspec
@@ -175,10 +176,11 @@ def name_image(row: int, image: dict[str, Any] | None, source: str = "") -> str:
     """The name of an image in messages and records: its path, or the number of its row.
 
     In a local folder `source`, paths are relative to it, also those of archives, so that the name
-    is the same wherever the folder is.
+    is the same wherever the folder is, and on each system.
     """
     name = (image and image["path"]) or f"row {row}"
     if os.path.isabs(source):
-        name = os.path.relpath(name, source) if os.path.isabs(name) else name
-        name = name.replace(f"::{source}/", "::")  # zip://photo.jpg::photos.zip
+        if os.path.isabs(name):
+            name = PurePath(os.path.relpath(name, source)).as_posix()
+        name = name.replace(f"::{source}{os.sep}", "::")  # zip://photo.jpg::photos.zip
     return printable(name)

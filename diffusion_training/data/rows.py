@@ -289,6 +289,8 @@ def choose_image_column(
                 advice = "choose with --mask_column"
             elif name in references:
                 advice = "choose with --conditioning_image_column"
+            if name == vars(args).get("class_column"):
+                advice = "choose with --class_column"
             fail(f"{source} has no column {name!r}, only {known}: {advice}")
     return column
 
@@ -401,8 +403,13 @@ def list_files_of_folder(root: str) -> list[str]:
             if os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
                 names.append(name)
         files += [os.path.join(folder, name) for name in names]
-    own = ("/.", "/__download__/")  # download_images.py writes the latter
-    return [path for path in files if not any(part in path.removeprefix(root) for part in own)]
+
+    def is_ours(part: str) -> bool:
+        return (
+            part.startswith(".") or part == "__download__"
+        )  # download_images.py writes the latter
+
+    return [path for path in files if not any(map(is_ours, Path(path).relative_to(root).parts))]
 
 
 def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:

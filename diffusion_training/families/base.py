@@ -49,9 +49,12 @@ class Prompts(TypedDict, total=False):
 class Tokenizers(list):
     """The tokenizers of a pipeline, one for each text encoder, and their family."""
 
-    def __init__(self, tokenizers: Iterable, family: "Family") -> None:
+    def __init__(
+        self, tokenizers: Iterable, family: "Family", classes: dict[str, str] | None = None
+    ) -> None:
         super().__init__(tokenizers)
         self.family = family
+        self.classes = classes  # of class labels: see `find_token`
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Base:
     clip_skip: int | None = None
     max_tokens: int | None = None  # --max_sequence_length
     num_references: int = 0  # columns of images that an edit starts from
+    classes: tuple[str, ...] = ()  # of --class_column, in place of a text encoder
 
     def locate(self, own_path: str | None, subfolder: str) -> tuple[str | None, dict[str, Any]]:
         """Where a part is, as arguments of `from_pretrained`: (hub id or folder, options)."""
@@ -125,6 +129,9 @@ class Family:
     needs_lengths = False  # does `predict` read prompt_lengths?
     needs_sizes = False  # does the denoiser take the image's original size and crop?
     has_clip_skip = False
+    # the argument of the pipeline whose value is an input of the denoiser, if there is one
+    embedded_guidance: str | None = None
+    takes_classes = False  # may class labels replace captions?
     padded: tuple[str, ...] = ("prompt_embeds",)  # the columns without padding, if `ragged`
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use

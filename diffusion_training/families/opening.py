@@ -33,8 +33,10 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     index = read_index(source, args)
     class_name = str(index.get("_class_name", ""))
     own = find_family(class_name)  # of the pipeline
+    guidance = vars(args).get("embedded_guidance_scale")
     if own is None and recognize(index):
-        own = Recorded(index, read_configs(str(source), index, args))
+        configs = read_configs(str(source), index, args)
+        own = Recorded(index, configs, 1.0 if guidance is None else guidance)
     wanted = FAMILIES.get(vars(args).get("model_family") or "")
     if trained_by == FAMILIES[DEFAULT_FLOW_FAMILY].script and wanted is None:
         # a new model of this family borrows the VAE and text encoder of other pipelines
@@ -53,6 +55,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         fail(f"--rank needs another pipeline: {family.title} has no LoRA")
     max_tokens = vars(args).get("max_sequence_length")
     flags = {
+        "--embedded_guidance_scale": (guidance, family.embedded_guidance),
         "--max_sequence_length": (max_tokens, family.max_tokens),
         "--clip_skip": (args.clip_skip, family.has_clip_skip),
     }

@@ -37,6 +37,7 @@ class PRX(Family):
     embeds_width = "context_in_dim"
     max_tokens = 256
     borrows_from = ("sd",)
+    takes_classes = True
     attention = ()
 
     def prepare(self, tokenizer: Any, caption: str) -> str:

@@ -58,6 +58,7 @@ from diffusion_training.families.tape import Unrepeatable
 from diffusion_training.models import load_weights
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
+EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")
 PROBED_SCALE = 4.0
 LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
 # layers that are neither attention nor feed-forward
@@ -108,15 +109,20 @@ class Recorded(Family):
     scales_references = False  # the pipeline's code does
 
     def __init__(
-        self, index: dict[str, Any], configs: dict[str, Any], findings: dict[str, Any] | None = None
+        self,
+        index: dict[str, Any],
+        configs: dict[str, Any],
+        embedded_guidance_scale: float = 1.0,
+        findings: dict[str, Any] | None = None,
     ) -> None:
         """index: model_index.json. configs: {part: its config} of VAE, scheduler and transformer.
 
-        findings: what `find_out` has found, if it was called before.
+        embedded_guidance_scale: in training. findings: what `find_out` has found, if it was called.
         """
         self.index = index
         self.configs = configs
         self.findings = findings or {}
+        self.embedded_guidance_scale = embedded_guidance_scale
         self.name = self.pipeline = index["_class_name"]
         self.title = self.name.removesuffix("Pipeline")
         self.model = index[self.folder][1]
@@ -138,6 +144,22 @@ class Recorded(Family):
     @property
     def pipeline_class(self) -> Any:
         return getattr(diffusers, self.pipeline)
+
+    @property
+    def embedded_guidance(self) -> str | None:
+        """The argument of the pipeline whose value is an input of the transformer.
+
+        Only models that were distilled from guided ones have it, for example FLUX.1-dev.
+        """
+        if not self.configs[self.folder].get("guidance_embeds"):
+            return None
+        names = inspect.signature(self.pipeline_class.__call__).parameters
+        return next((name for name in EMBEDDED_GUIDANCE if name in names), None)
+
+    @property
+    def guided(self) -> dict[str, Any] | None:
+        """How samples are drawn with guidance, see `find_guidance`."""
+        return None if self.embedded_guidance else self.findings["guided"]
 
     @contextlib.contextmanager
     def explaining(self, what: str) -> Iterator[None]:
@@ -214,7 +236,7 @@ class Recorded(Family):
             findings["own"] = {name: value for name, value in OFF.items() if name in has}
         # as a cache has them
         findings = json.loads(json.dumps(findings | parts.options))
-        found = Recorded(self.index, self.configs, findings)
+        found = self.with_findings(findings)
         found.check_text(parts)
         columns = [f"{part['column']} {part['shape']}" for part in described]
         tokens = ", as many tokens as it has" if found.ragged else ""
@@ -299,7 +321,10 @@ class Recorded(Family):
 
     def recall(self, settings: dict[str, Any]) -> "Recorded":
         """The family with the findings in a cache's settings."""
-        return Recorded(self.index, self.configs, settings["recorded"])
+        return self.with_findings(settings["recorded"])
+
+    def with_findings(self, findings: dict[str, Any]) -> "Recorded":
+        return Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         """Encode captions one by one, from their bytes."""
@@ -316,7 +341,7 @@ class Recorded(Family):
     def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
         """What the pipeline takes for no caption when it guides. It may lack a template."""
         empty = self.encode(encoders, tokens)
-        guided = self.findings["guided"]
+        guided = self.guided
         if guided is None:
             return empty
         (parts,) = encoders.text_encoders
@@ -344,7 +369,11 @@ class Recorded(Family):
             references = (BLANK,) * self.needs_references
         known = id(self), id(config), references
         if known not in CALLS:
-            key = json.dumps([self.index, self.configs, self.findings, dict(config)], default=str)
+            options = dict(self.findings["off"])
+            if self.embedded_guidance:
+                options[self.embedded_guidance] = self.embedded_guidance_scale
+            known_by = [self.index, self.configs, self.findings, options, dict(config)]
+            key = json.dumps(known_by, default=str)
             if (key, references) not in CALLS:
                 if key not in CODES:
                     configs = self.configs | {self.folder: config}
@@ -355,7 +384,7 @@ class Recorded(Family):
                         CODES[key],
                         found["structure"],
                         found["parts"],
-                        found["off"],
+                        options,
                         references,
                         one_by_one="references" in found,
                     )
@@ -513,7 +542,7 @@ class Recorded(Family):
         lengths = {of: [1] * len(each["prompt_embeds"]) for of, each in sources.items()}
         if self.ragged:
             lengths = {of: each["prompt_mask"].sum(dim=1).tolist() for of, each in sources.items()}
-        guided = self.findings["guided"]
+        guided = self.guided
         structures = [self.findings["structure"]]
         asked: dict[str, Any] = self.guidance_args(guidance_scale)
         if guided and guidance_scale > 1:
@@ -528,7 +557,9 @@ class Recorded(Family):
         )
 
     def guidance_args(self, guidance_scale: float) -> dict[str, float]:
-        guided = self.findings["guided"]
+        guided = self.guided
+        if self.embedded_guidance:
+            return self.findings["off"] | {self.embedded_guidance: guidance_scale}
         if guided is None or guidance_scale <= 1:
             return dict(self.findings["off"])
         shift = 1 if guided["from_zero"] else 0
@@ -539,7 +570,7 @@ class Recorded(Family):
         if max_tokens:
             own["max_sequence_length"] = max_tokens
         own |= list_size_options(self.pipeline_class, resolution, resolution)
-        guided = self.findings["guided"]
+        guided = self.guided
         if guided and guided["name"] == "true_cfg_scale":  # without it, there is no guidance
             own["negative_prompt"] = ""
         return "".join(

@@ -188,7 +188,7 @@ def name_feature(column: Column) -> str:
 
 def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
-    features = {"ragged latents", "masks", "captions", "recorded text", "references"}
+    features = {"ragged latents", "masks", "captions", "classes", "recorded text", "references"}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(family.features for family in FAMILIES.values()))
 

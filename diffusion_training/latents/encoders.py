@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import diffusers
@@ -13,6 +14,7 @@ import torch
 from diffusion_training.data.captions import tokenize
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
+from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
 from diffusion_training.latents.columns import EMPTY
 from diffusion_training.models import compile_model, hash_weights, put_on_device
 
@@ -74,6 +76,12 @@ def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
 def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleList, Tokenizers]:
     """Load the text encoders and tokenizers, on the CPU. Stops with an error if that fails."""
     family = base.family
+    if base.classes:
+        return make_class_encoders(base)
+    if base.source is None and base.text_encoder is None:
+        fail(
+            "give --pretrained_model_name_or_path or --text_encoder_name_or_path: captions need it"
+        )
     text_encoders = torch.nn.ModuleList()
     tokenizers = Tokenizers([], family)
     for suffix in family.suffixes:
@@ -90,6 +98,20 @@ def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleL
     for tokenizer in tokenizers:  # old files do not store how many tokens the text encoder takes
         tokenizer.model_max_length = max_tokens
     return text_encoders.eval(), tokenizers
+
+
+def make_class_encoders(base: Base) -> tuple[torch.nn.ModuleList, Tokenizers]:
+    """Make a text encoder and a tokenizer for class labels, in place of the base's."""
+    family = base.family
+    if not family.takes_classes:
+        fail(f"{family.title} takes captions, not classes: leave --class_column out")
+    if base.text_encoder is not None:
+        fail("classes need no text encoder: leave --text_encoder_name_or_path out")
+    tokens = list_tokens(base.classes, partial(family.prepare, None))
+    known = {word: own[0] for own in tokens for word in own}
+    known = {name: own[0] for name, own in zip(base.classes, tokens, strict=True)} | known
+    text_encoders = torch.nn.ModuleList([make_text_encoder(tokens)])
+    return text_encoders.eval(), Tokenizers([make_tokenizer(tokens)], family, known)
 
 
 def check_clip_skip(base: Base, text_encoders: torch.nn.ModuleList) -> None:
@@ -228,9 +250,9 @@ def encode_empty_prompt(
     return {name: embeds[0] for name, embeds in kept.items()}
 
 
-def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+def describe_tokenizer(tokenizer: Any, text: str) -> dict[str, Any]:
     """Identify a tokenizer by its vocabulary, how it splits a text, and its maximal length."""
-    probe = tokenizer("The quick brown fox, 123 times!", truncation=True).input_ids
+    probe = tokenizer(text, truncation=True).input_ids
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), probe])
     digest = hashlib.sha256(vocabulary.encode()).hexdigest()
     return {"sha256": digest, "model_max_length": tokenizer.model_max_length}
@@ -246,13 +268,14 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
         | family.describe_scale(vae),
     }
     clip_skip = {"clip_skip": encoders.clip_skip} if encoders.clip_skip else {}
+    text = "" if encoders.tokenizers.classes else "The quick brown fox, 123 times!"
     parts = zip(family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True)
     for suffix, text_encoder, tokenizer in parts:
         described[f"text_encoder{suffix}"] = {
             "class": type(text_encoder).__name__,
             "sha256": hash_weights(text_encoder),
         } | clip_skip
-        described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer)
+        described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer, text)
     return described
 
 

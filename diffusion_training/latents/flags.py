@@ -17,10 +17,16 @@ from diffusion_training.flags import (
 )
 
 
-def add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that both scripts have."""
+def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False) -> None:
+    """Add the flags that both scripts have. with_classes: and --class_column."""
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
+    if with_classes:
+        add(
+            "--class_column",
+            help="column of classes, as numbers or names, in place of captions and of a text "
+            "encoder, such as label",
+        )
     side = number(2, 16384, int)
     add(
         "--resolution",
@@ -90,10 +96,21 @@ def check_cache_args(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     check_source(parser, args)
     check_captions(parser, args)
     check_references(parser, args)
+    has_classes = bool(vars(args).get("class_column"))
     if args.pretrained_model_name_or_path is None:
-        for name in ("vae_name_or_path", "text_encoder_name_or_path"):
+        for name in ("vae_name_or_path", *["text_encoder_name_or_path"] * (not has_classes)):
             if getattr(args, name) is None:
                 parser.error(
                     "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
                     "--text_encoder_name_or_path"
                 )
+    sources = (
+        "streaming",
+        "caption_column",
+        "caption_weights",
+        "instance_prompt",
+        "folder_repeats",
+    )
+    for name in sources if has_classes else ():
+        if vars(args)[name] != parser.get_default(name):
+            parser.error(f"--{name} can't be combined with --class_column: leave one of them out")

@@ -227,6 +227,7 @@ def describe_settings(
         "ragged ids": "ragged ids" in family_features and described["text_cache"] == "ids",
         "captions": transform.caption_weights,
         "references": transform.reference_columns,
+        "classes": "classes" in described,
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}
     settings["features"] = [name for name, is_present in features.items() if is_present]

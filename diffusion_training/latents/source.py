@@ -106,6 +106,7 @@ class Data:
     # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
     captions: Sequence[str] = ()
     class_prompts: EncodedPrompts | None = None  # of --preserve_prior
+    classes: tuple[str, ...] = ()  # of a cache made with --class_column
     # references of any values, for one image, as `encode_batch` adds them to the condition
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -172,7 +173,9 @@ def open_data(
     settings = first.settings
     transform = settings["transform"]
     clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
-    base = replace(base, clip_skip=clip_skip, family=base.family.recall(settings))
+    classes = tuple(settings.get("classes", ()))
+    family = base.family.recall(settings)
+    base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
@@ -233,6 +236,7 @@ def open_data(
         mask_column=args.mask_column,
         num_workers=0,  # a thread is faster than processes, which would have to send their batches
         captions=sample_cached_captions(first.shards) if wants_tags else [],
+        classes=classes,
     )
 
 

@@ -39,6 +39,7 @@ OBJECTIVE = (
     "noise_offset",
     "input_perturbation",
     "clip_skip",
+    "embedded_guidance_scale",
 )
 
 

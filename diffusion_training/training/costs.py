@@ -16,7 +16,7 @@ from diffusion_training.batches import Models, Objective, Prepared
 from diffusion_training.errors import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_memory
-from diffusion_training.models import is_block_matrix, list_quantized, take_shapes
+from diffusion_training.models import is_block_matrix, list_quantized, list_scales, take_shapes
 from diffusion_training.training.lora import is_adapted
 from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
 
@@ -126,9 +126,13 @@ class Costs:
 def describe_trained(models: Models) -> str:
     """Describe what is trained, such as "LoRA of rank 16: 86,016 of 1.14 M weights"."""
     weights = [weight for model in models.values() for weight in model.parameters()]
-    # one stored number holds two weights in 4 bits
-    packed = {id(x.weight) for model in models.values() for x in list_quantized(model)}
-    total = sum(weight.numel() * (1 + (id(weight) in packed)) for weight in weights)
+    # a stored number of a 4-bit layer holds two weights
+    packed = {
+        id(layer.weight): layer.in_features * layer.out_features
+        for model in models.values()
+        for layer in list_quantized(model)
+    }
+    total = sum(packed.get(id(weight), weight.numel()) for weight in weights)
     count = sum(weight.numel() for weight in weights if weight.requires_grad)
     ranks = {model.adapter["r"] for model in models.values() if is_adapted(model)}
     what = f"LoRA of rank {', '.join(map(str, sorted(ranks)))}: " if ranks else ""
@@ -181,7 +185,7 @@ def count_memory(
     def measure(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
         sizes = {}  # by id, because modules share tensors
         for module in modules:
-            scales = [layer.quant_state.absmax for layer in list_quantized(module)]
+            scales = [getattr(each, "absmax", each) for each in list_scales(module)]
             for tensor in (*module.parameters(), *module.buffers(), *scales):
                 sizes[id(tensor)] = tensor.nbytes
         return sizes
@@ -202,13 +206,13 @@ def is_checkpointed(model: torch.nn.Module) -> bool:
     return getattr(model, "is_gradient_checkpointing", False)
 
 
-def count_disk(models: Models, use_ema: bool, optimizer: str) -> tuple[int, int]:
+def count_disk(models: Models, num_averages: int, optimizer: str) -> tuple[int, int]:
     """Return the bytes of (a checkpoint, the result).
 
     Untrained parts of the result, such as a pipeline's VAE, do not count.
     """
     weights, moments = count_trained(models, optimizer)
-    checkpoint = weights * (1 + use_ema) + moments
+    checkpoint = weights * (1 + num_averages) + moments
     if any(map(is_adapted, models.values())):
         checkpoint += weights  # two float16 files for other programs are as large
     return checkpoint, weights

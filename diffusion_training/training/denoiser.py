@@ -28,7 +28,7 @@ def load_denoiser(
 ) -> tuple[torch.nn.Module, str, str]:
     """Load the pretrained pipeline's denoiser, or make a new one.
 
-    With --rank it is loaded in the precision of the launch or in 4 bits.
+    With --rank it is loaded in the precision of the launch or quantized.
 
     kind: its class. config_source: the config of a new one, as a flag names it. configs: a
     checkpoint that has the configs of new models; its weights are loaded later, by `Training`.
@@ -84,7 +84,7 @@ def check_denoiser(
 
     models: {its name: the model}. what: a word for it, such as U-Net. source: where it is from.
     further: additions of the script's `prepare_batch` to the condition, for one image, with any
-        values. An entry [1, C, h, w] counts as C more channels.
+        values. An entry [1, C, h, w] of the latents' size counts as C more channels.
 
     Returns the names of the weights that the prediction does not depend on.
     """
@@ -93,8 +93,9 @@ def check_denoiser(
     name = f"the {what} of {source}"
     embeds_width = data.empty_prompt["prompt_embeds"].shape[-1]
     further = further or {}
-    channels = sum(value.shape[1] for value in further.values() if value.dim() == 4)
-    channels += data.latents.channels
+    shape = [data.latents.channels, *data.latents.shape[1:]]
+    maps = [value for value in further.values() if value.dim() == 4]
+    channels = sum(value.shape[1] for value in maps if [*value.shape[2:]] == shape[1:]) + shape[0]
     sentence = family.check_inputs(model.config, channels, embeds_width)
     if sentence := sentence or family.check_model(model.config):
         fail(f"{name} {sentence}")
@@ -109,5 +110,4 @@ def check_denoiser(
     if family.needs_sizes:
         condition["time_ids"] = torch.zeros(1, 6)
     condition |= data.references
-    shape = [data.latents.channels, *data.latents.shape[1:]]
     return check_shapes(models, predict, name, shape, condition | further)

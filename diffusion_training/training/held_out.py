@@ -76,7 +76,6 @@ def describe_held_out(
     return {"held_out": {"of": dataset.holds, "digest": digest}, "held_out_below": below}
 
 
-@torch.no_grad()
 def log_held_out_loss(
     launch: Launch,
     records: Any,
@@ -87,17 +86,43 @@ def log_held_out_loss(
     stop_signal: StopSignal,
     step: int,
 ) -> None:
-    """Record the held-out loss at a step: a mean squared error that can be compared between runs.
-
-    It is the mean over the held-out images and nine noise levels, .1 to .9: random levels would
-    hide any change. All randomness is keyed by seed, image and timestep, and a batch is one image
-    at all nine levels. So batch size, number of processes and interruptions do not change the
-    result. A signal stops the measurement.
+    """Record the held-out loss at a step, unless a signal comes; see `measure_held_out_losses`.
 
     models: {"held_out_loss": the models, "held_out_loss_ema": their averages, if there are any}.
     """
     if not held_out or records.held_out.get("step") == step:
         return
+    losses = measure_held_out_losses(
+        launch, records, dataset, held_out, models, objective, stop_signal
+    )
+    if losses is None:
+        return
+    record = {name: sum(of_levels) / 9 for name, of_levels in losses.items()}
+    # by level of noise, for the weights that are saved
+    *_, saved = losses.values()
+    record |= {f"held_out_loss_t0.{i}": loss for i, loss in enumerate(saved, 1)}
+    records.add_held_out(step, record)
+
+
+@torch.no_grad()
+def measure_held_out_losses(
+    launch: Launch,
+    records: Any,
+    dataset: TrainingData,
+    held_out: dict[int, int],
+    models: dict[str, Models],
+    objective: Objective,
+    stop_signal: StopSignal,
+) -> dict[str, list[float]] | None:
+    """Measure mean squared errors that can be compared between runs.
+
+    It is the mean over the held-out images and nine noise levels, .1 to .9: random levels would
+    hide any change. All randomness is keyed by seed, image and timestep, and a batch is one image
+    at all nine levels. So batch size, number of processes and interruptions do not change the
+    result.
+
+    Returns {name in `models`: the error at each of the nine levels}, or None if a signal comes.
+    """
     device = launch.device
     modules = [module for group in models.values() for module in group.values()]
     training = [module.training for module in modules]
@@ -137,13 +162,10 @@ def log_held_out_loss(
         module.train(was_training)
     *losses, weight, tried = launch.accelerator.reduce(sums).tolist()
     if tried < len(held_out):
-        return
+        return None
     if weight == 0:
         fail(f"none of the {tried:.0f} images that --holdout sets aside could be decoded")
-    record = {}
-    for index, name in enumerate(models):
-        of_levels = [loss / weight for loss in losses[9 * index : 9 * index + 9]]
-        record[name] = sum(of_levels) / 9
-    # by level of noise, for the weights that are saved
-    record |= {f"held_out_loss_t0.{i}": loss for i, loss in enumerate(of_levels, 1)}
-    records.add_held_out(step, record)
+    return {
+        name: [loss / weight for loss in losses[9 * index : 9 * index + 9]]
+        for index, name in enumerate(models)
+    }

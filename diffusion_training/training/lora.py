@@ -37,7 +37,7 @@ def add_lora(
     """Freeze a model and put an adapter of --rank beside some of its layers.
 
     Only the adapters are trained, in float32. A is drawn from torch's generator, B starts at 0
-    (arXiv:2106.09685). Then the frozen weights are cast to `dtype`, except for those in 4 bits.
+    (arXiv:2106.09685). Then the frozen weights are cast to `dtype`, except for quantized ones.
 
     layers: ends of the layers' names. base: hash of the weights. Stops with an error if a layer
     does not exist, does not support adapters, or is smaller than the rank.
@@ -86,7 +86,7 @@ def add_lora(
     # a checkpoint must agree with this
     model.adapter = {"peft_type": "LORA", **config, "base_sha256": base}
     if quantized:
-        model.adapter["quantization"] = "nf4"
+        model.adapter["quantization"] = quantized[0].quantization
 
 
 def list_further_layers(

@@ -26,6 +26,7 @@ from diffusion_training.training.checkpoints import (
 )
 from diffusion_training.training.copies import Copies, find_name, share_checkpoint
 from diffusion_training.training.hub import make_repository, upload_run
+from diffusion_training.training.posthoc import prune_snapshots
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def begin_run(run: Run, output_dir: Path) -> None:
         for old in [*find_samples(output_dir), *(output_dir / "samples").glob("before-??.png")]:
             old.unlink()
     restore_best(output_dir, run.reached)
+    prune_snapshots(output_dir, run.reached)
     write_command(run.command, output_dir)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import math
 import platform
 import shutil
 import sys
@@ -18,7 +19,7 @@ from accelerate.utils import gather_object
 
 from diffusion_training import __version__
 from diffusion_training.batches import Models, Objective, StepSums, TrainingData
-from diffusion_training.errors import CHANGED, fail
+from diffusion_training.errors import CHANGED, amount, fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
 from diffusion_training.training.best import keep_best
@@ -34,11 +35,16 @@ from diffusion_training.training.checkpoints import (
     save_checkpoint,
 )
 from diffusion_training.training.costs import Costs, count_disk, describe_trained
-from diffusion_training.training.held_out import describe_held_out, log_held_out_loss
+from diffusion_training.training.held_out import (
+    describe_held_out,
+    log_held_out_loss,
+    measure_held_out_losses,
+)
 from diffusion_training.training.lora import make_lora_files
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.metrics import Draw, Metrics, Read
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.posthoc import WIDTHS, PosthocEma, write_losses, write_snapshot
 from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.replicas import check_replicas
@@ -104,6 +110,7 @@ class Training:
         self.has_folder = False
         # `data_step` at the last update of the records, and at the last checkpoint
         self.updated_at = self.saved_at = plan.progress.data_step
+        self.posthoc_at = self.first_step  # the step of the last snapshot of --posthoc_ema
         # what a checkpoint records, for a resumed run to compare
         self.recorded = {
             **vars(args),
@@ -118,6 +125,8 @@ class Training:
             for model in models.values():
                 put_on_device(model, launch.device)
         self.averaged = start_average(models) if args.use_ema else {}
+        widths = () if args.find_lr else args.posthoc_ema or ()
+        self.posthoc = PosthocEma(models, widths)
         if launch.shard:  # before the optimizer, so that it gets the parts
             for model in self.saved.values():
                 shard(model, launch.device)
@@ -129,6 +138,7 @@ class Training:
                 launch.accelerator, run.checkpoint, self.saved, self.optimizer, plan.state,
                 self.recorded,
             )  # fmt: skip
+            self.posthoc.images = plan.state.get("posthoc_images", 0)
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
@@ -138,7 +148,12 @@ class Training:
         self.writing: Future[None] | None = None  # the last checkpoint
         CHANGED.callback(self.writer.shutdown)  # a run that fails waits for it, too
         self.costs = Costs(
-            launch, models, self.averaged, objective, args.optimizer, args.allow_tf32
+            launch,
+            models,
+            self.averaged | self.posthoc.models(),
+            objective,
+            args.optimizer,
+            args.allow_tf32,
         )
 
     @property
@@ -149,7 +164,8 @@ class Training:
     @property
     def saved(self) -> Models:
         """The models that a checkpoint holds."""
-        return self.models | {f"{name}_ema": model for name, model in self.averaged.items()}
+        averaged = {f"{name}_ema": model for name, model in self.averaged.items()}
+        return self.models | averaged | self.posthoc.models()
 
     def ema_or_model(self, name: str) -> torch.nn.Module:
         """The model that is drawn from and saved as a result: the average with --use_ema."""
@@ -208,6 +224,7 @@ class Training:
         """
         stepped = not self.launch.accelerator.optimizer_step_was_skipped
         self.progress.advance(step.images, stepped)
+        self.posthoc.update(self.models, step.images)
         if stepped:
             self.records.add(sums, step.images, step.epoch, self.lr_scheduler.get_last_lr()[0])
             if self.averaged:
@@ -250,6 +267,28 @@ class Training:
             self.updated_at = self.progress.data_step
             self.records.update(self.step, log, self.step == self.args.max_train_steps)
 
+    def is_due_posthoc(self) -> bool:
+        """Whether a snapshot of --posthoc_ema is due."""
+        every = self.args.posthoc_ema_steps or self.args.checkpointing_steps
+        return bool(self.posthoc.averages) and self.is_due(every)
+
+    def save_posthoc(self) -> None:
+        """Write a snapshot of the averages of --posthoc_ema. A thread writes a copy of them.
+
+        Call it before `save_checkpoint`: a run that is resumed there then has the snapshot.
+        """
+        if not self.posthoc.averages or self.posthoc_at == self.step:
+            return
+        self.posthoc_at = self.step
+        self.update_records(log=self.step == self.args.max_train_steps and self.progress.stepped)
+        with self.timed("posthoc_seconds"):
+            self.wait_for_writer()
+            self.agree()
+            if self.launch.is_main:
+                folder = Path(self.args.output_dir)
+                files = self.posthoc.copy()
+                self.writing = self.writer.submit(write_snapshot, folder, self.step, files)
+
     def save_checkpoint(self) -> None:
         """Save checkpoint-N, if this step has none. After the last step, write its record first.
 
@@ -280,6 +319,8 @@ class Training:
             return
         path = Path(self.args.output_dir, f"checkpoint-{self.step}")
         state = self.progress.state() | {"settings": self.recorded}
+        if self.posthoc.averages:
+            state["posthoc_images"] = self.posthoc.images
         scale = get_scale(self.launch.accelerator)
         lora_files = make_lora_files(self.saved, self.lora_metadata)
 
@@ -356,6 +397,33 @@ class Training:
                 self.launch, self.records, self.dataset, self.held_out, models, self.objective,
                 self.stop_signal, self.step,
             )  # fmt: skip
+
+    def compare_widths(self) -> None:
+        """With --posthoc_ema and --holdout, measure the held-out loss of averages of some widths.
+
+        Call it at the end, because it overwrites one of the averages.
+        """
+        if not self.posthoc.averages or not self.held_out:
+            return
+        losses = {}
+        folder = Path(self.args.output_dir)
+        with self.timed("posthoc_seconds"):
+            for width in WIDTHS:
+                models = self.posthoc.reconstruct(folder, width, self.launch.is_main)
+                measured = measure_held_out_losses(
+                    self.launch, self.records, self.dataset, self.held_out, {"": models},
+                    self.objective, self.stop_signal,
+                )  # fmt: skip
+                if measured is None:  # a signal has come
+                    return
+                losses[width] = sum(measured[""]) / 9
+            if self.launch.is_main:
+                best = write_losses(folder, self.step, losses)
+                print(
+                    f"\nPost-hoc EMA: of {len(losses)} widths, sigma_rel {best:g} has the lowest "
+                    f"held-out loss, {losses[best]:.4g}. To write its pipeline: python -m "
+                    f"diffusion_training.training.posthoc {folder} --output_dir {folder}-widths"
+                )
 
     def measure_metrics(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:
         """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`."""
@@ -446,10 +514,17 @@ def check_free_space(models: Models, args: Namespace) -> None:
     There are up to two checkpoints, because the next one is written before an old one is deleted,
     and with --checkpoints_to a third that is being copied. Existing ones need no more room.
     """
-    checkpoint, result = count_disk(models, args.use_ema, args.optimizer)
+    widths = args.posthoc_ema or ()
+    checkpoint, result = count_disk(models, args.use_ema + len(widths), args.optimizer)
     most = 3 if args.checkpoints_to else 2
     count = max(1, most - len(find_checkpoints(args.output_dir)))
     needed = count * checkpoint + result
+    if widths:
+        every = args.posthoc_ema_steps or args.checkpointing_steps
+        snapshots = math.ceil(args.max_train_steps / every)
+        size = snapshots * len(widths) * result // 2  # in float16
+        print(f"Post-hoc EMA: {size / 1e9:.3g} GB for {amount(snapshots, 'snapshot')}")
+        needed += size
     free = shutil.disk_usage(args.output_dir).free
     if free < needed:
         what = ("a checkpoint", "two checkpoints", "three checkpoints")[count - 1]

@@ -185,7 +185,7 @@ def largest_batch(
         }
         if args.gradient_checkpointing:
             checkpoint_gradients(trial)
-        num_copies = args.use_ema + (launch.num_processes > 1)
+        num_copies = args.use_ema + len(args.posthoc_ema or ()) + (launch.num_processes > 1)
         copies = [start_average(trial) for _ in range(num_copies)]
         optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
         # Without DDP: a process whose memory is full would leave the others waiting.

@@ -186,7 +186,7 @@ def test_synthetic_caches_pass_the_trainers_checks(tmp_path):
         assert not any(shard.unchecked.any() for shard in dataset.opened.values())
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_step_overhead_times_the_parts_of_a_step_and_a_bare_loop(tmp_path):
     cli = bench.make_parser("").parse_args(TOY[:3])
     cli.resolution = 64
@@ -202,6 +202,7 @@ def test_step_overhead_times_the_parts_of_a_step_and_a_bare_loop(tmp_path):
     assert 0 < measured["step"] < measured["first"] and measured["rss"] > 100
 
 
+@pytest.mark.long
 def test_peers_runs_scripts_in_turns_and_compares_them(tmp_path, capsys, monkeypatch):
     """Our scripts parse the flags. The times of steps are made up."""
     seconds, started = {"embeddings": 1, "ids": 2, "pixels": 4, "theirs": 5}, []

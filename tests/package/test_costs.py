@@ -129,13 +129,16 @@ def test_count_moments_equals_the_state_of_the_optimizer(optimizer, count, in_bl
 
 
 def test_describe_trained_counts_two_weights_per_stored_4_bit_number(base, monkeypatch):
-    """One stored number holds two of them."""
+    """It counts a layer's weights, not the stored numbers, each of which may hold two."""
     model = adapted(base)
     total = sum(weight.numel() for weight in model.parameters())
     count = sum(weight.numel() for weight in list_parameters({"unet": model}))
-    for packed in ([], [model.conv_in]):
+    for packed in (
+        [],
+        [argparse.Namespace(weight=model.conv_in.weight, in_features=1, out_features=10**5)],
+    ):
         monkeypatch.setattr(costs, "list_quantized", lambda model, packed=packed: packed)
-        more = sum(layer.weight.numel() for layer in packed)
+        more = sum(10**5 - layer.weight.numel() for layer in packed)
         said = f"LoRA of rank 4: {count:,} of {total + more:,} weights"
         assert describe_trained({"unet": model}) == said
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import ntpath
+import os
 import struct
 import zlib
+from pathlib import PureWindowsPath
 
 import fsspec
 import numpy as np
@@ -226,6 +229,15 @@ def test_image_files_above_one_gibibyte_are_refused(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match="it has more than 1 GiB"):
             decode_image(source, 3)
+
+
+def test_names_of_images_are_the_same_on_windows(monkeypatch):
+    """They choose what is held out, and caches keep them."""
+    for name in ("isabs", "relpath"):
+        monkeypatch.setattr(os.path, name, getattr(ntpath, name))
+    monkeypatch.setattr("diffusion_training.data.images.PurePath", PureWindowsPath)
+    image = {"bytes": b"", "path": r"C:\photos\dogs\one.png"}
+    assert name_image(3, image, r"C:\photos") == "dogs/one.png"
 
 
 def test_name_image_gives_the_file_or_the_row_number():

@@ -1,7 +1,10 @@
 """Models: loaded completely or not at all, averaged as in diffusers, saved bit for bit."""
 
 import argparse
+import contextlib
+import types
 
+import diffusers
 import pytest
 import torch
 from conftest import make_unet_config
@@ -9,6 +12,7 @@ from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
+from diffusion_training.families.known import FAMILIES
 from diffusion_training.models import (
     compile_model,
     list_parameters,
@@ -17,6 +21,7 @@ from diffusion_training.models import (
     update_ema,
 )
 from diffusion_training.training.checkpoints import read_weights, save_weights
+from diffusion_training.training.denoiser import check_denoiser
 
 
 def test_update_ema_equals_diffusers_ema():
@@ -83,3 +88,32 @@ def test_list_reached_finds_the_weights_that_get_a_gradient():
     modules = torch.nn.ModuleList([first, second, detached, dropped])
     with_gradient = {weight for weight in modules.parameters() if weight.grad is not None}
     assert list_reached(result) == with_gradient
+
+
+@pytest.mark.parametrize("side, fits", [(16, True), (8, False)])
+def test_a_map_counts_as_channels_only_if_it_has_the_latents_size(side, fits):
+    """A ControlNet's image has another size: it is no input of the U-Net."""
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        cross_attention_dim=4,
+    )
+    data = types.SimpleNamespace(
+        family=FAMILIES["sd"],
+        empty_prompt={"prompt_embeds": torch.zeros(3, 4)},
+        latents=types.SimpleNamespace(channels=4, shape=[4, 8, 8], downscale=2),
+        resolution=16,
+        bucket_step=None,
+    )
+
+    def predict(models, noisy, timesteps, condition):
+        embeds = condition["prompt_embeds"]
+        return models["unet"](noisy, timesteps, encoder_hidden_states=embeds).sample
+
+    further = {"control": torch.zeros(1, 3, side, side)}
+    refused = pytest.raises(SystemExit, match="takes 4 channels")
+    with contextlib.nullcontext() if fits else refused:
+        check_denoiser({"unet": unet}, predict, "U-Net", "here", data, further)

@@ -31,7 +31,7 @@ arguments
 families.tape families.mask_values families.reference_latents families.recorded_text
 families.pipeline_code
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
-families.names data.flags
+families.names families.class_labels data.flags
 flags
 latents.flags
 loading models
@@ -46,6 +46,7 @@ data.arrays data.images data.streams data.transforms
 data.texts data.buckets data.image_cache
 data.references
 data.rows
+data.class_labels
 data.captions
 data.captioned_images
 latents.ranges
@@ -63,7 +64,7 @@ training.lora_files training.sharding training.distances training.networks
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas training.samples training.pipelines training.hub training.denoiser
 training.prior training.metrics
-training.checkpoints training.costs training.held_out
+training.checkpoints training.costs training.held_out training.posthoc
 training.best training.copies training.records training.snapshot
 training.report
 training.run_folder

@@ -47,10 +47,10 @@ def draw_noise(encoders, count):
     return torch.randn(count, channels, side, side, generator=generator)
 
 
-def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **inputs):
+def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **more):
     """What the pipeline itself gives to its scheduler at a time, in the order of its latents.
 
-    inputs: further arguments of the pipeline.
+    more: further arguments of the pipeline.
     """
     seen = []
     scheduler = pipeline.scheduler
@@ -80,7 +80,7 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **i
         if getattr(pipeline, name, None) is not None:
             getattr(pipeline, name).disable()
     size = {"height": SIDE * (4 if noise.shape[-1] * 16 == SIDE * 4 else 1), "width": SIDE}
-    options |= size | inputs
+    options |= size | more
     pipeline(prompt=caption, num_inference_steps=2, output_type="latent", **options)
     (velocity,) = seen
     return velocity
@@ -122,6 +122,24 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
     assert not torch.equal(*ours)
     later = family.predict(pipeline.transformer, noise, torch.tensor([0.25]), prompts)
     assert not torch.equal(later, ours[-1])
+
+
+@torch.no_grad()
+def test_a_distilled_transformer_is_given_the_guidance_of_the_flag(tmp_path, monkeypatch):
+    pipeline, encoders = open_recorded(tiny_pipelines.MAKE["flux_dev"](tmp_path))
+    noise, prompts = draw_noise(encoders, 1), encode(encoders, CAPTIONS[:1])
+    ours = []
+    for scale in (1.0, 3.5):
+        parts = (encoders.family.index, encoders.family.configs, scale, encoders.family.findings)
+        family = Recorded(*parts)
+        ours.append(family.predict(pipeline.transformer, noise, torch.tensor([0.5]), prompts))
+        more = {"guidance_scale": scale}
+        theirs = predict_as_pipeline(pipeline, family, noise, CAPTIONS[0], 0.5, monkeypatch, **more)
+        assert torch.equal(ours[-1], in_order(family, noise, theirs).float())
+        # samples are drawn with --guidance_scale, without a second caption
+        assert family.guidance_args(2.5) == {"guidance_scale": 2.5, "true_cfg_scale": 1}
+        assert "negative_prompt" not in family.call_args(prompts, prompts, 2.5)
+    assert not torch.equal(*ours)
 
 
 @pytest.mark.parametrize("name", HAND_WRITTEN)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import ROOT, finish, kill, start, wait_until
 
-from diffusion_training.cluster.supervisor import Ended, Supervisor, Task, wait_until_free
+from diffusion_training.cluster.supervisor import save_and_end, start_trainer, wait_until_free
 
 # Replaces a trainer with a loader process, and writes down the ids of both.
 TRAINER = """
@@ -46,15 +46,16 @@ class Worker:
         command = [sys.executable, "-S", "-c", TRAINER, str(folder), "yes" if stubborn else "no"]
         self.folder = folder
         self.lock = str(folder / "lock")
-        log, over = str(folder / "log"), str(folder / "over")
-        task = Task(command, str(folder), self.lock, log, over, save_seconds)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
         def work():
-            supervisor = Supervisor(task, os.environ | {"PYTHONPATH": str(ROOT)})
+            supervisor = start_trainer(
+                command, environment, str(folder), self.lock, folder / "log", save_seconds
+            )
             if stops:
                 wait_until(lambda: (folder / "pids").exists())
-                supervisor.stop()
-            (folder / "ended").write_text(repr(supervisor.wait()))
+                save_and_end(supervisor)
+            (folder / "ended").write_text(str(supervisor.wait()))
 
         (self.pid,) = start(work)
         wait_until(lambda: (folder / "pids").exists())
@@ -100,17 +101,10 @@ def test_a_trainer_that_ignores_sigterm_is_killed(worker):
     assert (it.folder / "saved").exists() and 0.9 < time.time() - begin < 5
 
 
-def test_the_end_of_a_job_ends_the_trainer(worker):
-    it = worker()
-    (it.folder / "over").touch()
-    assert it.ended() == repr(Ended(143, SAID))
-    assert (it.folder / "saved").exists() and not it.list_alive()
-
-
 def test_a_killed_trainer_is_reported_with_its_output_and_its_loaders_end(worker):
     it = worker()
     os.kill(it.trainer, signal.SIGKILL)
-    assert it.ended() == repr(Ended(-9, SAID))
+    assert it.ended() == "137"
     wait_until(lambda: not it.list_alive(), 5)
     assert (it.folder / "log").read_text(errors="replace") == SAID
 
@@ -119,11 +113,11 @@ def test_a_killed_trainer_is_reported_with_its_output_and_its_loaders_end(worker
 def test_a_killed_supervisor_ends_the_trainer(worker):
     it = worker()
     os.kill(it.supervisor, signal.SIGKILL)
-    assert it.ended() == "None"
+    assert it.ended() == "-9"
     wait_until(lambda: "trainer" not in it.list_alive(), 5)
 
 
 def test_a_worker_can_tell_the_trainer_to_save(worker):
     it = worker(stops=True)
-    assert it.ended() == repr(Ended(143, SAID))
+    assert it.ended() == "143"
     assert (it.folder / "saved").exists() and not it.list_alive()

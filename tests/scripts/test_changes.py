@@ -1,4 +1,4 @@
-"""Each change in docs/changing.md is applied to every trainer that it names, which then trains."""
+"""Each change in docs/patches.md is applied to every trainer that it names, which then trains."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ import train_text_to_image
 from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/changing.md").read_text(), re.S)
+CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/patches.md").read_text(), re.S)
 SMALL = ["huber", "labels", "second", "masked", "module"]
 NAMES = [*SMALL, "perceptual", "inpainting", "repa"]
 TRAINERS = {
@@ -380,6 +380,7 @@ def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
     assert losses == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path, monkeypatch):
     """This covers a second trained module and a network in the loss, whose weights stay frozen."""
     seen = {}

@@ -180,6 +180,7 @@ def test_sdxl_lora_file_redraws_the_samples_in_the_pipeline(
         assert {value.item() for name, value in weights.items() if name.endswith("alpha")} == {4}
 
 
+@pytest.mark.long
 def test_find_lr_and_auto_batch_size_work_with_all_features(tmp_path, flags, cache, images):
     train(*flags, *cache, *ALL, "--find_lr", "--find_lr_steps=10")
     assert 0 < json.loads((tmp_path / "out/find_lr.json").read_text())["suggestion"] < 1

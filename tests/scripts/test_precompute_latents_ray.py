@@ -277,6 +277,52 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
     assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
 
 
+class Rows:
+    """Replaces a data set of Ray Data, without Ray."""
+
+    def __init__(self, rows, override_num_blocks=None):
+        self.rows = rows
+
+    def map(self, stage, fn_kwargs=None, fn_constructor_args=(), **options):
+        if isinstance(stage, type):
+            stage = stage(*fn_constructor_args)
+        return Rows(stage(row, **(fn_kwargs or {})) for row in self.rows)
+
+    def iter_rows(self):
+        return self.rows
+
+
+def on_ray_data():
+    import ray_data
+
+    script.make_shards = ray_data.make_shards
+
+
+def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, without_ray, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ray_data
+
+    monkeypatch.setattr(ray_data, "NOTES", tmp_path)
+    monkeypatch.setattr(ray_data.ray, "put", script.ray.put)
+    monkeypatch.setattr(ray_data.ray, "get", script.ray.get)
+    monkeypatch.setattr(ray_data.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(ray_data.ray.data, "from_items", Rows)
+    code, said = without_ray(*flags, setup=on_ray_data)
+    assert code == 0 and contents(tmp_path / "out") == whole, said
+
+
+@pytest.mark.long
+def test_ray_data_benchmark_compares_speeds_and_tries_faults(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ray_data
+
+    flags = [*ray_data.FLAGS, "--resolution=8", "--rows_per_shard=256"]
+    rows = list(ray_data.measure_speed(flags, rounds=1))
+    assert [row[1] for row in rows] == ["ray_core", "ray_data"]
+    ended = ray_data.try_fault("ray_core", "exit", flags, limit=150)
+    assert ended[2].startswith("status 0") and ended[3] == "8", ended
+
+
 def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
     tmp_path, flags, without_ray
 ):
@@ -1185,6 +1231,49 @@ def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, w
         code == 0 and said.count("Done: 24 rows, 2 skipped, are in memory://bucket/latents") == 2
     ), said
     assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
+
+
+@pytest.mark.long
+def test_random_errors_of_a_bucket_never_change_the_cache(
+    tmp_path, flags, whole, without_ray, monkeypatch
+):
+    """Each call may fail before its effect, or after it, for STORM minutes (default: 1)."""
+    rng, counts = random.Random(0), collections.Counter()
+    flags.append("--output_dir=memory://bucket/latents")
+
+    def fail_at_random(name):
+        real = getattr(MemoryFileSystem, name)
+
+        def call(*args, **options):
+            moment = rng.choices(["before", "after", "never"], [rate, rate, 1])[0]
+            if moment == "before":
+                counts[name] += 1
+                raise ConnectionResetError("reset by peer")
+            result = real(*args, **options)
+            if moment == "after":
+                counts[name] += 1
+                raise TimeoutError("no answer")
+            return result
+
+        monkeypatch.setattr(MemoryFileSystem, name, call)
+
+    names = ("put_file", "get_file", "cat_file", "rm_file", "rm", "find", "exists", "info")
+    for name in names:
+        fail_at_random(name)
+    end = time.time() + 60 * float(os.environ.get("STORM", "1"))
+    while time.time() < end:
+        MemoryFileSystem.store.clear()
+        rate, code = rng.choice([0.01, 0.03, 0.1]), 1
+        while code:
+            code, said = without_ray(*flags)
+            counts[f"status {code}"] += 1
+            assert code in (0, 1) and "Traceback" not in said, said
+            if code:
+                assert said.count("precompute_latents_ray.py: ") == 1, said
+                rate *= 0.9
+        rate = 0
+        assert objects(fsspec.filesystem("memory"), "/bucket/latents") == whole
+    print(dict(counts))
 
 
 def test_remote_rows_refuse_files_that_changed_at_the_address(tmp_path, flags, bucket):

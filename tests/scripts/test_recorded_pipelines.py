@@ -213,6 +213,13 @@ def test_captions_of_two_lengths_in_a_batch_are_refused_in_a_sentence(made):
     assert "give --train_batch_size 1" in said
 
 
+def test_embedded_guidance_is_refused_where_no_transformer_takes_it(tmp_path):
+    base, data = make(tmp_path, "flux")
+    flags = [*base, *data, "--embedded_guidance_scale=3.5", f"--output_dir={tmp_path / 'out'}"]
+    error = train.refused(*flags)
+    assert "--embedded_guidance_scale 3.5 does nothing for Flux: leave it out" in error
+
+
 @pytest.mark.parametrize("rank", [[], ["--rank=2"]])
 def test_a_pipeline_that_can_not_be_recorded_is_refused_by_name(tmp_path, rank):
     (tmp_path / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -224,6 +225,45 @@ def test_lasting_bucket_errors_end_the_run_and_it_resumes_later(
     run(flags, tmp_path / "whole")
     run(flags, tmp_path / "out")
     assert_same_run(tmp_path / "whole", tmp_path / "out")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_bucket_that_vanishes_under_a_run_costs_no_saved_step(
+    tmp_path, stored, in_ranges, storage, monkeypatch, num_processes
+):
+    """The bucket with cache and copies is deleted during a run, then made again by its owner."""
+    patch(monkeypatch, "WAITS", (0.05,) * 2)
+    flags, address = stored
+    bucket = boto3.resource("s3", endpoint_url=storage).Bucket(address.split("/")[2])
+    make_captioned(tmp_path / "more", 60)  # more than a run fetches before its first step
+    data = [f"--train_data_dir={tmp_path / 'more'}", f"--pretrained_model_name_or_path={MODELS}"]
+    shutil.rmtree(tmp_path / "cache")
+    precompute(*precompute.flags(tmp_path / "cache", *data, "--rows_per_shard=2", "--random_flip"))
+    upload(tmp_path / "cache", storage, bucket.name)
+    largest = max(path.stat().st_size for path in (tmp_path / "cache").glob("*.arrow"))
+    flags = [*flags, f"--latents_dir={address}", f"--shards_size={13 * largest}"]
+    flags += ["--shuffle_shards=1", "--max_train_steps=24"]
+    flags += [f"--checkpoints_to=s3://{bucket.name}/run", "--checkpoints_to_timeout=1"]
+    flags += ["--checkpointing_steps=1", "--resume_from_checkpoint=latest"]
+    whole = [f"--latents_dir={tmp_path / 'cache'}", f"--checkpoints_to={tmp_path / 'copies'}"]
+    run(flags, tmp_path / "whole", *whole, num_processes=num_processes)
+    out, log = tmp_path / "out", tmp_path / "log"
+    ends = []
+    for after in (1, 6, 12):
+        pids = start(lambda: train(*flags, f"--output_dir={out}"), num_processes, log)
+        saved = lambda: [int(name.split("-")[1]) for name in checkpoints(out)]
+        wait_until(lambda after=after: out.exists() and max(saved(), default=0) >= after, 100)
+        bucket.objects.delete()
+        bucket.delete()
+        codes, said = {*finish(pids)}, log.read_text()
+        ends += codes
+        assert "Traceback" not in said and max(saved()) >= after, said
+        assert said.count("train_text_to_image.py: ") == max(codes), said
+        upload(tmp_path / "cache", storage, bucket.name)
+    run(flags, out, num_processes=num_processes)
+    assert_same_run(tmp_path / "whole", out)
+    assert ends[0] == 1 and {*ends} <= {0, 1}, ends
 
 
 # ------------------------------------------------------------------- refused flags

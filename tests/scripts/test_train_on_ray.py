@@ -11,13 +11,13 @@ import queue
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import types
-from pathlib import Path
 
 import psutil
 import pytest
@@ -36,7 +36,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirem
 RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 import train_on_ray  # noqa: E402
-from diffusion_training.cluster.supervisor import Ended  # noqa: E402
 
 NUM_IMAGES = 12
 # A trainer that records the rows of each step. An image's grey level is its row.
@@ -358,18 +357,40 @@ def test_find_unshared_names_folders_missing_on_a_machine(tmp_path):
 @pytest.mark.parametrize("status, kind, words", [
     (0, None, ""), (-9, "lost", "was ended by SIGKILL"), (143, "lost", "was ended by SIGTERM"),
     (75, "lost", "because another worker ended"), (2, "failed", "train_x.py: one sentence"),
-    (1, "failed", "train_x.py: one sentence"), (None, "lost", "was killed, with its supervisor"),
+    (1, "failed", "train_x.py: one sentence"), (137, "lost", "was ended by SIGKILL"),
 ])  # fmt: skip
 def test_interpret_end_classifies_exit_statuses_of_a_trainer(status, kind, words):
-    errors = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
-    ended = None if status is None else Ended(status, errors)
-    event = train_on_ray.interpret_end(ended, "train_x.py", "it")
+    printed = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
+    event = train_on_ray.interpret_end(status, printed, "train_x.py", "it")
     assert (event and event.kind) == kind and words in (event.text if event else "")
     if status == 1:
-        event = train_on_ray.interpret_end(
-            Ended(1, "Traceback\nKeyError: 3\n\n"), "train_x.py", "it"
-        )
+        event = train_on_ray.interpret_end(1, "Traceback\nKeyError: 3\n\n", "train_x.py", "it")
         assert event.text == "it ended with status 1: KeyError: 3"
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_run_trainer_reports_the_last_words_and_stops_when_the_job_is_over(
+    tmp_path, monkeypatch, capsys, is_over
+):
+    """Of an earlier trainer, the log has other words."""
+    script = tmp_path / "trainer.py"
+    code = "import sys, time; print('before'); sys.stderr.write('KeyError: 3\\n')\n"
+    script.write_text(code + ("time.sleep(60)" if is_over else "print('last'); sys.exit(3)"))
+    context = types.SimpleNamespace(get_world_rank=lambda: 1)
+    monkeypatch.setattr(train_on_ray.ray.train, "get_context", lambda: context)
+    job = make_job(tmp_path, script=str(script), flags=[], save_seconds=20)
+    train_on_ray.make_shared(job).release()
+    job.log(1).write_text("trainer.py: earlier\n")
+    if is_over:
+        job.over.touch()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    event = train_on_ray.run_trainer(job, environment)
+    if is_over:
+        assert event.kind == "lost" and "was ended by SIGTERM" in event.text
+        return
+    host = socket.gethostname()
+    assert event.text == f"trainer.py of worker 1 on {host} ended with status 3: last"
+    assert capsys.readouterr().out == "before\nKeyError: 3\nlast\n"
 
 
 class Events:
@@ -418,7 +439,7 @@ def test_watch_stops_without_new_checkpoints_or_on_a_trainers_error(tmp_path, ca
     capsys.readouterr()
     with pytest.raises(SystemExit, match="^train_x.py: a sentence"):
         train_on_ray.watch(over, job, Events(start, *failed), 1)
-    Path(job.log).write_text("\ntrain_x.py: a sentence\n")
+    job.log(0).write_text("\ntrain_x.py: a sentence\n")
     with pytest.raises(SystemExit, match="^1$"):  # it is printed once
         train_on_ray.watch(over, job, Events(start, *failed), 1)
     assert capsys.readouterr().out.count("a sentence") == 1

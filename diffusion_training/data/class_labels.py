@@ -1,0 +1,56 @@
+"""Classes of a data set: their names become captions."""
+
+from argparse import Namespace
+from typing import Any
+
+import datasets
+
+from diffusion_training.data.folders import find_source
+from diffusion_training.data.rows import ImageRows
+from diffusion_training.errors import fail
+from diffusion_training.files import hash_values
+
+MOST = 10_000  # the embedding of a class has as many numbers as there are classes
+
+
+def name_classes(images: ImageRows, args: Namespace) -> tuple[ImageRows, list[str]]:
+    """Replace --class_column by --caption_column, which has the names of the classes.
+
+    It has None where an image has no class. Returns (the rows, the names in the order of their
+    numbers). The fingerprint of the rows covers the names.
+    """
+    column = args.class_column
+    rows: Any = images.rows
+    labels: list[Any] = rows[column][:]
+    what = f"--class_column {column} of {find_source(args)}"
+    names = list_names(rows.features[column], labels, what)
+    captions = labels
+    if rows.features[column].dtype != "string":
+        has_class = [label is not None and 0 <= label < len(names) for label in labels]
+        captions = [
+            names[label] if known else None for label, known in zip(labels, has_class, strict=True)
+        ]
+    fingerprint = hash_values([rows._fingerprint, names, captions])
+    rows = rows.remove_columns(column)
+    rows = rows.add_column(args.caption_column, captions, new_fingerprint=fingerprint)
+    return images._replace(rows=rows), names
+
+
+def list_names(feature: Any, labels: list[Any], what: str) -> list[str]:
+    """The names of the classes. Numbers without names, 0 to n - 1, are their own names.
+
+    what: names the column in messages.
+    """
+    if isinstance(feature, datasets.ClassLabel):
+        return feature.names
+    values = {label for label in labels if label is not None}
+    dtype = getattr(feature, "dtype", "")
+    if dtype == "string":
+        names = sorted(values)
+    elif "int" in dtype and values:
+        names = [str(number) for number in range(min(max(values), MOST) + 1)]
+    else:
+        fail(f"{what} holds neither numbers nor names of classes")
+    if len(names) > MOST:
+        fail(f"{what} has more than {MOST:,} classes: is it the right column?")
+    return names

@@ -1,0 +1,190 @@
+"""Class labels in place of captions: --class_column, a cache of it, training, and its pipeline."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import MODELS, Script, assert_same_weights, make_images, make_prx, metrics
+from diffusers import DiffusionPipeline
+
+from diffusion_training.data.class_labels import list_names
+from diffusion_training.families.class_labels import (
+    find_token,
+    list_tokens,
+    make_text_encoder,
+    make_tokenizer,
+)
+from diffusion_training.families.known import FAMILIES
+from diffusion_training.latents.reader import load_cache
+
+precompute = Script("precompute_latents")
+train = Script("train_flow")
+VAE = f"--vae_name_or_path={MODELS / 'vae'}"
+CLEAN = lambda name: FAMILIES["prx"].prepare(None, name)
+# PRX's cleaning deletes the first
+NAMES = ["n01440764", "Ankle boot", "sneaker"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Images in a folder for each class, a cache of embeddings, one of ids, and a config."""
+    folder = tmp_path_factory.mktemp("classes")
+    for name in NAMES:
+        make_images(folder / "images" / name, 3)
+    for kind in ("embeddings", "ids"):
+        precompute(*list_flags(folder, folder / kind, f"--text_cache={kind}"))
+    make_prx(folder / "config", context_in_dim=len(NAMES))
+    return folder
+
+
+def list_flags(folder, output_dir, *more):
+    return precompute.flags(
+        output_dir, "--model_family=prx", "--class_column=label", VAE,
+        f"--train_data_dir={folder / 'images'}", "--resolution=16", *more,
+    )  # fmt: skip
+
+
+def list_training(inputs, output_dir, *more, cache="embeddings"):
+    return train.flags(
+        output_dir, VAE, f"--latents_dir={inputs / cache}",
+        f"--transformer_config_name_or_path={inputs / 'config'}", "--train_batch_size=2",
+        "--max_train_steps=4", "--checkpointing_steps=2", "--caption_dropout=0.5", "--holdout=2",
+        "--num_validation_images=1", "--num_inference_steps=1", "--lr_warmup_steps=0", *more,
+    )  # fmt: skip
+
+
+def test_a_label_is_a_caption_with_a_one_hot_embedding(inputs):
+    rows = datasets.load_from_disk(inputs / "embeddings").with_format("numpy")
+    settings = load_cache(inputs / "embeddings").settings
+    # in the order of the folders' names
+    names = sorted(NAMES)
+    assert settings["classes"] == names and "classes" in settings["features"]
+    assert {*rows["text"]} == {*NAMES}
+    for row in rows:
+        assert row["key"].split("/")[0] == row["text"]
+        expected = np.eye(3, dtype=np.float16)[names.index(row["text"])]
+        assert row["prompt_embeds"].tolist() == expected.tolist()
+    assert not np.load(inputs / "embeddings/empty_prompt.npy").any()
+    ids = datasets.load_from_disk(inputs / "ids")
+    assert [len(row) for row in ids["input_ids"]] == [1] * 9
+
+
+def test_classes_train_and_resume_to_the_same_bits_and_are_prompts_of_the_pipeline(
+    tmp_path, inputs
+):
+    prompts = ["--validation_prompts", "sneaker", "n01440764", "0"]
+    whole, rest, ids = (tmp_path / name for name in ("whole", "rest", "ids"))
+    train(*list_training(inputs, whole, *prompts))
+    resumed = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
+    train(*list_training(inputs, rest, *prompts, resumed))
+    train(*list_training(inputs, ids, cache="ids"))
+    for other in (rest, ids):  # the trainer embeds the ids of a cache
+        assert_same_weights(whole / "checkpoint-4/transformer", other / "checkpoint-4/transformer")
+    assert (whole / "samples/step-0000004.png").exists()
+    assert "held_out_loss" in metrics(whole)[-1] | metrics(whole)[-2]
+    pipeline = DiffusionPipeline.from_pretrained(whole)
+    pipeline.set_progress_bar_config(disable=True)
+    drawn = {}
+    for prompt in ("Sneaker", "2", "1", ""):
+        generator = torch.Generator().manual_seed(0)
+        options = {"height": 16, "width": 16, "use_resolution_binning": False}
+        drawn[prompt] = pipeline(
+            prompt, num_inference_steps=2, generator=generator, output_type="np", **options
+        ).images
+    assert np.array_equal(drawn["Sneaker"], drawn["2"]) and np.isfinite(drawn[""]).all()
+    assert not np.array_equal(drawn["Sneaker"], drawn["1"])
+    with pytest.raises(Exception, match="UNK"):
+        pipeline("boot", **options)
+
+
+def test_what_does_not_fit_classes_is_refused(tmp_path, inputs):
+    out = tmp_path / "out"
+    flags = list_training(inputs, out)
+    text = f"--text_encoder_name_or_path={MODELS / 'text_encoder'}"
+    for more, said in (
+        (["--validation_prompts", "boot"], "'boot' is not a class; the classes are "),
+        ([text], "classes need no text encoder: leave --text_encoder_name_or_path out"),
+        ([f"--transformer_config_name_or_path={make_prx(tmp_path / 'wide')}"], "embeddings of 32"),
+    ):
+        assert said in train.refused(*flags, *more)
+    flags = list_flags(inputs, out)
+    for more, said in (
+        (["--class_column=kind"], "has no column 'kind', only image, label: choose with --class"),
+        (["--model_family=sd", text], "Stable Diffusion takes captions, not classes"),
+        ([text], "classes need no text encoder"),
+    ):
+        assert said in precompute.refused(*flags, *more)
+    for more, said in (
+        (["--streaming"], "--streaming can't be combined with --class_column"),
+        (["--instance_prompt=a"], "--instance_prompt can't be combined with --class_column"),
+    ):
+        assert said in precompute.refused(*flags, *more, status=2)
+    captions = list_flags(
+        inputs, tmp_path / "captions", f"--pretrained_model_name_or_path={MODELS}"
+    )
+    precompute(*[flag for flag in captions if "class_column" not in flag], "--instance_prompt=a")
+    flags = list_training(inputs, out, f"--latents_dir={tmp_path / 'captions'}")
+    assert "--text_encoder_name_or_path: captions need it" in train.refused(*flags)
+
+
+def test_names_of_classes_come_from_the_column():
+    label = datasets.ClassLabel(names=["b", "a"])
+    number, text = datasets.Value("int16"), datasets.Value("string")
+    assert list_names(label, [1, None], "it") == ["b", "a"]
+    assert list_names(number, [3, None, 1, -1], "it") == ["0", "1", "2", "3"]
+    assert list_names(text, ["b", "a", None, "b"], "it") == ["a", "b"]
+    for feature, labels in ((datasets.Value("float32"), [1.0]), (number, [None])):
+        with pytest.raises(SystemExit, match="it holds neither numbers nor names"):
+            list_names(feature, labels, "it")
+    for feature, labels in ((number, [10**6]), (text, map(str, range(10**4 + 1)))):
+        with pytest.raises(SystemExit, match="has more than 10,000 classes"):
+            list_names(feature, labels, "it")
+
+
+@pytest.mark.parametrize(
+    "names, tokens",
+    [
+        (["Cat", "n01440764"], [["0", "cat"], ["1"]]),
+        (["cat!", "Cat!", "dog"], [["0"], ["1"], ["2", "dog"]]),
+        (["1", "2"], [["1"], ["2"]]),  # not the numbers 0 and 1
+    ],
+)
+def test_a_class_has_its_number_and_name_as_tokens_if_they_are_clear(names, tokens):
+    assert list_tokens(names, CLEAN) == tokens
+    encoder = make_text_encoder(tokens).eval()
+    tokenizer = make_tokenizer(tokens)
+    for number, words in enumerate(tokens):
+        for word in words:
+            read = tokenizer(["", word], padding="max_length", return_tensors="pt")
+            embeds = encoder(read.input_ids, read.attention_mask).last_hidden_state.half()
+            assert not embeds[0].any() and not embeds[1, 1].any()
+            assert embeds[1, 0].tolist() == np.eye(len(names))[number].tolist()
+
+
+def test_a_class_that_can_not_be_told_from_others_is_refused():
+    with pytest.raises(SystemExit, match="the class 'n01440764' can't be told from others"):
+        list_tokens(["n01440764", "7"], CLEAN)
+    with pytest.raises(SystemExit, match="'c' is not a class; the classes are a, 0"):
+        find_token("c", {"a": "0", "0": "0"}, CLEAN)
+    assert [find_token(text, {"a b": "0"}, CLEAN) for text in ("a b", "A/b", "")] == ["0", "0", ""]
+
+
+@pytest.mark.parametrize("count", [2, 10, 999, 1000])
+def test_embeddings_are_exactly_one_hot_in_float16(count):
+    tokens = [[str(number)] for number in range(count)]
+    embeds = make_text_encoder(tokens)(torch.arange(1, count + 1)[:, None]).last_hidden_state
+    assert torch.equal(embeds[:, 0].half(), torch.eye(count).half())
+
+
+def test_images_without_a_class_are_skipped(tmp_path, inputs):
+    rows = datasets.load_dataset("imagefolder", data_dir=str(inputs / "images"), split="train")
+    rows = rows.remove_columns("label").add_column("label", [1, None, -1, 0, 2, 2, 1, 0, 0])
+    (tmp_path / "images").mkdir()
+    rows.to_parquet(tmp_path / "images/rows.parquet")
+    precompute(*list_flags(tmp_path, tmp_path / "cache", "--max_skipped=0.5"))
+    cached = datasets.load_from_disk(tmp_path / "cache")
+    assert cached["text"][:] == ["1", "0", "2", "2", "1", "0", "0"]
+    skipped = (tmp_path / "cache/skipped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reason"] for line in skipped] == ["it has no caption"] * 2
