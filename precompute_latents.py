@@ -200,7 +200,7 @@ class TransformedRows(torch.utils.data.Dataset):
     def collate(self, index: int, items: list[dict]) -> RowBatch:
         # a group has images of one size, and references of one size
         sizes = [
-            (item["pixel_values"].shape, *(image.size for image in item["references"]))
+            (item["pixel_values"].shape, *(image.size for image in item.get("references", ())))
             for item in items
         ]
         limit = self.caches[index].batch_size
@@ -307,7 +307,7 @@ def mirror_images(batch: RowBatch) -> list[torch.Tensor]:
 def encode_references(
     batch: RowBatch, encoders: Encoders, cache: PlannedCache
 ) -> dict[str, list[torch.Tensor]]:
-    """The columns of references, see `list_reference_columns`, for each group of rows."""
+    """The columns of references, see `list_latents_of_references`, for each group of rows."""
     count = len(cache.transform.reference_columns)
     kinds = {"": batch["references"]}
     if cache.transform.random_flip:

@@ -47,8 +47,8 @@ def transform_row(
     - "original_size": (height, width) of the stored image
     - "crop_top_left": (top, left) of the crop, in pixels of the resized image
     - "mask": uint8 [1, *target], if there is a column of masks
-    - "references": the references as Pillow's images, and "is_aligned": whether they are mirrored
-      with the image; see `transform_references`
+    - "references": if there are columns of them, the references as Pillow's images, and
+      "is_aligned": whether they are mirrored with the image; see `transform_references`
     - "skipped": why the row can't be used, else None
     """
     key = name_image(row, item[transform.image_column], transform.source)
@@ -96,8 +96,11 @@ def transform_row(
         **({"mask": mask} if mask_column else {}),
         "original_size": original_size,
         "crop_top_left": crop,
-        "references": references,
-        "is_aligned": is_aligned,
+        **(
+            {"references": references, "is_aligned": is_aligned}
+            if transform.reference_columns
+            else {}
+        ),
     }
 
 

@@ -76,6 +76,14 @@ def add_references(rows: Rows, args: Namespace) -> tuple[Rows, list[str]]:
     return rows, names
 
 
+def list_reference_columns(rows: Rows, args: Namespace) -> list[str]:
+    """The columns of references in the rows of `load_rows`."""
+    known = rows.column_names or []
+    if args.conditioning_image_column:
+        return [name for name in args.conditioning_image_column if name in known]
+    return [name for name in known if name.startswith(COLUMN)]
+
+
 def list_image_paths(rows: datasets.Dataset, column: str) -> list[str | None]:
     """The path of each row's image, None without one."""
     if not isinstance(rows.features.get(column), datasets.Image):

@@ -65,7 +65,6 @@ class ImageRows(NamedTuple):
     rows: Rows
     column: str  # the column of images
     mask_column: str | None = None
-    reference_columns: Sequence[str] = ()  # of the images that an edit starts from
 
 
 def load_rows(
@@ -79,7 +78,7 @@ def load_rows(
 
     Columns that are not named are not read: they may hold images. `channels` is the number of
     channels that the model takes, which determines the layout of an array. `with_references` also
-    reads reference images.
+    reads reference images, see `list_reference_columns`.
     """
     source = find_source(args)
     if channels and is_array(source):
@@ -142,7 +141,7 @@ def load_rows(
         )
     elif len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
-    return ImageRows(rows, column, mask_column, references)
+    return ImageRows(rows, column, mask_column)
 
 
 def limit_rows(rows: Rows, args: Namespace) -> Rows:

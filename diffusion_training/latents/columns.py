@@ -156,11 +156,11 @@ def list_columns(cache: dict) -> list[Column]:
         columns.append(Column("mask", "uint8", shape[1:], is_ragged=ragged, is_map=True))
     if ragged:  # height and width of the latents
         columns.append(Column("size", "int32", (2,), is_in_batch=False))
-    columns += list_reference_columns(cache)
+    columns += list_latents_of_references(cache)
     return columns + [column for column in EXTRA_COLUMNS if name_feature(column) in features]
 
 
-def list_reference_columns(cache: dict) -> list[Column]:
+def list_latents_of_references(cache: dict) -> list[Column]:
     """The latents of references, and the sizes of each: of its latents, and in pixels.
 
     A reference that a row lacks has no numbers, and sizes of 0.

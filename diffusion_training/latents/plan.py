@@ -13,6 +13,7 @@ from diffusion_training.arguments import list_values
 from diffusion_training.data.captions import report_cut
 from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.folders import is_shared
+from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
@@ -119,7 +120,8 @@ def plan_caches(
     if len(sides) > 1:
         check_not_cache(args.output_dir)
         folders = [f"{args.output_dir.rstrip('/')}/{side}" for side in sides]
-    check_references(family, images, args)
+    references = list_reference_columns(images.rows, args)
+    check_references(family, images, references, args)
     channels, _ = family.count_channels(encoders.vae)
     kind = described["latents"]
     weights = weigh_captions(args)
@@ -127,7 +129,7 @@ def plan_caches(
     for side, folder in zip(sides, folders, strict=True):
         check_sides(family.downscale(encoders.vae), side, args.bucket_step)
         latents = describe_latents(family, encoders.vae, side, kind)
-        count = len(images.reference_columns)
+        count = len(references)
         reference_side = family.choose_reference_side(side, count) if count else 0
         transform = make_transform(
             args,
@@ -136,16 +138,16 @@ def plan_caches(
             weights,
             channels,
             side,
-            images.reference_columns,
+            references,
             reference_side,
             latents.downscale,
         )
-        references = {}
+        about = {}
         if count:
             shape = family.shape_reference(encoders.vae, reference_side)
-            references["references"] = {"count": count, "side": reference_side, "shape": shape}
+            about["references"] = {"count": count, "side": reference_side, "shape": shape}
         settings = describe_settings(
-            described | {"latents_shape": list(latents.shape)} | references,
+            described | {"latents_shape": list(latents.shape)} | about,
             transform,
             family.features,
             images.rows,
@@ -154,8 +156,6 @@ def plan_caches(
         flags = vars(args) | launch_flags
         flags |= {"resolution": side, "output_dir": folder, "latents": kind}
         flags |= {"mask_column": images.mask_column, "caption_weights": weights}
-        if images.reference_columns and not args.conditioning_data_dir:
-            flags["conditioning_image_column"] = list(images.reference_columns)
         caches.append(
             PlannedCache(
                 output_dir=folder,
@@ -172,9 +172,14 @@ def plan_caches(
     return caches
 
 
-def check_references(family: Family, images: ImageRows, args: Namespace) -> None:
-    """Stop with an error if a cache of references can't be made with these flags."""
-    if not images.reference_columns:
+def check_references(
+    family: Family, images: ImageRows, references: list[str], args: Namespace
+) -> None:
+    """Stop with an error if a cache of references can't be made with these flags.
+
+    references: their columns.
+    """
+    if not references:
         return
     if args.random_flip and images.mask_column:
         fail("--random_flip can't mirror masks beside references: leave one of them out")

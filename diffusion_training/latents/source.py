@@ -458,7 +458,7 @@ def encode_for_all(
             empty = encode_empty_prompt(encoders, base, references)
             return {name: embeds[None] for name, embeds in empty.items()}
 
-        pairs = zip(prompts, images or [None] * len(prompts), strict=True)
+        pairs = zip(prompts, images or [[]] * len(prompts), strict=True)
         encoded = [encode_caption(encoders, *pair) for pair in pairs]
         empties = map(encode_empty, images) if encoders.family.reads_references else ()
         sent = [EncodedPrompts(encoded, encode_empty(), images, [*empties])]

@@ -13,7 +13,7 @@ from PIL import Image
 import precompute_latents
 from diffusion_training.data.captions import transform_row
 from diffusion_training.data.folders import count_references
-from diffusion_training.data.references import choose_reference_size
+from diffusion_training.data.references import choose_reference_size, list_reference_columns
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.errors import Refused
@@ -40,28 +40,29 @@ def open_rows(*flags):
     args = precompute_latents.parse_args([
         "--pretrained_model_name_or_path=base", "--train_data_dir=photos", *map(str, flags)
     ])  # fmt: skip
-    return count_references(args), load_rows(args, others=["text"], with_references=True)
+    images = load_rows(args, others=["text"], with_references=True)
+    return count_references(args), images.rows, list_reference_columns(images.rows, args)
 
 
-def name_references(images):
+def name_references(rows, columns):
     return [
-        [value and value["path"] and value["path"].rsplit("/", 1)[1] for value in column]
-        for column in (images.rows[name] for name in images.reference_columns)
+        [value and value["path"] and value["path"].rsplit("/", 1)[1] for value in rows[name]]
+        for name in columns
     ]
 
 
 def test_a_control_file_is_the_reference_of_its_image_and_never_a_row(folder, capsys):
     draw(folder / "a.control.png")
     draw(folder / "c.CONTROL.jpg")
-    count, images = open_rows()
-    assert count == 1 and images.reference_columns == ["conditioning_image"]
-    assert name_references(images) == [["a.control.png", "c.CONTROL.jpg"]]
+    count, rows, columns = open_rows()
+    assert count == 1 and columns == ["conditioning_image"]
+    assert name_references(rows, columns) == [["a.control.png", "c.CONTROL.jpg"]]
     assert "1 image of 3 without a reference left out" in capsys.readouterr().out
-    _, images = open_rows("--allow_missing_conditioning")
-    assert name_references(images) == [["a.control.png", None, "c.CONTROL.jpg"]]
-    before = images.rows._fingerprint
+    _, rows, columns = open_rows("--allow_missing_conditioning")
+    assert name_references(rows, columns) == [["a.control.png", None, "c.CONTROL.jpg"]]
+    before = rows._fingerprint
     draw(folder / "a.control.png", size=(9, 9))
-    assert open_rows("--allow_missing_conditioning")[1].rows._fingerprint != before
+    assert open_rows("--allow_missing_conditioning")[1]._fingerprint != before
     draw(folder / "a.control.jpg")
     with pytest.raises(Refused, match="are references of the same image: delete one"):
         open_rows()
@@ -72,10 +73,10 @@ def test_folders_of_references_have_the_names_of_the_images(folder, tmp_path):
         for name in names:
             draw(tmp_path / place / f"{name}.jpg")
     flags = ["--conditioning_data_dir", "before", "masks"]
-    count, images = open_rows(*flags)
-    assert count == 2 and len(images.rows) == 2
-    assert images.reference_columns == ["conditioning_image", "conditioning_image_2"]
-    assert name_references(images) == [["a.jpg", "b.jpg"]] * 2
+    count, rows, columns = open_rows(*flags)
+    assert count == 2 and len(rows) == 2
+    assert columns == ["conditioning_image", "conditioning_image_2"]
+    assert name_references(rows, columns) == [["a.jpg", "b.jpg"]] * 2
     draw(tmp_path / "other/x.png")
     with pytest.raises(Refused, match="no file in --conditioning_data_dir other has the name"):
         open_rows("--conditioning_data_dir", "other")
@@ -93,10 +94,10 @@ def test_columns_of_references_may_be_several_and_have_gaps(tmp_path, monkeypatc
     table = pa.table({**columns, "text": ["a", "b", "c"]})
     pq.write_table(table, tmp_path / "photos/train.parquet")
     flags = ["--conditioning_image_column", "one", "two"]
-    count, images = open_rows(*flags)
-    assert count == 2 and images.rows["text"][:] == ["a"]
+    count, rows, columns = open_rows(*flags)
+    assert count == 2 and rows["text"][:] == ["a"]
     assert "2 images of 3 without a reference left out" in capsys.readouterr().out
-    assert len(open_rows(*flags, "--allow_missing_conditioning")[1].rows) == 3
+    assert len(open_rows(*flags, "--allow_missing_conditioning")[1]) == 3
     with pytest.raises(Refused, match="no column 'three'.*--conditioning_image_column"):
         open_rows("--conditioning_image_column", "three")
 
@@ -108,7 +109,7 @@ def transform(folder, *flags):
     ])  # fmt: skip
     images = load_rows(args, others=["text"], with_references=True)
     made = make_transform(
-        args, images.column, None, None, 3, 16, images.reference_columns, 32, 4
+        args, images.column, None, None, 3, 16, list_reference_columns(images.rows, args), 32, 4
     )  # fmt: skip
     return transform_row(0, 0, images.rows[0], made)
 
