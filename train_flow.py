@@ -593,7 +593,7 @@ def main(args: Namespace) -> None:
     # Each of these is trained, averaged, and saved in checkpoints. The pipeline gets only the
     # transformer.
     models: Models = {"transformer": transformer}
-    frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
+    frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
     shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
     objective = Objective(
         prepare=partial(prepare_batch, data, args.caption_dropout),
@@ -602,7 +602,7 @@ def main(args: Namespace) -> None:
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
         measure=measure_velocity(predict),
         prepare_held_out=partial(prepare_batch, data, 0.0),
-        frozen=freeze_on_device(frozen, launch.device),
+        frozen=freeze_on_device(frozen, accelerator),
         encoders=data.modules(),  # only for the estimate of memory
         prior=make_prior(data, args),
     )

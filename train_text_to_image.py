@@ -514,7 +514,7 @@ def main(args: Namespace) -> None:
     unet = make_unet(base, data, predict, run.configs, launch, args)
     # Each of these is trained, averaged and saved in checkpoints. The pipeline has the U-Net only.
     models: Models = {"unet": unet}
-    frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
+    frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
     objective = Objective(
         prepare=partial(prepare_batch, data, args.caption_dropout),
         predict=predict,
@@ -522,7 +522,7 @@ def main(args: Namespace) -> None:
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
         measure=measure_epsilon(noise_scheduler, predict),
         prepare_held_out=partial(prepare_batch, data, 0.0),
-        frozen=freeze_on_device(frozen, launch.device),
+        frozen=freeze_on_device(frozen, accelerator),
         encoders=data.modules(),  # only for the estimate of memory
         prior=make_prior(data, args),
     )

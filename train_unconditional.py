@@ -674,7 +674,7 @@ def main(args: Namespace) -> None:
     unet = make_unet(args)
     # Each of these is trained, averaged and saved in checkpoints. The pipeline has the U-Net only.
     models: Models = {"unet": unet}
-    frozen: Models = {}  # only for the loss: on the device, without autocast, never saved
+    frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
     objective = Objective(
         prepare=prepare_batch,
         predict=predict_noise,
@@ -682,7 +682,7 @@ def main(args: Namespace) -> None:
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
         measure=measure_epsilon(noise_scheduler, predict_noise),
         prepare_held_out=prepare_batch,
-        frozen=freeze_on_device(frozen, launch.device),
+        frozen=freeze_on_device(frozen, accelerator),
     )
 
     # The data.

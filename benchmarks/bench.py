@@ -332,6 +332,21 @@ def spread(numbers, form="{:.2f}"):
     )
 
 
+def find_device():
+    """The GPU with CUDA, or the CPU without one. A test puts an imitated GPU there."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def find_gpu():
+    """torch.cuda, or None without a GPU."""
+    import torch
+
+    device = find_device()
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
 def machine():
     """Describe the hardware and the torch version."""
     import torch
@@ -343,7 +358,8 @@ def machine():
         if line.startswith("model name"):
             processor = line.split(":")[1].strip()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    gpu = find_gpu()
+    device = gpu.get_device_name() if gpu else "no GPU"
     return (
         f"{device}, {cores} cores of {processor}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}"
@@ -383,19 +399,17 @@ def child(log, steps, forbid_syncs, script, *argv):
     import torch
 
     last = 0 if steps == "None" else int(steps)
-    step, count, cuda = torch.optim.AdamW.step, itertools.count(1), torch.cuda.is_available()
+    step, count, gpu = torch.optim.AdamW.step, itertools.count(1), find_gpu()
 
     def timed(self, *args, **options):
         result = step(self, *args, **options)
         number = next(count)
-        if cuda and number in (4, last):  # the timing begins and ends here
-            torch.cuda.synchronize()
+        if gpu and number in (4, last):  # the timing begins and ends here
+            gpu.synchronize()
         with open(log, "a") as file:
-            file.write(
-                f"{time.time()} {torch.cuda.max_memory_allocated() / 2**30 if cuda else math.nan}\n"
-            )
-        if cuda and forbid_syncs == "True":
-            torch.cuda.set_sync_debug_mode("error" if 5 <= number < 9 else "default")
+            file.write(f"{time.time()} {gpu.max_memory_allocated() / 2**30 if gpu else math.nan}\n")
+        if gpu and forbid_syncs == "True":
+            gpu.set_sync_debug_mode("error" if 5 <= number < 9 else "default")
         if number == last:
             os._exit(0)
         return result

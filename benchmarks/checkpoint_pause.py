@@ -32,7 +32,6 @@ def time_steps(kind, argv):
     {"steps": [[(seconds, processor seconds of this thread) at its begin, at its end]],
     "written": [[seconds at its begin, at its end, bytes]]}
     """
-    import torch
 
     from diffusion_training.training import state
 
@@ -40,8 +39,8 @@ def time_steps(kind, argv):
     take_step, save_checkpoint, marks, written = script.train_step, state.save_checkpoint, [], []
 
     def synchronize():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if gpu := bench.find_gpu():
+            gpu.synchronize()
         return time.perf_counter(), time.thread_time()
 
     def step(*args, **options):

@@ -204,7 +204,9 @@ def main(argv=None):
     real_rows = sorted(held_out) or train_rows.tolist()
     if captioned:
         captions = dataset.rows[real_rows][list_values(run.caption_column)[0]]
-        captions = [text[0] if isinstance(text, list) and text else text or "" for text in captions]
+        captions = [text[0] if isinstance(text, list) and text else text for text in captions]
+        # the number of a class is a prompt, too
+        captions = [str(text) if isinstance(text, int) else text or "" for text in captions]
         prompts = [captions[i % len(captions)] for i in range(args.num_samples)]
     with explained(f"--feature_extractor {args.feature_extractor} can't be loaded"):
         extract = load_extractor(args.feature_extractor, device)

@@ -25,16 +25,18 @@ def expand_segments():
 
 def copy_beside():
     """Copy batches on a stream of their own, so that a copy runs beside the computation."""
+    import bench
     import torch
 
     from diffusion_training import loading
 
     send = loading.send_to_device
-    side = torch.cuda.Stream()
+    gpu = bench.find_gpu()
+    side = gpu.Stream()
 
     def send_beside(batch, device, non_blocking):
-        computing = torch.cuda.default_stream(device)
-        with torch.cuda.stream(side):
+        computing = gpu.default_stream(device)
+        with gpu.stream(side):
             sent = send(batch, device, non_blocking=non_blocking)
         computing.wait_stream(side)  # what is queued from now on, such as the step of this batch
         for value in (sent or {}).values():

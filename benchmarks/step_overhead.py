@@ -39,7 +39,7 @@ def bare(name, *argv):
 
     script = importlib.import_module(name)
     args = script.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = bench.find_device()
     if device.type == "cpu":
         keep_memory()  # as the trainer does
     if name == TRAINERS[0]:
@@ -79,8 +79,8 @@ def bare(name, *argv):
         F.mse_loss(prediction.float(), noise).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if gpu := bench.find_gpu():
+        gpu.synchronize()
 
 
 def time_parts(name, argv):
@@ -108,8 +108,8 @@ def time_parts(name, argv):
     times = {part: [] for part in parts}
 
     def now():
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if gpu := bench.find_gpu():
+            gpu.synchronize()
         return time.perf_counter()
 
     def timed(part, function):

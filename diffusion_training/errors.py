@@ -254,22 +254,6 @@ def end_if_stopped() -> None:
         raise SystemExit(128 + SIGNALS[-1])
 
 
-@contextlib.contextmanager
-def hiding_swallowed_ends() -> Iterator[None]:
-    """Let Python print nothing if a destructor swallows a signal's exception in the block."""
-    print_lost = sys.unraisablehook
-
-    def print_others(lost: Any) -> None:
-        if not isinstance(lost.exc_value, SystemExit):
-            print_lost(lost)
-
-    sys.unraisablehook = print_others
-    try:
-        yield
-    finally:
-        sys.unraisablehook = print_lost
-
-
 def hide_secrets(value: Any) -> Any:
     """Cut passwords and queries, such as signatures, out of the addresses in a text or in texts.
 
@@ -353,7 +337,7 @@ def in_one_sentence(
     def run(args: argparse.Namespace, terminal: contextlib.ExitStack) -> None:
         try:
             terminal.enter_context(outlasting_the_terminal())
-            with handling(end_at_once), hiding_swallowed_ends(), CHANGED:
+            with handling(end_at_once), CHANGED:
                 main(args)
                 end_if_stopped()
             UNDO.clear()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -195,10 +196,14 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     return model.to(device)
 
 
-def freeze_on_device(models: Models, device: torch.device) -> Models:
-    """Freeze models that are not trained, and move them. Returns them."""
+def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:
+    """Freeze models that are not trained, and move them. Returns them.
+
+    Like the trained ones they compute in the precision of --mixed_precision, by autocast.
+    """
     for model in models.values():
-        put_on_device(model.eval().requires_grad_(False), device)
+        put_on_device(model.eval().requires_grad_(False), accelerator.device)
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return models
 
 

@@ -39,7 +39,7 @@ class Int8Linear(torch.nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: str) -> None:
         super().__init__(in_features, out_features, bias, device)
-        weight = torch.empty_like(self.weight, dtype=torch.int8)
+        weight = torch.empty(out_features, in_features, dtype=torch.int8, device=device)
         self.weight = torch.nn.Parameter(weight, requires_grad=False)
         self.register_buffer("scale", torch.empty(out_features, device=device), persistent=False)
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.flop_counter import flop_registry
 
 NAME = "gpu"
 DEVICE = f"{NAME}:0"
@@ -32,6 +33,10 @@ DEVICE = f"{NAME}:0"
 # ones of this repository's code, or else of its tests
 Wait = collections.namedtuple("Wait", "steps operator path line function")
 WAITS = collections.Counter()
+# {Product: how often}: multiplications of matrices, convolutions and attention. dtype: such as
+# "bfloat16", of the result. The rest is as above.
+Product = collections.namedtuple("Product", "steps operator dtype path line function")
+PRODUCTS = collections.Counter()
 
 # These operators need a number from the device before they can return.
 WAITING = {
@@ -41,11 +46,13 @@ WAITING = {
         "unique_consecutive", "unique_dim_consecutive", "repeat_interleave", "equal", "bincount",
     )
 }  # fmt: skip
+# Without bmm, of which attention consists here. On CUDA it is one kernel; see `attend`.
+PRODUCING = {f"aten::{operator.__name__}" for operator in flop_registry} - {"aten::bmm"}
 INDEXING = {f"aten::{name}" for name in ("index", "index_put", "index_put_", "_index_put_impl_")}
 
 
-def count_wait(operator):
-    """Count that an operator waits for the device."""
+def find_place():
+    """The path, line and function of the innermost frame of this repository."""
     places = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -55,8 +62,19 @@ def count_wait(operator):
             places.append((path, frame.f_lineno, code.co_name))
         frame = frame.f_back
     of_code = [place for place in places if not place[0].startswith("tests/")]
-    place = next(iter(of_code or places), ("?", 0, "?"))
-    WAITS[Wait(STEPS.number, operator.removeprefix("aten::"), *place)] += 1
+    return next(iter(of_code or places), ("?", 0, "?"))
+
+
+def count_wait(operator):
+    """Count that an operator waits for the device."""
+    WAITS[Wait(STEPS.number, operator.removeprefix("aten::"), *find_place())] += 1
+    if GpuModule.forbids_waits and "synchronize" not in operator:
+        raise RuntimeError(f"{operator} waits for {DEVICE}")
+
+
+def count_product(operator, dtype):
+    name = operator.removeprefix("aten::")
+    PRODUCTS[Product(STEPS.number, name, str(dtype).removeprefix("torch."), *find_place())] += 1
 
 
 @functools.cache
@@ -81,8 +99,9 @@ class Steps:
 STEPS = Steps()
 
 
-def forget_waits():
+def forget_counts():
     WAITS.clear()
+    PRODUCTS.clear()
     STEPS.__init__()
 
 
@@ -162,6 +181,8 @@ def run_operator(function, args, kwargs):
     wrapped = {id(value.numbers): value for value in tensors if is_on_gpu(value)}
     on_cpu, options = tree_unflatten(map(unwrap, values), structure)
     result = function(*on_cpu, **options)
+    if name in PRODUCING:
+        count_product(name, next(x.dtype for x in tree_leaves(result) if x is not None))
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != NAME:
         return result
@@ -376,16 +397,24 @@ class Event:
         return (other.time - self.time) * 1000
 
 
-def record_event():
-    event = Event()
-    event.record()
-    return event
+class Stream:
+    """A queue of a GPU. All of them are done at once."""
+
+    def record_event(self):
+        event = Event()
+        event.record()
+        return event
+
+    def wait_stream(self, stream):
+        pass
 
 
 class GpuModule:
     """torch.gpu, with the functions of torch.cuda."""
 
     Event = Event
+    Stream = Stream
+    forbids_waits = False
     BFloat16Tensor = HalfTensor = FloatTensor = torch.Tensor
 
     def is_available(self):
@@ -400,7 +429,12 @@ class GpuModule:
         return 1
 
     def current_stream(self, device=None):
-        return SimpleNamespace(record_event=record_event)
+        return Stream()
+
+    default_stream = current_stream
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
 
     def current_device(self):
         return 0
@@ -430,6 +464,10 @@ class GpuModule:
 
     def synchronize(self, device=None):
         count_wait("synchronize")
+
+    def set_sync_debug_mode(self, mode):
+        """In the mode "error" all that waits raises an error, except what is called synchronize."""
+        GpuModule.forbids_waits = mode == "error"
 
     def empty_cache(self):
         pass
@@ -548,6 +586,15 @@ def swap_tensors(parameter, moved, swap=torch.utils.swap_tensors):
     swap(parameter, moved)
 
 
+def attend(query, *args, **options):
+    """Attention, whose products torch computes in float32 on this device, also those of bfloat16.
+
+    So it is counted with the type of the query, in which a kernel of CUDA computes it.
+    """
+    count_product("scaled_dot_product_attention", query.dtype)
+    return torch.ops.aten._scaled_dot_product_attention_math(query, *args, **options)[0]
+
+
 def copy_from(source, target, non_blocking=False):
     return copy(target, source, non_blocking)
 
@@ -562,6 +609,7 @@ def switch_on():
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", copy_from, "PrivateUse1")
+    library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")
     register_autocast(library)
     others = torch.library.Library("_", "IMPL")  # autocast leaves all other operators as they are
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
@@ -573,6 +621,7 @@ def switch_on():
     torch.autograd.set_multithreading_enabled(False)
     torch.utils._foreach_utils._foreach_supported_types.append(GpuTensor)
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned
+    torch.Tensor.record_stream = lambda tensor, stream: None
     torch.Generator = Generator
     torch._C._InferenceMode = infer
     register_optimizer_step_post_hook(STEPS)

@@ -129,6 +129,9 @@ class Recorded(Family):
         self.vae_classes = (configs["vae"]["_class_name"],)
         self.ignored_vae_settings = ()
         options = inspect.signature(self.pipeline_class.__call__).parameters
+        # only of models that were distilled from guided ones, for example FLUX.1-dev
+        if configs[self.folder].get("guidance_embeds"):
+            self.embedded_guidance = next((x for x in EMBEDDED_GUIDANCE if x in options), None)
         most = options.get("max_sequence_length")
         self.max_tokens = most.default if most and most.default else 0
         parts = self.findings.get("parts", [])
@@ -144,17 +147,6 @@ class Recorded(Family):
     @property
     def pipeline_class(self) -> Any:
         return getattr(diffusers, self.pipeline)
-
-    @property
-    def embedded_guidance(self) -> str | None:
-        """The argument of the pipeline whose value is an input of the transformer.
-
-        Only models that were distilled from guided ones have it, for example FLUX.1-dev.
-        """
-        if not self.configs[self.folder].get("guidance_embeds"):
-            return None
-        names = inspect.signature(self.pipeline_class.__call__).parameters
-        return next((name for name in EMBEDDED_GUIDANCE if name in names), None)
 
     @property
     def guided(self) -> dict[str, Any] | None:

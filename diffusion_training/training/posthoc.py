@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from diffusion_training.arguments import PATH, make_parser, number
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, in_one_sentence
-from diffusion_training.files import delete, saving
+from diffusion_training.files import delete, saving, sort_header
 from diffusion_training.models import move_averages, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run
@@ -116,7 +116,7 @@ class PosthocEma:
             for name, model in averages.items()
         }
 
-    def reconstruct(self, output_dir: str, width: float, is_main: bool) -> Models:
+    def reconstruct(self, output_dir: str | Path, width: float, is_main: bool) -> Models:
         """The average of any width at the end of the run, on all processes.
 
         It takes the place of one of the averages, which are saved by then. The first process reads
@@ -146,6 +146,7 @@ def write_snapshot(
         (unfinished / path.name).mkdir()
         for name, (weights, header) in files.items():
             save_file(weights, unfinished / path.name / name, header)
+            sort_header(unfinished / path.name / name)  # its order is random
 
 
 def prune_snapshots(output_dir: Path, reached: int) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -14,10 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import fake_device
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, reset
+from conftest import ROOT, finish, reset, start
 from PIL import Image
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -273,10 +275,14 @@ def test_memory_counts_match_published_models():
     numbers = sum(4 * w * w + 2 * w * w + 2 * 2048 * w + 8 * w * w + 4 * w * w for w in widths)
     largest = 8 * 1280 * 1280  # in 16 bits while it is used
     saved = numbers * (2 - 0.5 - 4 / 64) - 2 * largest
-    held = memory.count_held("SDXL", memory.LORA[3])
+    held = memory.count_held("SDXL", memory.LORA[4])
     assert held["gradients"] == held["averaged"] == 4 * adapter
     assert held["weights"] == 2 * PUBLISHED["SDXL"] + 4 * adapter - int(saved)
     assert held["moments"] == 8 * adapter
+    # with int8, a byte for a weight, and a scale for each output of its layers
+    outputs = sum(4 * w + 2 * w + 2 * w + 8 * w + w for w in widths)
+    less = memory.count_held("SDXL", memory.LORA[3])["weights"] - held["weights"]
+    assert less == pytest.approx(numbers * (1 - 0.5 - 4 / 64) + 4 * outputs, rel=0.01)
     assert {model.family for model in memory.MODELS.values()} == FAMILIES.keys()
 
 
@@ -358,12 +364,12 @@ def test_memory_of_all_models_matches_the_pages(capsys):
     # the commands of README.md and lora.md
     with_batch = lambda way, images: f"{memory.count_step('SDXL', way, images) / 1e9:.1f} GB"
     drawing = lambda way: f"{memory.count_drawing('SDXL', way) / 1e9:.1f} GB"
-    _, plain, saving, quantized, _ = memory.LORA
+    _, plain, saving, quantized, *_ = memory.LORA
     page = " ".join((ROOT / "docs/lora.md").read_text().split())
     said = [
         f"takes {with_batch(saving, 1)} in a step and {drawing(saving)} while samples are drawn"
     ]
-    said += [f"nf4`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
+    said += [f"int8`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
     said += [f"steps 1`: {with_batch(saving, 4)}.", f"which is faster: {with_batch(plain, 1)} |"]
     said += [f"steps 2`: {with_batch(plain, 2)} |"]
     assert [part for part in said if part not in page] == []
@@ -493,9 +499,8 @@ def test_copies_beside_the_computation_are_waited_for_and_keep_their_memory(monk
         yield
         calls.append(("used", stream))
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
-    monkeypatch.setattr(torch.cuda, "stream", use)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: computing)
+    device = {"Stream": lambda: side, "stream": use, "default_stream": lambda device: computing}
+    monkeypatch.setattr(bench, "find_gpu", lambda: SimpleNamespace(**device))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: calls.append(("keep", stream))
     )
@@ -507,6 +512,96 @@ def test_copies_beside_the_computation_are_waited_for_and_keep_their_memory(monk
     sent = [("use", side), ("send", "cuda"), ("used", side)]
     assert calls == [*sent, ("wait", side), ("keep", computing)]
     assert loading.send_to_device(None, "cuda", non_blocking=True) is None
+
+
+class ForkedProcess:
+    """A process of `bench.run` that is a fork, for `subprocess.Popen`."""
+
+    def __init__(self, command, stdout, **options):
+        _, path, *argv = command
+        assert path == bench.__file__
+        (self.pid,) = start(lambda: bench.child(*argv), log=stdout.name)
+
+
+GPU_RUNS = [
+    "a bare loop, no EMA",
+    "ours, EMA",
+    *gpu_settings.SETTINGS,
+    "from pixels",
+    "train_unconditional.py, 64 px",
+]
+
+
+def test_gpu_benchmark_shows_what_a_run_recorded_and_goes_on_after_a_failed_one(
+    tmp_path, monkeypatch, capsys
+):
+    def run(script, argv, steps, forbid_syncs):
+        assert argv[:3] == ["first", "--mixed_precision=bf16", "--train_batch_size=8"]
+        assert steps == 30 and not forbid_syncs
+        if script == "broken.py":
+            sys.exit("it is broken")
+        (folder,) = (flag.partition("=")[2] for flag in argv if flag.startswith("--output_dir"))
+        Path(folder).mkdir()
+        waits = [{"data_wait": 0.9}, {"held_out_loss": 1}, {"data_wait": 0.01}, {"data_wait": 0.03}]
+        Path(folder, "metrics.jsonl").write_text("\n".join(map(json.dumps, waits)))
+        return {"step": 0.5, "first": 20.2, "gpu": 3.14}
+
+    monkeypatch.setattr(bench, "run", run)
+    device = SimpleNamespace(get_device_name=lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(bench, "find_gpu", lambda: device)
+    table = gpu.Table(tmp_path, argparse.Namespace(mixed_precision="bf16", steps=30))
+    run_one = functools.partial(table.add, "256 px", batch=8, argv=[])
+    compared = ("ours", 10.0)
+    # 16 images/s of 7.8 TFLOP are 124.8 of 312 TFLOP/s
+    speed = run_one("all", flops=7.8e12, start=["works.py", "first"], compared=compared)
+    assert speed == 16
+    assert run_one("none", flops=1, start=["broken.py", "first"], compared=compared) is None
+    assert run_one("no FLOPs", flops=None, start=["works.py", "first"], compared=("it", None)) == 16
+    assert table.rows == [
+        ["256 px", "all, 1.600 of ours", "16.0", "40.0%", "2.00%", "3.1", "20"],
+        ["256 px", "none", "failed", "", "", "", ""],
+        ["256 px", "no FLOPs", "16.0", "", "2.00%", "3.1", "20"],
+    ]
+    assert "it is broken" in capsys.readouterr().err
+
+
+def test_gpu_benchmark_checks_what_an_imitated_gpu_can_not():
+    assert [*gpu.list_checks(1, no_compile=False)] == ["--compile"]
+    assert [*gpu.list_checks(1, no_compile=True)] == []
+    assert gpu.list_checks(4, no_compile=True)["--shard"] == (4, ["--shard"])
+
+
+@pytest.mark.long
+def test_gpu_benchmark_checks_a_toy_model_on_several_devices(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert gpu.check(tmp_path / "shard", *gpu.list_checks(2, no_compile=True)["--shard"]) == "works"
+    assert gpu.check(tmp_path / "wrong", 1, ["--no_such_flag"]) == gpu.FAILED
+    assert "--no_such_flag" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_gpu_benchmark_runs_on_an_imitated_gpu(tmp_path):
+    """Except --compile. Each run takes its steps, waits for nothing, and none fails."""
+    log = tmp_path / "log"
+    flags = ["--size=toy", "--steps=11", "--resolutions=64", "--batch_sizes=1", "--no_compile"]
+
+    def child():
+        fake_device.switch_on()
+        bench.find_device = lambda: torch.device(fake_device.DEVICE)
+        bench.subprocess = SimpleNamespace(Popen=ForkedProcess)
+        gpu.main(flags)
+
+    codes = finish(start(child, log=str(log)), timeout=1800)
+    said = log.read_text()
+    assert codes == [0], said
+    assert said.startswith("Imitated GPU, ")
+    runs, encoding = said.split("precompute_latents.py, running")
+    rows = table(runs)
+    assert [row[1].split(",")[0] for row in rows] == [run.split(",")[0] for run in GPU_RUNS]
+    assert all(row[5] == "1.9" for row in rows)
+    assert all(re.search(r"\d of the bare loop|\d of ours", row[1]) for row in rows[1:5])
+    assert len(table(encoding)) == 1
 
 
 @pytest.mark.long

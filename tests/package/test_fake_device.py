@@ -112,7 +112,7 @@ def test_steps_before_a_wait_are_counted():
         (number, "test_steps_before_a_wait_are_counted") for number in (1, 2)
     ]
     assert set(WAITS.values()) == {1}
-    fake_device.forget_waits()
+    fake_device.forget_counts()
     assert not WAITS and fake_device.STEPS.number == 0
 
 

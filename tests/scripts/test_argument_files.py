@@ -106,7 +106,7 @@ def describe_flags(words, name):
         "GC": "--gradient_checkpointing" in words,
         optimizer.get(find_flag(words, "--optimizer")): "--optimizer" in words,
         "no EMA": "--no-use_ema" in words,
-        "nf4": "--base_precision" in words,
+        find_flag(words, "--base_precision"): "--base_precision" in words,
         "half the side": "--resolution" in words and "lora" in name,
     }
     return ", ".join(part for part, is_given in parts.items() if is_given)
@@ -166,8 +166,8 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
     script, words = read_recipe(name)
     if "adamw8bit" in words:
         pytest.importorskip("bitsandbytes")
-    # tiny models have no layer for 4 bits
-    text = re.sub("--base_precision nf4.*", "", RECIPES[name].read_text())
+    # tiny models have no layer that is wide enough
+    text = re.sub("--base_precision .*", "", RECIPES[name].read_text())
     (tmp_path / "recipe.args").write_text(text)
     monkeypatch.chdir(tmp_path)
     make_captioned(tmp_path / "photos", 3)

@@ -203,6 +203,7 @@ def find_newest(folder):
     return max((int(path.name[11:]) for path in folder.glob("checkpoint-*")), default=0)
 
 
+NUM_KILLS = int(os.environ.get("KILLS", 100))  # of each test marked `long`
 KILLS = {  # {name: (processes, further flags)}
     "1 process": (1, []),
     "2 processes": (2, []),
@@ -213,7 +214,7 @@ KILLS = {  # {name: (processes, further flags)}
 
 @pytest.mark.parametrize(
     "name, count",
-    [("copies", 3), *(pytest.param(name, 100, marks=pytest.mark.long) for name in KILLS)],
+    [("copies", 3), *(pytest.param(name, NUM_KILLS, marks=pytest.mark.long) for name in KILLS)],
 )
 def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
     tmp_path, flags, lora_flags, name, count

@@ -1,12 +1,18 @@
 """On an imitated GPU, no script mixes devices, and no steady step waits for the GPU.
 
 See tests/fake_device.py. A step is steady after the first two, if it writes no record, checkpoint
-or sample. The waits that remain are listed with each run, with a reason.
+or sample. The waits that remain are listed with each run, with a reason. In a steady step, matrices
+are multiplied in the precision of --mixed_precision.
+
+Not on this device: --compile, because torch.compile traces no wrapper tensors (benchmarks/gpu.py
+has a row for it), and --shard, because fully_shard sets a parameter's data from another kind of
+tensor (`Attempted to call variable.set_data(tensor)`).
 """
 
 import json
+import os
 import sys
-from collections import Counter, namedtuple
+from collections import Counter, defaultdict, namedtuple
 
 import accelerate
 import fake_device
@@ -29,11 +35,12 @@ from conftest import (
     reset,
     start,
 )
-from diffusers import UNet2DConditionModel
+from diffusers import UNet2DConditionModel, UNet2DModel
 from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 
 from diffusion_training import quantization
+from diffusion_training.models import DTYPES
 
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
 SCRIPTS = {name: Script(name) for name in NAMES}
@@ -52,6 +59,10 @@ METRICS = ("kid", "clip-t", "clip-i", "dino-i", "copy")
 PRIOR = ("--preserve_prior", "--class_prompt", "a digit", "a")
 # Functions in which `PRECOMPUTE` waits only at the start
 ONCE = {"make_launch", "place_encoders", "put_on_device", "place_scale", "describe_scale"}
+# Functions that compute in float32 on purpose: the range of the first images is measured exactly,
+# and SDXL's VAE overflows in 16 bits (force_upcast)
+IN_FLOAT32 = {"measure_images"}
+OF_SDXL = {"encode_images"}
 ASIDE = {"models"}  # of `Snapshot`: the thread that writes a checkpoint waits, not the training
 
 
@@ -272,6 +283,14 @@ class WithScaler(accelerate.Accelerator):
             self.scaler = torch.amp.GradScaler(fake_device.NAME)
 
 
+class OfSeveral(accelerate.Accelerator):
+    """An Accelerator for several processes on the imitated GPU, which exchange over gloo."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        del os.environ["ACCELERATE_USE_CPU"]  # else it wants the device of later objects to be one
+
+
 def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
     """Quantize on the CPU, then move: a weight of bitsandbytes can't be a tensor like the device's.
 
@@ -285,29 +304,33 @@ def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
     vars(layer.weight).update(vars(exact))
 
 
-def run_all(runs, folder):
-    """Run scripts in a fork on the imitated GPU; returns {run: its waits}."""
+def run_all(runs, folder, accelerator=WithScaler, num_processes=1):
+    """Run scripts in forks on the imitated GPU; returns {run: (waits, products)} of the last."""
     log = folder / "log"
 
     def child():
         fake_device.switch_on()
-        SCRIPTS[UNCONDITIONAL].module.Accelerator = WithScaler
+        SCRIPTS[UNCONDITIONAL].module.Accelerator = accelerator
         quantization.quantize = quantize
-        waits = {}
+        found = {}
         for name, run in runs.items():
             print(f"\n---- {name}", flush=True)
-            fake_device.forget_waits()
+            fake_device.forget_counts()
             if run.script in SCRIPTS:
                 script = SCRIPTS[run.script]
                 script(*script.flags(folder / name, *run.flags))
             else:
                 run_twin(run.script, *run.flags, f"--output_dir={folder / name}")
-            waits[name] = [[*wait, count] for wait, count in fake_device.WAITS.items()]
-        (folder / "waits.json").write_text(json.dumps(waits))
+            found[name] = [
+                [[*key, count] for key, count in counts.items()]
+                for counts in (fake_device.WAITS, fake_device.PRODUCTS)
+            ]
+        if os.environ.get("RANK", "0") == str(num_processes - 1):
+            (folder / "found.json").write_text(json.dumps(found))
 
-    codes = finish(start(child, log=str(log)), timeout=300)
-    assert codes == [0], log.read_text()
-    return json.loads((folder / "waits.json").read_text())
+    codes = finish(start(child, num_processes, str(log)), timeout=300)
+    assert set(codes) == {0}, log.read_text()
+    return json.loads((folder / "found.json").read_text())
 
 
 def run_twin(path, *flags):
@@ -326,6 +349,23 @@ def count_waits(waits, step):
     for steps, operator, path, _, function, count in waits:
         if steps == step and function not in ASIDE:
             found[operator, path, function] += count
+    return found
+
+
+def find_precision(flags):
+    """The type in which a run's products are computed."""
+    for flag in flags:
+        if str(flag).startswith("--mixed_precision="):
+            return DTYPES[flag.partition("=")[2]]
+    return "float32"
+
+
+def find_products(products, left_out=IN_FLOAT32):
+    """{type: where steady steps multiply in it}. left_out: names of functions."""
+    found = defaultdict(set)
+    for steps, operator, dtype, path, line, function, _ in products:
+        if steps in (2, 3) and function not in left_out:
+            found[dtype].add(f"{path}:{line} {operator}")
     return found
 
 
@@ -358,7 +398,10 @@ SLOWER = {  # marked `long`
 )
 def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
     runs = (QUICK | SLOW | SLOWER)[name](tmp_path)
-    for run, waits in run_all(runs, tmp_path).items():
+    for run, (waits, products) in run_all(runs, tmp_path).items():
+        if runs[run].script != PRECOMPUTE:
+            places = find_products(products, IN_FLOAT32 | (OF_SDXL if name == "sdxl" else set()))
+            assert places.keys() == {find_precision(runs[run].flags)}, (run, places)
         if runs[run].known is None:
             continue
         known = {each[:3]: each.count for each in runs[run].known}
@@ -372,3 +415,17 @@ def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
             for steps, operator, path, line, _, count in waits
         )
         assert found == [known] * len(found), f"{run}:\n{lines}"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_ddp_neither_mixes_devices_nor_waits_in_a_steady_step(tmp_path):
+    run = list_unconditional(tmp_path)["cached"]
+    found = run_all({"two": run}, tmp_path, OfSeveral, num_processes=2)
+    waits, products = found["two"]
+    config = UNet2DModel.load_config(tmp_path / "tiny-unet")
+    num_weights = len([*UNet2DModel.from_config(config).parameters()])
+    # gloo exchanges the numbers, which are on the CPU, and DDP copies each gradient from there
+    known = {("copy from the CPU", f"{UNCONDITIONAL}.py", "train_step"): num_weights}
+    assert [count_waits(waits, step) for step in (2, 3)] == [known, known]
+    assert find_products(products).keys() == {"bfloat16"}

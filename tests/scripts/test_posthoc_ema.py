@@ -1,0 +1,147 @@
+"""--posthoc_ema: snapshots that a killed run repeats bit for bit, and pipelines of any width."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from conftest import Script, assert_same_weights, make_images, make_unet_config, weights
+from diffusers import DDPMPipeline
+from safetensors.torch import load_file
+
+from diffusion_training.training import posthoc
+
+train = Script("train_unconditional")
+WIDTHS = ("0.05", "0.1")
+STEPS = tuple(f"step-000000{step}" for step in (1, 2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    make_images(folder / "images", 9)
+    make_unet_config(folder)
+    return folder
+
+
+def list_flags(inputs, output_dir, *more):
+    return train.flags(
+        output_dir, f"--train_data_dir={inputs / 'images'}",
+        f"--model_config_name_or_path={inputs / 'tiny-unet'}", "--resolution=16",
+        "--train_batch_size=2", "--max_train_steps=4", "--checkpointing_steps=2", "--holdout=2",
+        "--ddpm_num_inference_steps=1", "--posthoc_ema", *WIDTHS, "--posthoc_ema_steps=1", *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(inputs):
+    train(*list_flags(inputs, inputs / "whole"))
+    return inputs / "whole"
+
+
+def read_snapshots(folder):
+    paths = sorted((folder / "posthoc_ema").glob("*/*.safetensors"))
+    return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths}
+
+
+def test_a_run_keeps_snapshots_and_measures_widths(tmp_path, inputs, whole):
+    names = [f"{step}/unet-{width}.safetensors" for step in STEPS for width in WIDTHS]
+    assert sorted(read_snapshots(whole)) == names
+    plain = [flag for flag in list_flags(inputs, tmp_path / "plain") if flag not in WIDTHS]
+    train(*[flag for flag in plain if "posthoc" not in flag])
+    assert_same_weights(whole / "checkpoint-4/unet", tmp_path / "plain/checkpoint-4/unet")
+    assert_same_weights(whole / "checkpoint-4/unet_ema", tmp_path / "plain/checkpoint-4/unet_ema")
+    # the last snapshot is what the last checkpoint goes on with
+    kept = weights(whole / "checkpoint-4/unet_posthoc_0.05")
+    snapshot = load_file(whole / "posthoc_ema/step-0000004/unet-0.05.safetensors")
+    assert all(torch.equal(kept[name].half(), snapshot[name]) for name in snapshot)
+    losses = json.loads((whole / "posthoc_ema/held_out.json").read_text())
+    assert len(losses["held_out_loss"]) == 8 and losses["step"] == 4
+    best = min(losses["held_out_loss"].items(), key=lambda item: item[1])[0]
+    assert f"{losses['best']:g}" == best
+
+
+def test_a_resumed_run_keeps_its_widths(tmp_path, inputs, whole):
+    flags = list_flags(inputs, tmp_path / "other", "--posthoc_ema", "0.05", "0.2")
+    refused = train.refused(*flags, f"--resume_from_checkpoint={whole / 'checkpoint-2'}")
+    assert "has no weights of unet_posthoc_0.2" in refused
+
+
+def test_a_kill_between_two_files_of_a_snapshot_leaves_none_and_a_resumed_run_the_same(
+    tmp_path, inputs, whole, monkeypatch
+):
+    save_file = posthoc.save_file
+
+    def save_or_die(data, path, header):
+        if path.parent.name == STEPS[2] and WIDTHS[1] in path.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_file(data, path, header)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(posthoc, "save_file", save_or_die)
+        train.fork(*list_flags(inputs, tmp_path), status=-signal.SIGKILL)
+    assert len(read_snapshots(tmp_path)) == 4
+    train(*list_flags(inputs, tmp_path, "--resume_from_checkpoint=latest"))
+    assert read_snapshots(tmp_path) == read_snapshots(whole)
+    for width in WIDTHS:
+        name = f"checkpoint-4/unet_posthoc_{width}"
+        assert_same_weights(tmp_path / name, whole / name)
+
+
+def test_pipelines_of_any_width_are_written(tmp_path, whole, capsys):
+    main = lambda *argv: posthoc.main(posthoc.parse_args([str(each) for each in argv]))
+    main(whole, "--sigma_rel", "0.05", "0.2", "--output_dir", tmp_path)
+    main(whole, "--output_dir", tmp_path / "best")
+    best = json.loads((whole / "posthoc_ema/held_out.json").read_text())["best"]
+    assert [path.name for path in (tmp_path / "best").iterdir()] == [f"sigma_rel-{best:g}"]
+    # an average that was kept
+    snapshot = load_file(whole / "posthoc_ema/step-0000004/unet-0.05.safetensors")
+    for name, weight in weights(tmp_path / "sigma_rel-0.05/unet").items():
+        torch.testing.assert_close(weight, snapshot[name].float(), rtol=1e-3, atol=1e-5)
+    drawn = []
+    for width in ("0.05", "0.2"):
+        pipeline = DDPMPipeline.from_pretrained(tmp_path / f"sigma_rel-{width}")
+        pipeline.set_progress_bar_config(disable=True)
+        seeded = torch.Generator().manual_seed(0)
+        drawn.append(pipeline(num_inference_steps=2, output_type="np", generator=seeded).images)
+    assert not np.array_equal(*drawn)
+    for run, said in ((tmp_path, "has no snapshots: train it with --posthoc_ema"),):
+        with pytest.raises(SystemExit):
+            main(run, "--output_dir", tmp_path / "none")
+        assert said in capsys.readouterr().err
+
+
+def test_flags_that_do_not_fit_are_refused(tmp_path, inputs):
+    flags = list_flags(inputs, tmp_path)
+    needs = "--posthoc_ema needs two different widths"
+    assert needs in train.refused(*flags, "--posthoc_ema", "0.05", status=2)
+    for script, flag in (("train_flow", "--shard"), ("train_text_to_image", "--rank=4")):
+        said = Script(script).refused(
+            "--posthoc_ema", *WIDTHS, flag, f"--output_dir={tmp_path}", status=2
+        )
+        assert f"--posthoc_ema can't be combined with {flag[:6]}" in said
+    flags = [flag for flag in flags if flag not in ("--posthoc_ema", *WIDTHS)]
+    assert "--posthoc_ema_steps does nothing without" in train.refused(*flags, status=2)
+
+
+@pytest.mark.long
+def test_two_processes_resume_to_the_same_snapshots_and_measure_as_one(tmp_path, inputs):
+    flags = list_flags(inputs, tmp_path / "two", "--train_batch_size=1")
+    train.fork(*flags, num_processes=2)
+    two = read_losses(tmp_path / "two")
+    resumed = f"--resume_from_checkpoint={tmp_path / 'two/checkpoint-2'}"
+    train.fork(*flags, f"--output_dir={tmp_path / 'again'}", resumed, num_processes=2)
+    found = read_snapshots(tmp_path / "two")
+    rest = {name: data for name, data in found.items() if name[:12] in STEPS[2:]}
+    assert read_snapshots(tmp_path / "again") == rest and len(rest) == 4
+    # a finished run that is resumed measures again
+    train(*flags, "--train_batch_size=2", "--resume_from_checkpoint=latest")
+    assert read_snapshots(tmp_path / "two") == found
+    assert read_losses(tmp_path / "two") == pytest.approx(two, rel=1e-5)
+
+
+def read_losses(folder):
+    losses = json.loads((folder / "posthoc_ema/held_out.json").read_text())["held_out_loss"]
+    return [losses[name] for name in sorted(losses)]
