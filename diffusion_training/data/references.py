@@ -63,17 +63,18 @@ def add_references(rows: Rows, args: Namespace) -> tuple[Rows, list[str]]:
     if folders:
         if None in paths:
             fail("--conditioning_data_dir needs images with names, such as a folder of images")
-        owners = [split_suffix(os.path.relpath(path, source))[0] for path in paths]
+        names = [path for path in paths if path]
+        owners = [split_suffix(os.path.relpath(path, source))[0] for path in names]
         found = [index_folder(folder, owners) for folder in folders]
     else:
         owners = [split_suffix(path)[0] for path in paths]
         found = [find_partners(list_paths(source), REFERENCE, "references")]
-    names = [COLUMN, *(f"{COLUMN}_{number}" for number in range(2, len(found) + 1))]
-    for name, files in zip(names, found, strict=True):
+    columns = [COLUMN, *(f"{COLUMN}_{number}" for number in range(2, len(found) + 1))]
+    for name, files in zip(columns, found, strict=True):
         column = [files.get(owner) for owner in owners]
         fingerprint = hash_values([rows._fingerprint, name, *describe_files(column)])
         rows = rows.add_column(name, column, new_fingerprint=fingerprint)
-    return rows, names
+    return rows, columns
 
 
 def list_reference_columns(rows: Rows, args: Namespace) -> list[str]:
@@ -172,8 +173,9 @@ def transform_references(
             size = [multiple * max(1, round(side * scale)) for side in target]
             each = shrink(each, size, position, transform.image_interpolation_mode)
         else:
+            height, width = each.shape[-2:]
             size = choose_reference_size(
-                *each.shape[-2:], transform.reference_side, transform.reference_multiple
+                height, width, transform.reference_side, transform.reference_multiple
             )
             mode = TF.InterpolationMode(transform.image_interpolation_mode)
             each = TF.resize(each, size, interpolation=mode, antialias=True)
@@ -188,10 +190,11 @@ def choose_reference_size(height: int, width: int, side: int, multiple: int) -> 
     """
     step = max(multiple, side // STEPS // multiple * multiple)
 
-    def rank(size: tuple[int, int]) -> tuple:
+    def rank(size: tuple[int, int]) -> tuple[float, int]:
         return round(abs(math.log(size[0] / size[1] * width / height)), 9), -size[0]
 
-    return list(min(list_buckets(side, step, MAX_RATIO), key=rank))
+    buckets: list[tuple[int, int]] = list_buckets(side, step, MAX_RATIO)
+    return [*min(buckets, key=rank)]
 
 
 def make_placeholders(transform: Transform) -> list[Image.Image]:
@@ -204,5 +207,6 @@ def read_reference(path: str, side: int, multiple: int) -> Image.Image:
     """A file as a reference that is only resized. Stops with an error if it can't be decoded."""
     with explained(f"--validation_images: {path} can't be used"):
         pixels = decode_image({"bytes": None, "path": path}, 3)
-    size = choose_reference_size(*pixels.shape[-2:], side, multiple)
+    height, width = pixels.shape[-2:]
+    size = choose_reference_size(height, width, side, multiple)
     return Image.fromarray(TF.resize(pixels, size, antialias=True).permute(1, 2, 0).numpy())

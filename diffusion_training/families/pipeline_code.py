@@ -225,8 +225,8 @@ class PipelineCode:
             return encode_reference(self.reference_shapes, pixels, run)
 
         output_type = "pt" if run.ends_at == "decode" else "latent"
-        asked = {"num_inference_steps": 2, "output_type": output_type} | OFF | options
-        asked |= list_size_options(self.kind, asked["height"], asked["width"])
+        asked: dict[str, Any] = {"num_inference_steps": 2, "output_type": output_type}
+        asked |= OFF | options | list_size_options(self.kind, options["height"], options["width"])
         asked = {name: value for name, value in asked.items() if name in self.has}
         self.pipeline.run = self.scheduler.run = run
         vae = self.pipeline.vae
