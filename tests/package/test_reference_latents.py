@@ -56,7 +56,7 @@ def list_cases():
     single = ("kontext", "qwen_edit")  # they take one reference
     for name in MAKE:
         for count in (1, 2) if name not in single else (1,):
-            is_quick = (name, count) in {("kontext", 1), ("qwen_edit_plus", 2), ("klein", 2)}
+            is_quick = (name, count) in {("kontext", 1), ("klein", 2)}
             yield pytest.param(name, count, marks=() if is_quick else pytest.mark.long)
 
 
