@@ -38,6 +38,7 @@ except ModuleNotFoundError:
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
+import collections
 import functools
 import itertools
 import math
@@ -92,6 +93,7 @@ import pyarrow as pa
 import torch
 import transformers
 from accelerate import Accelerator
+from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import (
@@ -169,6 +171,8 @@ class RowBatch(TypedDict, total=False):
     input_ids: torch.Tensor  # [N, model_max_length]; other results of `tokenize` too
     original_size: torch.Tensor  # int32 [N, 2]
     crop_top_left: torch.Tensor  # int32 [N, 2]
+    references: list[list[Image.Image]]  # of each row, if the data set has columns of them
+    is_aligned: list[bool]  # whether the references of a row are mirrored with its image
 
 
 @dataclass(frozen=True)
@@ -194,11 +198,15 @@ class TransformedRows(torch.utils.data.Dataset):
         return {"batches": [self.collate(index, of_cache) for index, of_cache in items.items()]}
 
     def collate(self, index: int, items: list[dict]) -> RowBatch:
-        images = [item["pixel_values"] for item in items]
+        # a group has images of one size, and references of one size
+        sizes = [
+            (item["pixel_values"].shape, *(image.size for image in item.get("references", ())))
+            for item in items
+        ]
         limit = self.caches[index].batch_size
         groups = []
-        for size in dict.fromkeys(image.shape for image in images):
-            group = [i for i, image in enumerate(images) if image.shape == size]
+        for size in dict.fromkeys(sizes):
+            group = [i for i, own in enumerate(sizes) if own == size]
             groups += [group[start : start + limit] for start in range(0, len(group), limit)]
         order = sum(groups, [])
         batch: Any = {"cache": index, "groups": groups}
@@ -209,6 +217,9 @@ class TransformedRows(torch.utils.data.Dataset):
             batch[name] = [torch.stack([items[i][name] for i in group]) for group in groups]
         for name in ("original_size", "crop_top_left"):
             batch[name] = torch.tensor([items[i][name] for i in order], dtype=torch.int32)
+        if self.caches[index].transform.reference_columns:
+            for name in ("references", "is_aligned"):
+                batch[name] = [items[i][name] for i in order]
         batch |= tokenize(self.tokenizers, [batch["text"][i] for i in order])
         return batch
 
@@ -259,6 +270,8 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
     """
     names = Tokens.__annotations__
     tokens: Any = {name: value for name, value in dict[str, Any](batch).items() if name in names}
+    if not encoders.family.reads_references:
+        tokens.pop("references", None)
     values: Any = tokens if text_cache == "ids" else encode_prompts(encoders, tokens)
     if tokens["input_ids"].dim() == 2:  # one caption per image: its row is as long as its tokens
         values.pop("prompt_lengths", None)
@@ -276,6 +289,49 @@ class Encoded(NamedTuple):
 
     columns: dict[str, list[torch.Tensor]]  # per group of rows, [n, numbers per row]
     event: torch.cuda.Event | None  # happens when they have arrived; None on a CPU
+
+
+def mirror_images(batch: RowBatch) -> list[torch.Tensor]:
+    """The images of each group, mirrored. One whose references are not aligned stays as it is."""
+    mirrored = [images.flip(-1) for images in batch["pixel_values"]]
+    if "references" in batch:
+        start = 0
+        for images, flipped in zip(batch["pixel_values"], mirrored, strict=True):
+            for i, is_aligned in enumerate(batch["is_aligned"][start : start + len(images)]):
+                if not is_aligned:
+                    flipped[i] = images[i]
+            start += len(images)
+    return mirrored
+
+
+def encode_references(
+    batch: RowBatch, encoders: Encoders, cache: PlannedCache
+) -> dict[str, list[torch.Tensor]]:
+    """The columns of references, see `list_latents_of_references`, for each group of rows."""
+    count = len(cache.transform.reference_columns)
+    kinds = {"": batch["references"]}
+    if cache.transform.random_flip:
+        kinds["_flipped"] = [
+            [ImageOps.mirror(image) for image in images] if is_aligned else images
+            for images, is_aligned in zip(batch["references"], batch["is_aligned"], strict=True)
+        ]
+    columns: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
+    start = 0
+    for group in batch["groups"]:
+        sizes = torch.zeros(len(group), count, 4, dtype=torch.int32)
+        for suffix, rows in kinds.items():
+            own = rows[start : start + len(group)]
+            encoded = encoders.family.encode_references(encoders.vae, own)
+            for number in range(count):
+                latents = torch.zeros(len(group), 0)
+                if number < len(encoded):
+                    latents = encoded[number]
+                    size = [*latents.shape[-2:], own[0][number].height, own[0][number].width]
+                    sizes[:, number] = torch.tensor(size)
+                columns[f"reference_{number}{suffix}"].append(latents.half())
+        columns["reference_sizes"].append(sizes)
+        start += len(group)
+    return columns
 
 
 @torch.inference_mode()
@@ -306,11 +362,11 @@ def encode(
     columns: dict[str, Any] = {}
     columns["latents"] = [encode_latents(images) for images in batch["pixel_values"]]
     if cache.transform.random_flip:
-        columns["latents_flipped"] = [
-            encode_latents(images.flip(-1)) for images in batch["pixel_values"]
-        ]
+        columns["latents_flipped"] = [encode_latents(images) for images in mirror_images(batch)]
     if texts is None:
         texts = encode_texts(batch, encoders, cache.text_cache)
+    if "references" in batch:
+        columns |= encode_references(batch, encoders, cache)
     if family.needs_sizes:
         texts = texts | {
             "original_size": batch["original_size"],
@@ -364,7 +420,7 @@ def are_finite(rows: torch.Tensor) -> torch.Tensor:
 
     float16 is compared by its bits. On a CPU this takes an eighth of the time of `isfinite`.
     """
-    if rows.dtype != torch.float16:
+    if rows.dtype != torch.float16 or not rows.shape[1]:
         return rows.isfinite().all(dim=1)
     return (rows.view(torch.int16) & 0x7FFF).amax(dim=1) < 0x7C00  # without the sign
 
@@ -390,7 +446,9 @@ def encode_all(
     previous = texts = None
     for batch in batches:
         cache = caches[batch["cache"]]
-        if (batch["row"], batch["groups"]) != previous:
+        # references may have other sizes in another cache
+        is_new = (batch["row"], batch["groups"]) != previous or encoders.family.reads_references
+        if is_new:
             previous = batch["row"], batch["groups"]
             texts = encode_texts(batch, encoders, cache.text_cache)
         queued.append((batch, encode(batch, encoders, cache, texts)))
@@ -553,7 +611,8 @@ def main(args: Namespace) -> None:
     rank, num_processes = launch.rank, launch.num_processes
 
     base = open_base(args)
-    images = load_rows(args, args.streaming, [args.class_column or args.caption_column])
+    text_column = args.class_column or args.caption_column
+    images = load_rows(args, args.streaming, [text_column], with_references=base.num_references > 0)
     classes: list[str] = []
     if args.class_column:  # they replace captions and a text encoder
         images, classes = name_classes(images, args)

@@ -833,6 +833,8 @@ def main(args: argparse.Namespace) -> None:
     # The driver loads and hashes the models on its CPU. The encoders compare their models with
     # these hashes.
     base = open_base(args)
+    if base.num_references:
+        fail("images to edit (references) can't be encoded on Ray yet: use precompute_latents.py")
     encoders = load_encoders(base, torch.float32)
     empty_prompt, described = describe_encoders(base, encoders, args, mixed_precision)
     weight_bytes = sum(

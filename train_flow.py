@@ -52,6 +52,7 @@ from functools import partial
 from typing import Any, cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
+from diffusion_training.data.flags import add_reference_flags, check_references
 from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.flags import (
     add_captioned_data_flags,
@@ -96,6 +97,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__file__, __doc__, "docs/from-scratch.md")
 
     add_captioned_data_flags(parser)
+    add_reference_flags(parser.add_argument_group("data: images to edit (references)").add_argument)
 
     add = parser.add_argument_group("model").add_argument
     add_pipeline_flags(add)
@@ -150,6 +152,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="flow")
     add_prompt_flags(add, guidance_scale=4.0, num_inference_steps=28)
+    add(
+        "--validation_images",
+        nargs="+",
+        type=PATH,
+        help="for each of --validation_prompts the image to edit, or all its references in turn",
+    )
 
     add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
 
@@ -192,6 +200,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
     check_data_args(parser, args)
+    check_references(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
 
@@ -536,10 +545,15 @@ def log_validation(
     draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
 
 
-def describe_model(family: Family, about: About, args: Namespace) -> Description:
-    """Return the texts of the model card and the report, with example code."""
+def describe_model(
+    family: Family, about: About, args: Namespace, references: int = 0
+) -> Description:
+    """Return the texts of the model card and the report, with example code.
+
+    references: how many images an edit starts from.
+    """
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
-    return describe_text_to_image(family, "transformer", is_new, about, args)
+    return describe_text_to_image(family, "transformer", is_new, about, args, references=references)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -644,7 +658,7 @@ def main(args: Namespace) -> None:
             pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
             save_pipeline(pipeline, folder)
 
-    describe = partial(describe_model, base.family)
+    describe = partial(describe_model, base.family, references=data.num_references)
 
     def evaluate(is_result: bool = True) -> None:
         """Measure the held-out loss, draw samples, write the report.

@@ -77,6 +77,10 @@ class LatentBatch(Batch, Captions, Crops):
 
     latents: torch.Tensor  # float16 [N, numbers per row]
     latents_shape: list[int]  # channels, height and width of a row's latents
+    # latents of the images that an edit starts from, float16 [N, numbers per row], from number 0;
+    # and for each (height, width) of the latents, then in pixels, 0 if there is none
+    reference_0: NotRequired[torch.Tensor]
+    reference_sizes: NotRequired[list[list[int]]]
 
 
 TextToImageBatch: TypeAlias = CaptionedBatch | LatentBatch

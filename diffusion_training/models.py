@@ -122,12 +122,15 @@ def call_unet(
 def take_shapes(condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors on the meta device like those of the first image's condition.
 
-    Only prompt_lengths has a value, the longest possible one, because models read it on the CPU.
+    prompt_lengths has a value, the longest possible one, because models read it on the CPU. The
+    values of masks, which some models read, are added as NAME_values, on the CPU.
     """
     shapes = {name: torch.empty_like(value[:1], device="meta") for name, value in condition.items()}
     if "prompt_lengths" in shapes:
         longest = condition["prompt_embeds"].shape[1]
         shapes["prompt_lengths"] = torch.tensor([longest], device="cpu")
+    masks = {name: value for name, value in condition.items() if value.dtype == torch.uint8}
+    shapes |= {f"{name}_values": value[:1].cpu() for name, value in masks.items()}
     return shapes
 
 

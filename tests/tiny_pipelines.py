@@ -1,6 +1,10 @@
 """Tiny text-to-image pipelines of diffusers with random weights and all parts of the real ones."""
 
+import importlib
+from functools import partial
+
 import diffusers
+import tokenizers
 import torch
 import transformers
 from conftest import (
@@ -72,12 +76,20 @@ def make_qwen3(tokenizer, layers=3):
     return transformers.Qwen3Model(transformers.Qwen3Config(**config))
 
 
+def list_vision_tokens(tokenizer):
+    """The ids of the tokens that stand for an image, if the tokenizer has them."""
+    names = {"vision_start_token_id": VISION[0], "image_token_id": VISION[1]}
+    known = tokenizer.get_vocab()
+    return {name: known[token] for name, token in names.items() if token in known}
+
+
 def make_qwen25_vl(tokenizer):
     rope = {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
     config = transformers.Qwen2_5_VLConfig(
         text_config=make_qwen_config(tokenizer, 3) | {"rope_parameters": rope},
         vision_config=vision | {"intermediate_size": 32, "fullatt_block_indexes": [0]},
+        **list_vision_tokens(tokenizer),
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -88,7 +100,9 @@ def make_qwen3_vl(tokenizer, kind, layers):
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
     vision |= {"intermediate_size": 32, "deepstack_visual_indexes": [0]}
     config = transformers.Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope}, vision_config=vision
+        text_config=text | {"rope_parameters": rope},
+        vision_config=vision,
+        **list_vision_tokens(tokenizer),
     )
     return getattr(transformers, kind)(config)
 
@@ -101,9 +115,10 @@ def make_gemma2(tokenizer):
 # ------------------------------------------------------------------- pipelines
 
 MAKE = {}
+EDIT = {}  # pipelines that edit images
 
 
-def pipeline(function):
+def pipeline(function, among=MAKE):
     """Add a function that returns a pipeline to `MAKE`, as {name: function(folder)}."""
     name = function.__name__.removeprefix("make_")
 
@@ -115,7 +130,7 @@ def pipeline(function):
         made.save_pretrained(folder)
         return folder
 
-    MAKE[name] = make
+    among[name] = make
     return function
 
 
@@ -186,10 +201,9 @@ def make_sd3():
 
 @pipeline
 def make_qwen_image_2_1():
-    tokenizer = make_chat_tokenizer(256)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>"]})
+    tokenizer = make_vision_tokenizer()
     processor = transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(),
+        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16),
         tokenizer=tokenizer,
         video_processor=transformers.Qwen3VLVideoProcessor(),
         chat_template=tokenizer.chat_template,
@@ -463,3 +477,84 @@ def make_ovis_image():
         tokenizer=tokenizer,
         transformer=transformer,
     )
+
+
+# ------------------------------------------------------------------- pipelines that edit images
+
+edit = partial(pipeline, among=EDIT)
+VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+
+def make_small(monkeypatch):
+    """Let pipelines resize references to some 64 x 64 pixels, not to 1024 x 1024."""
+    kontext, edit, plus, new = (
+        importlib.import_module(f"diffusers.pipelines.{name}")
+        for name in (
+            "flux.pipeline_flux_kontext",
+            "qwenimage.pipeline_qwenimage_edit",
+            "qwenimage.pipeline_qwenimage_edit_plus",
+            "qwenimage21.pipeline_qwenimage21",
+        )
+    )
+    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(32, 32), (24, 48), (48, 24)])
+    monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", 64 * 64)
+    monkeypatch.setattr(plus, "CONDITION_IMAGE_SIZE", 64 * 64)
+    for module in (edit, new):
+        calculate = module.calculate_dimensions
+        monkeypatch.setattr(
+            module, "calculate_dimensions", lambda area, ratio, f=calculate: f(64 * 64, ratio)
+        )
+
+
+def make_vision_tokenizer():
+    tokenizer = make_chat_tokenizer(512)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*VISION]})
+    plain = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])  # adds no token
+    tokenizer.backend_tokenizer.post_processor = plain
+    return tokenizer
+
+
+def make_edit_parts():
+    """The parts of the pipelines of Qwen-Image-Edit."""
+    tokenizer = make_vision_tokenizer()
+    image_processor = transformers.Qwen2VLImageProcessor()
+    processor = transformers.Qwen2VLProcessor(
+        image_processor, tokenizer, transformers.Qwen2VLVideoProcessor(), tokenizer.chat_template
+    )
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return {
+        "scheduler": make_dynamic_scheduler(),
+        "vae": make_video_vae(),
+        "text_encoder": make_qwen25_vl(tokenizer),
+        "tokenizer": tokenizer,
+        "processor": processor,
+        "transformer": transformer,
+    }
+
+
+@edit
+def make_qwen_edit_plus():
+    return diffusers.QwenImageEditPlusPipeline(**make_edit_parts())
+
+
+@edit
+def make_qwen_edit():
+    return diffusers.QwenImageEditPipeline(**make_edit_parts())
+
+
+@edit
+def make_kontext():
+    flux = make_flux(guidance_embeds=True)
+    parts = {name: part for name, part in flux.components.items() if part is not None}
+    return diffusers.FluxKontextPipeline(**parts)
+
+
+EDIT["qwen_image_2_1"] = MAKE["qwen_image_2_1"]

@@ -12,6 +12,7 @@ import torch
 
 from diffusion_training.data.buckets import choose_size
 from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
+from diffusion_training.data.references import make_placeholders, transform_references
 from diffusion_training.data.texts import (
     CaptionChoice,
     Text,
@@ -46,6 +47,8 @@ def transform_row(
     - "original_size": (height, width) of the stored image
     - "crop_top_left": (top, left) of the crop, in pixels of the resized image
     - "mask": uint8 [1, *target], if there is a column of masks
+    - "references": if there are columns of them, the references as Pillow's images, and
+      "is_aligned": whether they are mirrored with the image; see `transform_references`
     - "skipped": why the row can't be used, else None
     """
     key = name_image(row, item[transform.image_column], transform.source)
@@ -63,6 +66,9 @@ def transform_row(
         top, left, rows, columns = plan_crop(height, width, target, position)
         crop = round(top * target[0] / rows), round(left * target[1] / columns)
         image = shrink(image, target, position, transform.image_interpolation_mode)
+        references, is_aligned = transform_references(
+            item, transform, original_size, target, position
+        )
         mask = None
         if mask_column:
             mask = decode_mask(item[mask_column], original_size)
@@ -76,6 +82,7 @@ def transform_row(
         text = [""] * len(weights) if weights else ""
         image = torch.zeros(transform.channels, *target, dtype=torch.uint8)
         crop = (0, 0)
+        references, is_aligned = make_placeholders(transform), True
         mask = image[:1]
         reason = explain(error)
         if isinstance(error, OSError) and error.errno is not None:  # it may be readable later
@@ -89,6 +96,11 @@ def transform_row(
         **({"mask": mask} if mask_column else {}),
         "original_size": original_size,
         "crop_top_left": crop,
+        **(
+            {"references": references, "is_aligned": is_aligned}
+            if transform.reference_columns
+            else {}
+        ),
     }
 
 

@@ -5,7 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffusion_training.arguments import COUNT, SWITCH, OneOrMore, number
+from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
+
+REFERENCE_FLAGS = (
+    "conditioning_image_column",
+    "conditioning_data_dir",
+    "allow_missing_conditioning",
+)
 
 
 def add_caption_flags(add: Callable[..., Any]) -> None:
@@ -24,6 +30,41 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
         type=number(1e-6, 1e6),
         help="relative probabilities of the captions of an image, such as 0.3 0.7",
     )
+
+
+def add_reference_flags(add: Callable[..., Any]) -> None:
+    """Add the flags for reference images, which `add_references` reads."""
+    add(
+        "--conditioning_image_column",
+        nargs="+",
+        help="column of the image that an edit starts from (reference), or several columns for "
+        "several references (default: the file photo.control.png beside photo.png)",
+    )
+    add(
+        "--conditioning_data_dir",
+        nargs="+",
+        type=PATH,
+        help="folder of references with the names of the images, or several folders",
+    )
+    add(
+        "--allow_missing_conditioning",
+        **SWITCH,
+        help="train an image without a reference as text to image (default: leave it out)",
+    )
+
+
+def check_references(parser: ArgumentParser, args: Namespace) -> None:
+    """Stop with an error if the flags for reference images do not fit with others."""
+    given = [name for name in REFERENCE_FLAGS if vars(args)[name]]
+    if {"conditioning_image_column", "conditioning_data_dir"} <= {*given}:
+        parser.error("give --conditioning_image_column or --conditioning_data_dir, not both")
+    if given and vars(args).get("streaming"):
+        parser.error(f"--{given[0]} needs the images on a disk: leave --streaming out")
+    if given and not vars(args).get("cache_latents", True):
+        parser.error(
+            f"--{given[0]} is for making a cache: add --cache_latents, or leave it out if "
+            "--latents_dir has the references"
+        )
 
 
 def add_tag_flags(add: Callable[..., Any]) -> None:

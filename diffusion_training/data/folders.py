@@ -5,6 +5,7 @@ import os
 import re
 import zipfile
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from diffusion_training.errors import fail, print_once, printable, suppressing_r
 from diffusion_training.files import hash_values
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip")
+MASK = ".mask"  # photo.mask.png beside photo.jpg
+REFERENCE = ".control"  # photo.control.png beside photo.jpg
 # cached, because realpath looks at each folder of a path and is called for every row
 resolve = functools.cache(os.path.realpath)
 
@@ -73,6 +76,50 @@ def split_suffix(path: str | None) -> tuple[str, str]:
 def is_image(path: str | None) -> bool:
     """Whether a path has the suffix of an image."""
     return split_suffix(path)[1].lower() in Image.registered_extensions()
+
+
+def find_owner(path: str | None, ending: str) -> str | None:
+    """The image that a mask or reference belongs to, as a path without suffix; None for others.
+
+    With the ending .mask, this is a/photo for a/photo.mask.png, and zip://photo::a.zip for a mask
+    in an archive.
+    """
+    owner, end = split_suffix(split_suffix(path)[0])
+    return owner if end.lower() == ending and is_image(path) else None
+
+
+def find_partners(paths: Iterable[str | None], ending: str, what: str) -> dict[str, str]:
+    """{an image, as a path without suffix: its file with an ending}. what: a word for the files."""
+    found: dict[str, str] = {}
+    for path in sorted({*paths}, key=str):
+        owner = find_owner(path, ending)
+        if path and owner and found.setdefault(owner, path) != path:
+            fail(f"{found[owner]} and {path} are {what} of the same image: delete one")
+    return found
+
+
+def count_references(args: Namespace) -> int:
+    """How many references the rows have, by the flags and the names of files."""
+    flags = vars(args)
+    named = flags.get("conditioning_image_column") or flags.get("conditioning_data_dir")
+    if named or "conditioning_image_column" not in flags:
+        return len(named or [])
+    return int(has_reference_files(find_source(args)))
+
+
+def has_reference_files(source: str) -> bool:
+    """Whether an image in a local folder has a reference beside it."""
+    return any(find_owner(path, REFERENCE) for path in list_paths(source))
+
+
+def describe_files(paths: Iterable[str | None]) -> list[str]:
+    """Path, time and size of each file, for a fingerprint; none of those in archives."""
+    content = []
+    for path in paths:
+        if path and os.path.isfile(path):
+            stat = os.stat(path)
+            content.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
+    return content
 
 
 def has_caption_files(folder: str, extension: str) -> bool:

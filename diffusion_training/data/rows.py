@@ -4,7 +4,7 @@ import collections
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,9 +20,14 @@ from diffusion_training.csv_files import check_csv
 from diffusion_training.data.arrays import open_array
 from diffusion_training.data.flags import is_array
 from diffusion_training.data.folders import (
+    MASK,
+    REFERENCE,
     add_captions,
     apply_folder_flags,
     check_files,
+    describe_files,
+    find_owner,
+    find_partners,
     find_source,
     has_caption_files,
     is_image,
@@ -31,6 +36,7 @@ from diffusion_training.data.folders import (
     split_suffix,
 )
 from diffusion_training.data.images import name_image
+from diffusion_training.data.references import add_references, leave_out_missing
 from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors import amount, explained, fail, print_once, suppressing_row_errors
 from diffusion_training.files import hash_values
@@ -66,11 +72,13 @@ def load_rows(
     streaming: bool = False,
     others: Iterable[Any] = (),
     channels: int | None = None,
+    with_references: bool = False,
 ) -> ImageRows:
     """Open the data set. `others` are further columns to read, or lists of them.
 
     Columns that are not named are not read: they may hold images. `channels` is the number of
-    channels that the model takes, which determines the layout of an array.
+    channels that the model takes, which determines the layout of an array. `with_references` also
+    reads reference images, see `list_reference_columns`.
     """
     source = find_source(args)
     if channels and is_array(source):
@@ -81,7 +89,10 @@ def load_rows(
     has_captions = has_caption_files(source, extension)
     builder, rows = open_builder(source, has_captions, streaming, args)
     rows, mask_column = separate_masks(rows, args)
-    names = [*others, mask_column or []]
+    references: Sequence[str] = ()
+    if with_references:
+        rows, references = add_references(rows, args)
+    names = [*others, mask_column or [], *references]
     wanted = [*dict.fromkeys(name for values in names for name in list_values(values))]
     if has_captions and caption_column in wanted:
         if caption_column in rows.features:
@@ -99,12 +110,19 @@ def load_rows(
         rows = apply_folder_flags(rows, caption_column, args)
     features = rows.features or {}
     column = choose_image_column(
-        source, features, wanted, list_values(caption_column), mask_column, extension, args
+        source,
+        features,
+        wanted,
+        list_values(caption_column),
+        mask_column,
+        references,
+        extension,
+        args,
     )
     image_columns = list_image_columns(features)
     with explained(f"column {column!r} of {source} can't be read as images"):
         for name in dict.fromkeys([column, *wanted]):
-            if name in (column, mask_column, *image_columns):
+            if name in (column, mask_column, *references, *image_columns):
                 # Plain bytes and paths become images too. This must not change the fingerprint,
                 # because existing caches refer to it.
                 keep = not streaming and name not in image_columns
@@ -112,6 +130,8 @@ def load_rows(
                 rows = rows.cast_column(name, datasets.Image(decode=False), **options)
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
         report_unused(source, builder, rows, args.dataset_split, extension)
+    if references and not args.allow_missing_conditioning:
+        rows = leave_out_missing(rows, references, source)
     rows = limit_rows(rows, args)
     rows = rows.select_columns([column, *wanted])
     if streaming:
@@ -244,6 +264,7 @@ def choose_image_column(
     wanted: list[str],
     caption_columns: list[str],
     mask_column: str | None,
+    references: Sequence[str],
     extension: str,
     args: Namespace,
 ) -> str:
@@ -265,19 +286,12 @@ def choose_image_column(
             )
             if name == mask_column:
                 advice = "choose with --mask_column"
+            elif name in references:
+                advice = "choose with --conditioning_image_column"
             if name == vars(args).get("class_column"):
                 advice = "choose with --class_column"
             fail(f"{source} has no column {name!r}, only {known}: {advice}")
     return column
-
-
-def find_masked(path: str | None) -> str | None:
-    """The image that a mask belongs to, as a path without suffix; None if a file is not a mask.
-
-    For example, a/photo for a/photo.mask.png, and zip://photo::a.zip for a mask in an archive.
-    """
-    masked, end = split_suffix(split_suffix(path)[0])
-    return masked if end.lower() == ".mask" and is_image(path) else None
 
 
 def is_stray(path: str | None) -> bool:
@@ -286,7 +300,7 @@ def is_stray(path: str | None) -> bool:
 
 
 def is_wanted(path: str | None) -> bool:
-    return not find_masked(path) and not is_stray(path)
+    return not any(find_owner(path, end) for end in (MASK, REFERENCE)) and not is_stray(path)
 
 
 def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
@@ -302,7 +316,11 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows, mask_column
     if isinstance(rows, datasets.IterableDataset):
-        if may_add and mask_column is None and any(map(find_masked, list_paths(source))):
+        if (
+            may_add
+            and mask_column is None
+            and any(find_owner(path, MASK) for path in list_paths(source))
+        ):
             fail(
                 f"{source} has masks beside the images, which --streaming can't read: leave it out"
             )
@@ -320,19 +338,11 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
         rows = rows.select(images)
     if not may_add or "mask" in rows.features:
         return rows, mask_column
-    masks: dict[str, str] = {}
-    for path in sorted({*paths, *list_paths(source)}, key=str):
-        masked = find_masked(path)
-        if masked and masks.setdefault(masked, path) != path:
-            fail(f"{masks[masked]} and {path} are masks of the same image: delete one")
+    masks = find_partners([*paths, *list_paths(source)], MASK, "masks")
     if not masks:
         return rows, mask_column
-    content = []
-    for path in masks.values():
-        if os.path.isfile(path):  # the fingerprint of the rows covers masks in archives
-            stat = os.stat(path)
-            content.append(f"{path} {stat.st_mtime_ns} {stat.st_size}")
-    fingerprint = hash_values(sorted([rows._fingerprint, *content]))
+    # the fingerprint of the rows covers masks in archives
+    fingerprint = hash_values(sorted([rows._fingerprint, *describe_files(masks.values())]))
     column = [masks.get(split_suffix(paths[row])[0]) for row in images]
     return rows.add_column("mask", column, new_fingerprint=fingerprint), "mask"
 

@@ -1,6 +1,7 @@
 """The settings by which rows of a data set become images and captions, as one value."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,6 +28,9 @@ class Transform:
     bucket_max_ratio: float
     bucket_no_upscale: bool
     seed: int
+    reference_columns: Sequence[str]  # of the images that an edit starts from
+    reference_side: int  # side in pixels of a square reference
+    reference_multiple: int  # sides of references are multiples of it
 
 
 def make_transform(
@@ -36,6 +40,9 @@ def make_transform(
     caption_weights: list[float] | None,
     channels: int,
     resolution: int,
+    reference_columns: Sequence[str] = (),
+    reference_side: int = 0,
+    reference_multiple: int = 1,
 ) -> Transform:
     """Make the transform from the flags, and from values that depend on the rows and models."""
     known: dict[str, Any] = {
@@ -45,6 +52,9 @@ def make_transform(
         "caption_weights": caption_weights,
         "channels": channels,
         "resolution": resolution,
+        "reference_columns": reference_columns,
+        "reference_side": reference_side,
+        "reference_multiple": reference_multiple,
     }
     flags: dict[str, Any] = {field.name: vars(args).get(field.name) for field in fields(Transform)}
     return Transform(**flags | known)

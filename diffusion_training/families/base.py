@@ -27,6 +27,7 @@ class Tokens(TypedDict, total=False):
     # bool, False for padding; only if the family is `masked`
     prompt_mask: torch.Tensor
     prompt_lengths: Any  # the number of tokens of each caption
+    references: Any  # for each caption a list of Pillow's images, if the text encoder sees them
 
 
 class Prompts(TypedDict, total=False):
@@ -39,6 +40,10 @@ class Prompts(TypedDict, total=False):
     prompt_lengths: torch.Tensor
     pooled_prompt_embeds: torch.Tensor  # [N, width]
     time_ids: torch.Tensor  # [N, 6]: original size, crop and target size
+    # For each reference, from number 0: its latents [N, C, h, w], and an empty tensor whose shape
+    # [N, 0, height, width] is its size in pixels. Shapes are known without waiting for the device.
+    reference_0: torch.Tensor
+    reference_0_size: torch.Tensor
 
 
 class Tokenizers(list):
@@ -69,6 +74,7 @@ class Base:
     cache_dir: str | None = None
     clip_skip: int | None = None
     max_tokens: int | None = None  # --max_sequence_length
+    num_references: int = 0  # columns of images that an edit starts from
     classes: tuple[str, ...] = ()  # of --class_column, in place of a text encoder
 
     def locate(self, own_path: str | None, subfolder: str) -> tuple[str | None, dict[str, Any]]:
@@ -130,6 +136,11 @@ class Family:
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU
+    # Can the denoiser see references, the images that an edit starts from? And the text encoder?
+    takes_references = False
+    reads_references = False
+    needs_references = False  # can't the pipeline be called without one?
+    scales_references = True  # does `predict` take scaled latents of references?
     samples_one_by_one = True  # one call of the pipeline per sample
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
     other_layers: tuple[str, ...] = ()  # added by --lora_layers all; both empty: no LoRA
@@ -296,6 +307,23 @@ class Family:
         """Unscaled latents [N, channels, h, w] as the VAE decodes them."""
         return latents
 
+    def choose_reference_side(self, resolution: int, count: int) -> int:
+        """The side in pixels to which the pipeline resizes square references, so many a row."""
+        return resolution
+
+    def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
+        """The shape of the latents of a square reference, [C, h, w]."""
+        _, channels = self.count_channels(vae)
+        return [channels, side // self.downscale(vae), side // self.downscale(vae)]
+
+    def encode_references(self, vae: torch.nn.Module, rows: list[list[Any]]) -> list[torch.Tensor]:
+        """References of N rows, as Pillow's images -> for each its unscaled latents, [N, C, h, w].
+
+        The references with the same number have the same size. Latents are the mean of the VAE's
+        distribution, as in the pipelines, in float32.
+        """
+        raise NotImplementedError
+
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
         """The factors that scale latents to about unit size: (latents - shift) * scaling.
 
@@ -353,6 +381,10 @@ class Family:
                 prompts["prompt_embeds"]
             )
         return asked | self.guidance_args(guidance_scale)
+
+    def size_args(self, height: int, width: int) -> dict[str, int]:
+        """The arguments of that call for the size of the image in pixels."""
+        return {"height": height, "width": width}
 
     def guidance_args(self, guidance_scale: float) -> dict[str, float]:
         """The argument of that call for a guidance scale, where 1 means no guidance."""

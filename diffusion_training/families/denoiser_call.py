@@ -19,6 +19,7 @@ from torch.utils._pytree import (
 from diffusion_training.families.mask_values import MaskValues, ReadLists
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
+from diffusion_training.families.reference_latents import make_blanks
 from diffusion_training.families.tape import Tape, Unrepeatable
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
@@ -60,19 +61,19 @@ def find_geometry(code: PipelineCode, texts: Any, options: dict[str, Any]) -> Ge
 class Call:
     """A call of the denoiser, for a batch of one size and of captions of certain shapes."""
 
-    # (noisy latents, tensors of encode_prompt) -> the arguments that are tensors
+    # (noisy latents, those of references, tensors of encode_prompt) -> arguments that are tensors
     tensors: Tape
     # {position of an argument: number of the tensor of encode_prompt that it is}, if the pipeline
-    # reads values of these tensors; `tensors` then takes only the latents
+    # reads values of these tensors; `tensors` then takes only latents
     passed: dict[int, int] | None
     leaves: list[Any]  # all arguments, flat
     spec: TreeSpec
     where: list[int]  # positions of the tensors among them
     times: dict[int, str]  # positions of the time: one of `TIME_MAPS`
 
-    def fill(self, noisy: torch.Tensor, texts: list[torch.Tensor]) -> list[Any]:
-        """The arguments for other latents and captions, flat."""
-        found = self.tensors(noisy, *(texts if self.passed is None else ()))
+    def fill(self, latents: list[torch.Tensor], texts: list[torch.Tensor]) -> list[Any]:
+        """The arguments for other latents (noisy ones, then references) and captions, flat."""
+        found = self.tensors(*latents, *(texts if self.passed is None else ()))
         arguments = list(self.leaves)
         for position, tensor in zip(self.where, found, strict=True):
             arguments[position] = tensor
@@ -93,22 +94,38 @@ class DenoiserCalls:
     """How a pipeline calls its denoiser. Each size of a batch is recorded when it comes first."""
 
     def __init__(
-        self, code: PipelineCode, structure: Any, parts: list[Part], options: dict[str, Any]
+        self,
+        code: PipelineCode,
+        structure: Any,
+        parts: list[Part],
+        options: dict[str, Any],
+        references: Sequence[tuple[int, int]] = (),
+        one_by_one: bool = False,
     ) -> None:
-        """structure, parts: see `describe_result`. options: arguments of the pipeline."""
+        """structure, parts: see `describe_result`. options: arguments of the pipeline.
+
+        references: (height, width) in pixels of each image that an edit starts from. one_by_one:
+        call the denoiser for each image of a batch, since some pipelines edit only one.
+        """
+        self.one_by_one = one_by_one
         self.code = code
         self.structure = structure
         self.options = options
+        if references:
+            self.options = options | {"image": make_blanks(references)}
         self.parts = parts
         self.is_ragged = any(part["is_ragged"] for part in parts)
         self.needs_one_length = False  # must all captions of a batch have one number of tokens?
-        self.geometry = find_geometry(code, self.make_texts([1]), options)
+        self.geometry = find_geometry(code, self.make_texts([1]), self.options)
         self.time_maps = self.find_times()
         self.calls: dict[Any, Call] = {}
         self.outputs: dict[Any, Tape] = {}
         self.layouts: dict[Any, Any] = {}  # see `Recorded.find_layout`
+        # of the references' latents
+        self.reference_shapes = [latents.shape for latents in self.probe().latents]
         # Do other arguments depend on the number of tokens?
-        one, other = (self.record((2, *self.shape), counts) for counts in ([8, 6], [7, 5]))
+        lengths = ([8], [7]) if one_by_one else ([8, 6], [7, 5])
+        one, other = (self.record((len(each), *self.shape), each) for each in lengths)
         self.reads_lengths = not one.equals(other)
 
     @property
@@ -137,13 +154,17 @@ class DenoiserCalls:
     def join(self, prompts: dict[str, torch.Tensor], lengths: list[int]) -> Any:
         return put_together(self.structure, {"caption": prompts}, {"caption": lengths})
 
-    def make_texts(self, lengths: list[int]) -> Any:
-        """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros."""
+    def make_texts(self, lengths: list[int], known: dict[str, torch.Tensor] | None = None) -> Any:
+        """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros.
+
+        known: columns that have other values.
+        """
         count = len(lengths)
         blank = {
             part["column"]: torch.full((count, *part["shape"]), part["typical"], device="cpu")
             for part in self.parts
         }
+        blank |= known or {}
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
         return self.join(blank, lengths)
 
@@ -151,7 +172,7 @@ class DenoiserCalls:
         height, width = (side * self.geometry.downscale for side in size)
         try:
             self.code([""] * count, self.options | {"height": height, "width": width}, run)
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise UnknownCall(f"for images of {height} x {width} pixels, {error}") from error
         if run.ends_at == "denoiser" and len(run.calls) != 1:
             raise UnknownCall("its denoiser is not called")
@@ -186,8 +207,23 @@ class DenoiserCalls:
         noisy: torch.Tensor,
         times: torch.Tensor,
         prompts: dict[str, torch.Tensor],
+        references: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """The velocity, float32 [N, C, h, w]. See `Family.predict`."""
+        if self.one_by_one and len(noisy) > 1:
+            rows = [slice(i, i + 1) for i in range(len(noisy))]
+            return torch.cat(
+                [
+                    self.predict(
+                        model,
+                        noisy[row],
+                        times[row],
+                        {name: value[row] for name, value in prompts.items()},
+                        [latents[row] for latents in references],
+                    )
+                    for row in rows
+                ]
+            )
         lengths = [1] * len(noisy)  # not read if all captions have the same number of tokens
         if self.is_ragged:
             lengths = prompts["prompt_lengths"].tolist()
@@ -199,7 +235,7 @@ class DenoiserCalls:
         texts = self.join(prompts, lengths)
         leaves = list_tensors(texts)
         call = self.find(noisy.shape, lengths, leaves)
-        arguments = call.fill(noisy, leaves)
+        arguments = call.fill([noisy, *references], leaves)
         for position, formula in call.times.items():
             time = TIME_MAPS[formula][1](times)
             like = call.leaves[position]
@@ -208,7 +244,14 @@ class DenoiserCalls:
             arguments[position] = time.to(like.dtype)
         with contextlib.ExitStack() as stack:
             if noisy.is_meta:  # some models read the values of masks
-                example = call.fill(*self.make_example(noisy, lengths))
+                values = {
+                    name: prompts[f"{name}_values"]
+                    for name in prompts
+                    if f"{name}_values" in prompts
+                }
+                example = call.fill(
+                    self.make_latents(noisy.shape), list_tensors(self.make_texts(lengths, values))
+                )
                 pairs = zip(arguments, example, strict=True)
                 known = [(one, other) for one, other in pairs if is_whole_numbers(one)]
                 values = stack.enter_context(MaskValues(known))
@@ -216,12 +259,10 @@ class DenoiserCalls:
             output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)
 
-    def make_example(
-        self, noisy: torch.Tensor, lengths: list[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Latents and captions with values, on the CPU."""
-        texts = list_tensors(self.make_texts(lengths))
-        return torch.zeros(noisy.shape, device="cpu"), texts
+    def make_latents(self, shape: Sequence[int]) -> list[torch.Tensor]:
+        """Noisy latents of a shape and those of references, on the CPU, all zeros."""
+        shapes = [tuple(shape), *self.reference_shapes]
+        return [torch.zeros(each, device="cpu") for each in shapes]
 
     @torch.no_grad()
     def is_exact(self, model: torch.nn.Module, resolution: int, lengths: list[int]) -> bool:
@@ -265,15 +306,19 @@ class DenoiserCalls:
         leaves, text_spec = tree_flatten(texts)
         where_texts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
+        count = 1 + len(self.reference_shapes)  # of latents
+
         def call(noise: torch.Tensor, *tensors: torch.Tensor) -> dict[str, Any]:
             given = list(leaves)
-            for i, tensor in zip(where_texts, tensors, strict=True):
+            for i, tensor in zip(where_texts, tensors[count - 1 :], strict=True):
                 given[i] = tensor
             text = tree_unflatten(given, text_spec)
             run = PipelineRun("denoiser", partial(reshape_noise, noise), texts=[text])
+            run.references = tensors[: count - 1]
             return self.run(len(noise), shape[2:], run).calls[0]
 
-        noise, *given = inputs = [torch.zeros(tuple(shape), device="cpu"), *list_tensors(texts)]
+        latents, given = self.make_latents(shape), list_tensors(texts)
+        inputs = [*latents, *given]
         named, spec = tree_flatten_with_path(call(*inputs))
         names = [keystr(path) for path, _ in named]
         arguments = [leaf for _, leaf in named]
@@ -287,7 +332,7 @@ class DenoiserCalls:
 
         def check(made: Call) -> str | None:
             """The first argument that is not the pipeline's for other values."""
-            filled = made.fill(others[0], others[1:])
+            filled = made.fill(others[:count], others[count:])
             for name, one, other in zip(names, filled, expected, strict=True):
                 if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
                     return name
@@ -306,7 +351,7 @@ class DenoiserCalls:
             for number, text in enumerate(given)
             if leaf is text
         }
-        tape = Tape(lambda x: list_tensors(call(x, *given)), [noise])
+        tape = Tape(lambda *x: list_tensors(call(*x, *given)), latents)
         made = Call(tape, passed, arguments, spec, where, times)
         if name := check(made):
             raise UnknownCall(f"{name} depends on values of captions")

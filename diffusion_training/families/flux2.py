@@ -6,6 +6,7 @@ Black Forest Labs published a 4B and a 9B model of the same form, https://bfl.ai
 from typing import Any
 
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from torch.nn.functional import pixel_shuffle
 
 from diffusion_training.families.base import (
@@ -21,6 +22,7 @@ from diffusion_training.families.base import (
     to_sequence,
 )
 
+MOST_REFERENCE_SIDE = 1024  # pixels of a square reference; the pipeline shrinks larger ones
 TEXT_LAYERS = (9, 18, 27)  # hidden states of the text encoder that are used as embeddings
 
 
@@ -42,6 +44,7 @@ class Flux2Klein(Family):
         "to_qkv_mlp_proj",
     )  # fmt: skip
     other_layers = ("linear_in", "linear_out")
+    takes_references = True
 
     def is_distilled(self, base: Base) -> bool:
         return bool(base.index.get("is_distilled"))
@@ -74,6 +77,18 @@ class Flux2Klein(Family):
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         return make_patches(super().encode_images(vae, images))
 
+    def choose_reference_side(self, resolution: int, count: int) -> int:
+        return min(resolution, MOST_REFERENCE_SIDE)
+
+    def encode_references(self, vae: torch.nn.Module, rows: list[list[Any]]) -> list[torch.Tensor]:
+        processor = VaeImageProcessor(vae_scale_factor=1)  # keeps the size
+        latents = []
+        for images in zip(*rows, strict=True):
+            pixels = [processor.preprocess(image).to(vae.device, vae.dtype) for image in images]
+            encoded = [self.encode_images(vae, each).chunk(2, dim=1)[0] for each in pixels]
+            latents.append(torch.cat(encoded))
+        return latents
+
     def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
         return pixel_shuffle(latents, 2)
 
@@ -85,20 +100,33 @@ class Flux2Klein(Family):
     def predict(
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
     ) -> torch.Tensor:
-        """Position ids are (time, row, column, word): text has words, an image rows and columns."""
+        """Position ids are (time, row, column, word): text has words, an image rows and columns.
+
+        The time of the image is 0, and that of references is 10, 20, ...
+        """
         embeds = prompts["prompt_embeds"]
+        given = dict[str, Any](prompts)
+        images = [noisy]
+        while (name := f"reference_{len(images) - 1}") in given:
+            images.append(given[name])
         zero = torch.zeros(1, dtype=torch.long, device=noisy.device)
         words = torch.arange(embeds.shape[1], device=noisy.device)
-        rows = torch.arange(noisy.shape[2], device=noisy.device)
-        columns = torch.arange(noisy.shape[3], device=noisy.device)
+        places = []
+        for number, image in enumerate(images):
+            rows, columns = (torch.arange(side, device=noisy.device) for side in image.shape[2:])
+            places.append(torch.cartesian_prod(zero + 10 * number, rows, columns, zero))
+        sequence = to_sequence(noisy)
+        if len(images) > 1:
+            sequence = torch.cat([to_sequence(image) for image in images], dim=1)
         output = model(
-            to_sequence(noisy),
+            sequence,
             encoder_hidden_states=embeds,
             timestep=times,
-            img_ids=torch.cartesian_prod(zero, rows, columns, zero),
+            img_ids=torch.cat(places),
             txt_ids=torch.cartesian_prod(zero, zero, zero, words),
         )
-        return from_sequence(output.sample, noisy).float()
+        tokens = noisy.shape[2] * noisy.shape[3]
+        return from_sequence(output.sample[:, :tokens], noisy).float()
 
     def check_model(self, config: Any) -> str | None:
         if config.guidance_embeds:

@@ -14,6 +14,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from diffusion_training.data.folders import count_references
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES, find_family
@@ -61,6 +62,12 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     for flag, (value, is_read) in flags.items():
         if value is not None and not is_read:
             fail(f"{flag} {value} does nothing for {family.title}: leave it out")
+    # a trainer reads references from a cache
+    count = 0 if trained_by else count_references(args)
+    if count and not family.takes_references:
+        if args.conditioning_image_column or args.conditioning_data_dir:
+            fail(f"a {family.pipeline} takes no references: leave --conditioning_image_column out")
+        count = 0
     base = Base(
         family=family,
         name=name,
@@ -74,6 +81,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         cache_dir=args.cache_dir,
         clip_skip=args.clip_skip,
         max_tokens=max_tokens,
+        num_references=count,
     )
     if sentence := family.check(base):
         fail(sentence)

@@ -18,6 +18,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
+from diffusion_training.families.reference_latents import ReferenceShapes, encode_reference
+
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
 # arguments of pipelines that would change the size, or hand an object to the denoiser
 OFF = {"use_resolution_binning": False, "use_kv_cache": False}
@@ -36,6 +38,8 @@ class PipelineRun:
     time: float = 250.0  # the only timestep
     texts: Sequence[Any] | None = None  # the results of encode_prompt; None: it encodes
     output: Any = None  # of the denoiser; None: its first argument
+    # latents of the references, [1, C, h, w], as the VAE encodes them; None: zeros
+    references: Sequence[torch.Tensor] | None = None
 
     noise_shapes: list[tuple[int, ...]] = field(default_factory=list)
     encoded: list[Any] = field(default_factory=list)  # the results of encode_prompt
@@ -43,6 +47,8 @@ class PipelineRun:
     velocity: Any = None  # what the scheduler gets as the denoiser's output
     sample: Any = None  # the noise as the scheduler gets it, for example packed
     decoded: Any = None  # what the VAE gets
+    pixels: list[torch.Tensor] = field(default_factory=list)  # references as the VAE gets them
+    latents: list[torch.Tensor] = field(default_factory=list)  # of the references, [1, C, h, w]
 
     def reach(self, point: str) -> None:
         if point == self.ends_at:
@@ -117,6 +123,12 @@ def list_pipeline_settings(index: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def list_size_options(pipeline_class: Any, height: int, width: int) -> dict[str, int]:
+    """Further arguments without which a pipeline draws another size than is asked for."""
+    has_area = "max_area" in inspect.signature(pipeline_class.__call__).parameters
+    return {"max_area": height * width} if has_area else {}
+
+
 class Absent:
     """Takes the place of a tokenizer that a pipeline asks when it is made."""
 
@@ -176,9 +188,10 @@ class PipelineCode:
         given = dict(parts)
         with torch.device("meta"):
             denoiser = self.denoiser_class.from_config(configs[folder])
-            if "vae" not in parts:
-                vae_class = getattr(diffusers, configs["vae"]["_class_name"])
-                given["vae"] = vae_class.from_config(configs["vae"])
+            vae_class = getattr(diffusers, configs["vae"]["_class_name"])
+            vae = vae_class.from_config(configs["vae"])
+        self.reference_shapes = ReferenceShapes(vae)
+        given.setdefault("vae", vae)
         self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
         denoiser.forward = self.call_denoiser
         self.scheduler = WatchedScheduler.from_config(configs["scheduler"])
@@ -208,8 +221,12 @@ class PipelineCode:
             run.decoded = latents
             raise Stopped
 
+        def encode(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return encode_reference(self.reference_shapes, pixels, run)
+
         output_type = "pt" if run.ends_at == "decode" else "latent"
-        asked = {"num_inference_steps": 2, "output_type": output_type} | OFF | options
+        asked: dict[str, Any] = {"num_inference_steps": 2, "output_type": output_type}
+        asked |= OFF | options | list_size_options(self.kind, options["height"], options["width"])
         asked = {name: value for name, value in asked.items() if name in self.has}
         self.pipeline.run = self.scheduler.run = run
         vae = self.pipeline.vae
@@ -218,11 +235,11 @@ class PipelineCode:
         try:
             # not on the meta device, on which models are tried; a run's tensors serve for training
             with torch.inference_mode(False), torch.device("cpu"), drawing(self.kind, draw):
-                vae.decode = decode
+                vae.decode, vae.encode = decode, encode
                 self.pipeline(prompt=list(captions), **asked)  # some write into the list
         except Stopped:
             pass
         finally:
             diffusers.utils.logging.set_verbosity(level)
-            del vae.decode
+            del vae.decode, vae.encode
         return run

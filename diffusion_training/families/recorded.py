@@ -13,14 +13,16 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import diffusers
 import torch
 from accelerate import PartialState
+from PIL import Image
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from diffusion_training.errors import fail
+from diffusion_training.errors import amount, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.denoiser_call import PROBED_SIDES, DenoiserCalls, UnknownCall
 from diffusion_training.families.pipeline_code import (
@@ -28,6 +30,7 @@ from diffusion_training.families.pipeline_code import (
     PipelineCode,
     PipelineRun,
     is_component,
+    list_size_options,
     make_pipeline,
 )
 from diffusion_training.families.recorded_text import (
@@ -44,6 +47,12 @@ from diffusion_training.families.recorded_text import (
     put_together,
     stack_rows,
     take_rows,
+)
+from diffusion_training.families.reference_latents import (
+    UnknownReferences,
+    join_alone,
+    make_blanks,
+    take_references,
 )
 from diffusion_training.families.tape import Unrepeatable
 from diffusion_training.models import load_weights
@@ -64,6 +73,7 @@ class TextParts(torch.nn.Module):
         self.encoders = torch.nn.ModuleDict(models)
         self.code = [code]  # in a list, since it is no part of this module
         self.options = options  # arguments of the pipeline
+        self.images: list[Any] = []  # references, where a caption has none of its own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,10 +81,19 @@ class TextParts(torch.nn.Module):
 
     @torch.no_grad()
     def record(
-        self, captions: list[str], options: dict[str, Any], ends_at: str = "text"
+        self,
+        captions: list[str],
+        options: dict[str, Any],
+        ends_at: str = "text",
+        images: list[Any] | None = None,
     ) -> PipelineRun:
-        """Run the pipeline's code for captions. options: further arguments of the pipeline."""
+        """Run the pipeline's code for captions. options: further arguments of the pipeline.
+
+        images: references of the captions.
+        """
         (code,) = self.code
+        images = self.images if images is None else images
+        options = options | ({"image": images} if images else {})
         code.pipeline.own_device = next(self.parameters()).device
         height, width = PROBED_SIDES
         run = PipelineRun(ends_at, torch.zeros)
@@ -87,6 +106,7 @@ class Recorded(Family):
     embeds_width = ""
     needs_lengths = False
     ragged = False
+    scales_references = False  # the pipeline's code does
 
     def __init__(
         self,
@@ -119,6 +139,10 @@ class Recorded(Family):
         text = "ragged embeddings" if self.ragged else "ragged ids"
         self.features = ("recorded text", text)
         self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
+        self.takes_references = "image" in options
+        about = self.findings.get("references", {})
+        self.reads_references = about.get("are_read", False)
+        self.needs_references = about.get("are_needed", False)
 
     @property
     def pipeline_class(self) -> Any:
@@ -134,7 +158,7 @@ class Recorded(Family):
         """End the program in a sentence if the pipeline's code can't be recorded."""
         try:
             yield
-        except (UnknownCall, UnknownText, Unrepeatable) as error:
+        except (UnknownCall, UnknownReferences, UnknownText, Unrepeatable) as error:
             fail(f"{self.pipeline} can't be trained here: {what}, {error}")
 
     def make_code(self, **parts: Any) -> PipelineCode:
@@ -164,6 +188,8 @@ class Recorded(Family):
         asked = {"max_sequence_length": base.max_tokens} if base.max_tokens else {}
         parts = TextParts(self.make_code(**models, **others), models, asked)
         parts.others = others
+        known = self.findings.get("references", {}).get("count", 0)
+        parts.images = make_blanks([BLANK] * (base.num_references or known))
         return parts
 
     def load_tokenizer(
@@ -185,13 +211,18 @@ class Recorded(Family):
         if self.findings:
             return self
         (parts,) = text_encoders
+        with self.explaining("its references"):
+            about = self.try_references(parts)
         with self.explaining("its captions"):
             off = self.turn_guidance_off(parts)
             most = parts.options.get("max_sequence_length", self.max_tokens or None)
-            structure, described = describe_result(
-                lambda captions: parts.record(captions, off).encoded[0], most
-            )
+            if most and about.get("are_read"):  # references have tokens too
+                embeds, *_ = list_tensors(parts.record([SHORT], off).encoded[0])
+                most += embeds.shape[1]
+            record = partial(record_text, parts, off)
+            structure, described = describe_result(record, most)
             findings = {"off": off, "structure": structure, "parts": described}
+            findings |= {"references": about} if about else {}
             findings["guided"] = self.find_guidance(parts, off, structure)
             has = parts.code[0].has
             findings["own"] = {name: value for name, value in OFF.items() if name in has}
@@ -204,12 +235,39 @@ class Recorded(Family):
         PartialState().print(f"{self.pipeline}: a caption becomes {', '.join(columns)}{tokens}")
         return found
 
+    def try_references(self, parts: TextParts) -> dict[str, Any]:
+        """How the pipeline uses references; {} if there are none."""
+        if not self.takes_references:
+            return {}
+        are_needed = False
+        try:
+            alone = parts.record([SHORT], {}, images=[]).encoded[0]
+        except (AttributeError, NameError, TypeError):  # it asks the image that is not there
+            are_needed = True
+            if not parts.images:
+                fail(
+                    f"a {self.pipeline} edits images: give those that edits start from, with "
+                    "--conditioning_image_column"
+                )
+        if not parts.images:
+            return {}
+        try:
+            white = list_tensors(parts.record([SHORT], {}).encoded[0])
+        except ValueError as error:
+            count = amount(len(parts.images), "reference")
+            raise UnknownReferences(f"it can't be called with {count}: {error}") from error
+        black = [Image.new("RGB", image.size) for image in parts.images]
+        other = list_tensors(parts.record([SHORT], {}, images=black).encoded[0])
+        are_read = not all(map(is_equal, white, other))
+        are_read = are_read or not (are_needed or all(map(is_equal, white, list_tensors(alone))))
+        return {"count": len(black), "are_needed": are_needed, "are_read": are_read}
+
     def check_text(self, parts: TextParts) -> None:
         """Stop if a recorded caption gives the denoiser other arguments than the caption itself."""
         off, structure = self.findings["off"], self.findings["structure"]
         live = parts.record([LONG], off, "denoiser")
         batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
-        calls = self.own_calls
+        calls = self.open_calls(self.configs[self.folder], tuple([BLANK] * len(parts.images)))
         lengths = batch["prompt_lengths"].tolist() if self.ragged else [1]
         run = PipelineRun("denoiser", torch.zeros, texts=[calls.join(batch, lengths)])
         with self.explaining("its captions"):
@@ -265,8 +323,10 @@ class Recorded(Family):
         (parts,) = encoders.text_encoders
         structure = self.findings["structure"]
         rows = []
-        for caption in decode_texts(tokens["input_ids"]):
-            (result,) = parts.record([caption], self.findings["off"]).encoded
+        captions = decode_texts(tokens["input_ids"])
+        references = tokens.get("references") or [None] * len(captions)
+        for caption, images in zip(captions, references, strict=True):
+            (result,) = parts.record([caption], self.findings["off"], images=images).encoded
             rows.append(take_rows(structure, result))
         return cast(Prompts, stack_rows(self.findings["parts"], rows))
 
@@ -278,7 +338,8 @@ class Recorded(Family):
             return empty
         (parts,) = encoders.text_encoders
         asked = self.findings["off"] | {guided["name"]: PROBED_SCALE, "negative_prompt": [""]}
-        results = parts.record([SHORT], asked, "denoiser").encoded
+        (images,) = tokens.get("references") or [None]
+        results = parts.record([SHORT], asked, "denoiser", images).encoded
         rows = {name: value[0] for name, value in dict[str, Any](empty).items()}
         for structure, result in zip(guided["results"], results, strict=True):
             rows |= take_rows(structure, plain(result), of="empty")
@@ -289,22 +350,37 @@ class Recorded(Family):
 
     # ---- images
 
-    def open_calls(self, config: Any) -> DenoiserCalls:
-        """How the pipeline calls a denoiser with this config. Recorded once in a process."""
-        known = id(self), id(config)
+    def open_calls(
+        self, config: Any, references: tuple[tuple[int, int], ...] | None = None
+    ) -> DenoiserCalls:
+        """How the pipeline calls a denoiser with this config. Recorded once in a process.
+
+        references: (height, width) in pixels of each; None: as few as the pipeline takes.
+        """
+        if references is None:
+            references = (BLANK,) * self.needs_references
+        known = id(self), id(config), references
         if known not in CALLS:
             options = dict(self.findings["off"])
             if self.embedded_guidance:
                 options[self.embedded_guidance] = self.embedded_guidance_scale
             known_by = [self.index, self.configs, self.findings, options, dict(config)]
             key = json.dumps(known_by, default=str)
-            if key not in CALLS:
-                configs = self.configs | {self.folder: config}
-                code = PipelineCode(self.folder, self.index, configs)
+            if (key, references) not in CALLS:
+                if key not in CODES:
+                    configs = self.configs | {self.folder: config}
+                    CODES[key] = PipelineCode(self.folder, self.index, configs)
                 found = self.findings
                 with self.explaining("its denoiser"):
-                    CALLS[key] = DenoiserCalls(code, found["structure"], found["parts"], options)
-            CALLS[known] = CALLS[key]
+                    CALLS[key, references] = DenoiserCalls(
+                        CODES[key],
+                        found["structure"],
+                        found["parts"],
+                        options,
+                        references,
+                        one_by_one="references" in found,
+                    )
+            CALLS[known] = CALLS[key, references]
             KEPT.append((self, config))  # so that no other object gets their ids
         return CALLS[known]
 
@@ -312,6 +388,35 @@ class Recorded(Family):
     def own_calls(self) -> DenoiserCalls:
         """Those of the pipeline's own denoiser."""
         return self.open_calls(self.configs[self.folder])
+
+    def see_references(self, images: list[Any]) -> PipelineRun:
+        """A run of the pipeline's code that notes what its VAE gets for references."""
+        calls = self.own_calls
+        run = PipelineRun("denoiser", torch.zeros, texts=[calls.make_texts([8])])
+        height, width = PROBED_SIDES
+        options = self.findings["off"] | {"image": images, "height": height, "width": width}
+        with self.explaining("its references"):
+            return calls.code([""], options, run)
+
+    def choose_reference_side(self, resolution: int, count: int) -> int:
+        run = self.see_references(make_blanks([(resolution, resolution)] * count))
+        return math.isqrt(math.prod(run.pixels[0].shape[-2:]))
+
+    def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
+        (latents,) = self.see_references(make_blanks([(side, side)])).latents
+        return list(latents.shape[1:])
+
+    def encode_references(self, vae: torch.nn.Module, rows: list[list[Any]]) -> list[torch.Tensor]:
+        encoded = []
+        for images in rows:
+            pixels = self.see_references(images).pixels if images else []
+            of_row = []
+            for each in pixels:
+                latents = super().encode_images(vae, each.to(vae.device, vae.dtype))
+                mean = latents.chunk(2, dim=1)[0] if self.has_moments(vae) else latents
+                of_row.append(mean.flatten(1, -3))
+            encoded.append(of_row)
+        return [torch.cat(each) for each in zip(*encoded, strict=True)]
 
     def see_decoded(self, vae: Any, size: tuple[int, int], noise: torch.Tensor) -> torch.Tensor:
         """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
@@ -391,9 +496,10 @@ class Recorded(Family):
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
     ) -> torch.Tensor:
         config = getattr(model, "module", model).config
-        calls = self.open_calls(config)
+        references, sizes, texts = take_references(dict(prompts))
+        calls = self.open_calls(config, sizes)
         with self.explaining("its denoiser"):
-            return calls.predict(model, noisy, times, dict(prompts))
+            return calls.predict(model, noisy, times, texts, references)
 
     def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
         return None  # a trial of the model tells
@@ -407,9 +513,11 @@ class Recorded(Family):
         calls.needs_one_length = False  # not yet known
         small = make_small_denoiser(type_of(self.model), model.config)
         with self.explaining("its denoiser"):
-            if not calls.is_exact(small, resolution, [8, 8]):
-                raise UnknownCall("two images in a batch change each other")
-            is_mixed = not self.ragged or calls.is_exact(small, resolution, [8, 5])
+            is_mixed = calls.one_by_one
+            if not is_mixed:
+                if not calls.is_exact(small, resolution, [8, 8]):
+                    raise UnknownCall("two images in a batch change each other")
+                is_mixed = not self.ragged or calls.is_exact(small, resolution, [8, 5])
             calls.needs_one_length = not is_mixed
         times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
         alone = "; only captions of one length share a batch" if calls.needs_one_length else ""
@@ -435,6 +543,11 @@ class Recorded(Family):
         results = [put_together(each, sources, lengths) for each in structures]
         return {"prompt": [EncodedPrompt(results)], **asked, **self.findings["own"]}
 
+    def size_args(self, height: int, width: int) -> dict[str, int]:
+        return {"height": height, "width": width} | list_size_options(
+            self.pipeline_class, height, width
+        )
+
     def guidance_args(self, guidance_scale: float) -> dict[str, float]:
         guided = self.guided
         if self.embedded_guidance:
@@ -448,6 +561,7 @@ class Recorded(Family):
         own = dict(self.findings["own"])
         if max_tokens:
             own["max_sequence_length"] = max_tokens
+        own |= list_size_options(self.pipeline_class, resolution, resolution)
         guided = self.guided
         if guided and guided["name"] == "true_cfg_scale":  # without it, there is no guidance
             own["negative_prompt"] = ""
@@ -487,7 +601,9 @@ class Recorded(Family):
         return chosen
 
 
+BLANK = 256, 256  # height and width in pixels of a reference in trials
 CALLS: dict[Any, DenoiserCalls] = {}
+CODES: dict[str, PipelineCode] = {}
 KEPT: list[Any] = []
 PLACED: dict[Any, torch.Tensor] = {}
 
@@ -531,7 +647,15 @@ def place(order: torch.Tensor, device: torch.device, argsort: bool = False) -> t
 def is_doubled(run: PipelineRun) -> bool:
     """Whether the denoiser got more latents than the captions have."""
     given = list_tensors(next(iter(run.calls[0].values())))
-    return sum(tensor.numel() for tensor in given) != math.prod(run.noise_shapes[0])
+    expected = math.prod(run.noise_shapes[0]) + sum(latents.numel() for latents in run.latents)
+    return sum(tensor.numel() for tensor in given) != expected
+
+
+def record_text(parts: TextParts, off: dict[str, Any], captions: list[str]) -> Any:
+    """The results of captions that are encoded together, or, beside references, alone."""
+    if parts.images:
+        return join_alone([parts.record([caption], off).encoded[0] for caption in captions])
+    return parts.record(captions, off).encoded[0]
 
 
 def shorten_factor(large: torch.Tensor) -> float:

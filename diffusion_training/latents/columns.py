@@ -156,7 +156,29 @@ def list_columns(cache: dict) -> list[Column]:
         columns.append(Column("mask", "uint8", shape[1:], is_ragged=ragged, is_map=True))
     if ragged:  # height and width of the latents
         columns.append(Column("size", "int32", (2,), is_in_batch=False))
+    columns += list_latents_of_references(cache)
     return columns + [column for column in EXTRA_COLUMNS if name_feature(column) in features]
+
+
+def list_latents_of_references(cache: dict) -> list[Column]:
+    """The latents of references, and the sizes of each: of its latents, and in pixels.
+
+    A reference that a row lacks has no numbers, and sizes of 0.
+    """
+    if "references" not in cache["features"]:
+        return []
+    about = cache["references"]
+    flipped = "{}_flipped" if cache["transform"]["random_flip"] else None
+    columns = []
+    for number in range(about["count"]):
+        name = f"reference_{number}"
+        shape = tuple(about["shape"])
+        mirrored = flipped and flipped.format(name)
+        columns.append(Column(name, "float16", shape, is_ragged=True, mirrored=mirrored))
+        if mirrored:
+            columns.append(Column(mirrored, "float16", shape, is_ragged=True, is_in_batch=False))
+    sizes = Column("reference_sizes", "int32", (about["count"], 4), is_in_batch=False)
+    return [*columns, sizes]
 
 
 def name_feature(column: Column) -> str:
@@ -166,7 +188,7 @@ def name_feature(column: Column) -> str:
 
 def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
-    features = {"ragged latents", "masks", "captions", "classes", "recorded text"}
+    features = {"ragged latents", "masks", "captions", "classes", "recorded text", "references"}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(family.features for family in FAMILIES.values()))
 

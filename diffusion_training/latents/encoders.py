@@ -201,7 +201,10 @@ def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
         return encoders.family.encode(encoders, tokens)
     parts: list[Any] = []
     for k in range(tokens["input_ids"].shape[1]):
-        part: Any = {name: value[:, k] for name, value in dict[str, Any](tokens).items()}
+        part: Any = {
+            name: value if name == "references" else value[:, k]
+            for name, value in dict[str, Any](tokens).items()
+        }
         parts.append(encoders.family.encode(encoders, part))
     stacked = {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
     counted = tokens["prompt_lengths"]  # -1 for a missing caption
@@ -213,21 +216,33 @@ def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
 
 
 @torch.no_grad()
-def encode_caption(encoders: Encoders, caption: str) -> Prompts:
-    """The embeddings of one caption, [1, ...], on the device of the text encoders."""
-    return encode_prompts(encoders, tokenize_on_device(encoders, caption))
+def encode_caption(
+    encoders: Encoders, caption: str, references: list[Any] | None = None
+) -> Prompts:
+    """The embeddings of one caption, [1, ...], on the device of the text encoders.
+
+    references: the images that the text encoder sees, if it sees any.
+    """
+    return encode_prompts(encoders, tokenize_on_device(encoders, caption, references))
 
 
-def tokenize_on_device(encoders: Encoders, caption: str) -> Tokens:
+def tokenize_on_device(
+    encoders: Encoders, caption: str, references: list[Any] | None = None
+) -> Tokens:
     device = next(encoders.text_encoders.parameters()).device
-    tokens = tokenize(encoders.tokenizers, [caption])
-    return cast(Tokens, {name: value.to(device) for name, value in tokens.items()})
+    tokens: Any = tokenize(encoders.tokenizers, [caption])
+    tokens = {name: value.to(device) for name, value in tokens.items()}
+    if references and encoders.family.reads_references:
+        tokens["references"] = [references]
+    return cast(Tokens, tokens)
 
 
 @torch.no_grad()
-def encode_empty_prompt(encoders: Encoders, base: Base) -> dict[str, torch.Tensor]:
+def encode_empty_prompt(
+    encoders: Encoders, base: Base, references: list[Any] | None = None
+) -> dict[str, torch.Tensor]:
     """The embeddings of a dropped caption, equal to the pipeline's: float32, for one image."""
-    tokens = tokenize_on_device(encoders, "")
+    tokens = tokenize_on_device(encoders, "", references)
     empty = encoders.family.encode_empty(encoders, base, tokens)
     kept = {
         name: value for name, value in dict[str, Any](empty).items() if name != "prompt_lengths"

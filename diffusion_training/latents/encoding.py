@@ -37,6 +37,7 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
     # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
     latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
     drop_captions(batch, prompts, data, caption_dropout)
+    prompts |= take_references(batch, data)
     size = latents.shape[-2:]
     if data.family.needs_sizes:
         target = [data.latents.downscale * side for side in size]
@@ -51,6 +52,21 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
             mask = shrink_masks(batch["mask"], data.latents.downscale)
         loss_inputs["mask"] = mask / 255
     return Prepared(latents, prompts, loss_inputs)
+
+
+def take_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
+    """The entries of `Prompts` for the references of a batch of a cache."""
+    given = dict[str, Any](batch)
+    found = {}
+    for number, (height, width, *side) in enumerate(given.get("reference_sizes", ())):
+        if height:
+            name = f"reference_{number}"
+            latents = given[name].float().unflatten(1, (-1, height, width))
+            if data.family.scales_references:
+                latents = (latents - data.latents.shift) * data.latents.factor
+            found[name] = latents.contiguous()
+            found[f"{name}_size"] = latents.new_empty(len(latents), 0, *side)
+    return found
 
 
 def drop_captions(

@@ -13,6 +13,7 @@ from diffusion_training.arguments import list_values
 from diffusion_training.data.captions import report_cut
 from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.folders import is_shared
+from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
@@ -93,6 +94,8 @@ class PlannedCache:
             words += ["--mixed_precision", self.flags["mixed_precision"]]
         if self.family.attention:
             words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
+        if self.family.reads_references:
+            words += ["--caption_dropout", "0"]
         return shlex.join(words)
 
     def with_batch_size(self, size: int) -> "PlannedCache":
@@ -117,6 +120,8 @@ def plan_caches(
     if len(sides) > 1:
         check_not_cache(args.output_dir)
         folders = [f"{args.output_dir.rstrip('/')}/{side}" for side in sides]
+    references = list_reference_columns(images.rows, args)
+    check_references(family, images, references, args)
     channels, _ = family.count_channels(encoders.vae)
     kind = described["latents"]
     weights = weigh_captions(args)
@@ -124,9 +129,25 @@ def plan_caches(
     for side, folder in zip(sides, folders, strict=True):
         check_sides(family.downscale(encoders.vae), side, args.bucket_step)
         latents = describe_latents(family, encoders.vae, side, kind)
-        transform = make_transform(args, images.column, images.mask_column, weights, channels, side)
+        count = len(references)
+        reference_side = family.choose_reference_side(side, count) if count else 0
+        transform = make_transform(
+            args,
+            images.column,
+            images.mask_column,
+            weights,
+            channels,
+            side,
+            references,
+            reference_side,
+            latents.downscale,
+        )
+        about = {}
+        if count:
+            shape = family.shape_reference(encoders.vae, reference_side)
+            about["references"] = {"count": count, "side": reference_side, "shape": shape}
         settings = describe_settings(
-            described | {"latents_shape": list(latents.shape)},
+            described | {"latents_shape": list(latents.shape)} | about,
             transform,
             family.features,
             images.rows,
@@ -149,6 +170,33 @@ def plan_caches(
             )
         )
     return caches
+
+
+def check_references(
+    family: Family, images: ImageRows, references: list[str], args: Namespace
+) -> None:
+    """Stop with an error if a cache of references can't be made with these flags.
+
+    references: their columns.
+    """
+    if not references:
+        return
+    if args.random_flip and images.mask_column:
+        fail("--random_flip can't mirror masks beside references: leave one of them out")
+    if family.needs_references and args.allow_missing_conditioning:
+        fail(
+            f"--allow_missing_conditioning: a {family.pipeline} can't be called without a reference"
+        )
+    if family.reads_references:
+        for flag, is_given in {
+            "--random_flip": args.random_flip,
+            "--text_cache ids": args.text_cache == "ids",
+        }.items():
+            if is_given:
+                fail(
+                    f"{flag} can't be used here, because the text encoder of a {family.pipeline} "
+                    "sees the references: leave it out"
+                )
 
 
 def check_not_cache(output_dir: str) -> None:
@@ -183,6 +231,7 @@ def describe_settings(
         "ragged embeddings": "ragged embeddings" in family_features,
         "ragged ids": "ragged ids" in family_features and described["text_cache"] == "ids",
         "captions": transform.caption_weights,
+        "references": transform.reference_columns,
         "classes": "classes" in described,
     }
     features |= {name_feature(column): True for column in EXTRA_COLUMNS}

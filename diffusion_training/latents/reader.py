@@ -159,18 +159,25 @@ class CachedLatents(torch.utils.data.Dataset):
         mask = next(iter(caches.values())).empty_prompt.get("prompt_mask")
         self.least_tokens = None if mask is None else int(mask.sum())
         self.shape = next(iter(caches.values())).settings["latents_shape"]
-        self.has_sizes = any(column.name == "size" for column in columns)
+        # columns of sizes, by which the rows of a batch are alike
+        self.size_columns = [c.name for c in columns if c.name in ("size", "reference_sizes")]
 
     def __len__(self) -> int:
         return int(self.cache_ends[-1])
 
     @functools.cached_property
     def sizes(self) -> np.ndarray | None:
-        """(height, width) of each row's latents, None if all have the same size."""
-        if not self.has_sizes:
+        """(height, width) of each row's latents, None if all have the same size.
+
+        With references, four numbers more for each: the size of its latents, and in pixels.
+        """
+        if not self.size_columns:
             return None
-        views = (view for shard in range(len(self.lengths)) for view in self.open(shard).views)
-        return np.concatenate([view["size"] for view in views])
+        views = [view for shard in range(len(self.lengths)) for view in self.open(shard).views]
+        sizes = [np.concatenate([view[name] for view in views]) for name in self.size_columns]
+        if "size" not in self.size_columns:
+            sizes.insert(0, np.tile(np.int32(self.shape[1:]), (len(self), 1)))
+        return np.concatenate(sizes, axis=1)
 
     def find_shard(self, shard: int) -> tuple[Shards, int]:
         """Return (`Shards` of its cache, number in that cache) for a shard's number among all."""
@@ -213,7 +220,8 @@ class CachedLatents(torch.utils.data.Dataset):
         rows = np.array([row for _, row, _ in keys]) % len(self)
         shards = np.searchsorted(self.starts, rows, side="right") - 1
         indices = rows - self.starts[shards]
-        size = self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist()
+        sizes = self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist()
+        size = sizes[:2]
         values: dict[Column, list[np.ndarray]] = {column: [] for column in self.columns}
         flipped = []
         texts = []
@@ -243,11 +251,14 @@ class CachedLatents(torch.utils.data.Dataset):
             if column.is_padded:
                 batch |= self.pad(column, numbers_of_rows)
             else:  # in one copy: this thread releases Python's lock once per column, not per row
-                numbers = np.concatenate(numbers_of_rows).reshape(len(keys), -1)
-                batch[column.name] = torch.from_numpy(numbers)
+                numbers = np.concatenate(numbers_of_rows)
+                if len(numbers):  # else none of these rows has this reference
+                    batch[column.name] = torch.from_numpy(numbers.reshape(len(keys), -1))
         if self.reads_captions:
             batch |= tokenize_batch(*self.reads_captions, texts, keys)
         batch["latents_shape"] = [self.shape[0], *size]
+        if len(sizes) > 2:
+            batch["reference_sizes"] = [sizes[i : i + 4] for i in range(2, len(sizes), 4)]
         batch["flipped"] = torch.tensor(flipped)
         batch["weight"] = torch.tensor([weight for _, _, weight in keys])
         batch["skipped"] = []

@@ -16,7 +16,7 @@ from filelock import FileLock
 from diffusion_training import __version__
 from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import add_stream_flags
-from diffusion_training.data.folders import find_shared
+from diffusion_training.data.folders import count_references, find_shared
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import amount, end_if_stopped, fail, print_once
 from diffusion_training.files import hash_values
@@ -84,7 +84,9 @@ def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
 def describe(flags: dict[str, Any], args: Namespace) -> list:
     """What decides the content of the cache, as far as it is known before models are loaded."""
     with contextlib.redirect_stdout(io.StringIO()):  # precompute_latents.py prints it
-        images = load_rows(args, others=[args.caption_column])
+        images = load_rows(
+            args, others=[args.caption_column], with_references=count_references(args) > 0
+        )
     models = []
     for name, value in sorted(flags.items()):
         if name.endswith("_name_or_path") and os.path.exists(value):

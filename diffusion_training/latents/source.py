@@ -5,7 +5,7 @@ import itertools
 import math
 from argparse import Namespace
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,11 +24,12 @@ from diffusion_training.data.captions import (
     sample_captions,
 )
 from diffusion_training.data.flags import weigh_captions
-from diffusion_training.data.folders import is_shared
+from diffusion_training.data.folders import count_references, is_shared
+from diffusion_training.data.references import read_reference
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors import amount, explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts
 from diffusion_training.families.names import FACTS
 from diffusion_training.files import find_differences
@@ -60,11 +61,15 @@ class EncodedPrompts:
 
     prompts: list[Prompts]  # each [1, ...]
     empty: Prompts  # [1, ...], for guidance
+    images: Sequence[list[Any]] = ()  # the references of each prompt, as Pillow's images
+    # for each prompt an empty one, if the text encoder sees the references
+    empties: Sequence[Prompts] = ()
 
     def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
         """Return (the prompts with these numbers, the empty prompt), on the device."""
         chosen = {name: self.stack(name, numbers, device) for name in self.empty}
-        empty = {name: send(value, device) for name, value in dict[str, Any](self.empty).items()}
+        own = self.empties[numbers[0]] if self.empties else self.empty
+        empty = {name: send(value, device) for name, value in dict[str, Any](own).items()}
         return cast(Prompts, chosen), cast(Prompts, empty)
 
     def choose_condition(
@@ -103,6 +108,8 @@ class Data:
     captions: Sequence[str] = ()
     class_prompts: EncodedPrompts | None = None  # of --preserve_prior
     classes: tuple[str, ...] = ()  # of a cache made with --class_column
+    # references of any values, for one image, as `encode_batch` adds them to the condition
+    references: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property
     def empty_length(self) -> int:
@@ -119,6 +126,11 @@ class Data:
         if self.family.needs_lengths or "prompt_mask" not in self.empty_prompt:
             return 1
         return count_lengths(len(self.empty_prompt["prompt_embeds"]))
+
+    @property
+    def num_references(self) -> int:
+        """How many images an edit starts from."""
+        return len(self.references) // 2  # each has an entry for its size
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""
@@ -153,6 +165,8 @@ def open_data(
     the default ones.
     """
     if not args.latents_dir:
+        if base.family.takes_references and count_references(args):
+            fail("references (photo.control.png) are read from a cache: add --cache_latents")
         return open_images(launch, base, args)
     maker = "precompute_latents.py"
     if base.family.name in FACTS:
@@ -171,7 +185,9 @@ def open_data(
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
     exact = check_caches(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
-    validation = encode_for_all(launch, base, exact, args.validation_prompts)
+    references = check_references(base.family, settings, args)
+    images = group_images(settings, args)
+    validation = encode_for_all(launch, base, exact, args.validation_prompts, images)
     texts: list[str] = []
     if launch.is_main and args.trigger:
         texts = sum((sample_cached_captions(cache.shards) for cache in caches.values()), [])
@@ -184,7 +200,7 @@ def open_data(
         if args.shuffle_caption:
             reads = encoders.tokenizers, choose_captions(args, caption_weights)
     empty_prompt = {
-        name: (embeds if embeds.dtype == torch.bool else embeds.float()).to(launch.device)
+        name: (embeds.float() if embeds.is_floating_point() else embeds).to(launch.device)
         for name, embeds in first.empty_prompt.items()
     }
     shape = tuple(settings["latents_shape"])
@@ -216,6 +232,7 @@ def open_data(
         encoders=encoders,
         validation=validation,
         class_prompts=class_prompts,
+        references=references,
         resolution=resolution,
         bucket_step=transform["bucket_step"],
         clip_skip=base.clip_skip,
@@ -279,6 +296,54 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     )
 
 
+def check_references(
+    family: Family, settings: dict[str, Any], args: Namespace
+) -> dict[str, torch.Tensor]:
+    """References for a trial of the model, if a cache has some; see `Data.references`.
+
+    Stops with an error if flags can't be used with references. settings: of the cache.
+    """
+    about = settings.get("references")
+    given = vars(args).get("validation_images")
+    if about is None:
+        if given:
+            fail("--validation_images needs a cache with references: leave it out")
+        return {}
+    if not family.takes_references:
+        fail(f"the cache has references, which a {family.pipeline} does not take")
+    if args.validation_metrics:
+        fail("--validation_metrics can't draw edits yet: leave it out")
+    advice = {"caption_dropout": "give --caption_dropout 0", "preserve_prior": "leave it out"}
+    for name, what in advice.items():
+        if family.reads_references and vars(args)[name]:
+            fail(
+                f"--{name} can't be used here, because the text encoder of a {family.pipeline} "
+                f"sees the references: {what}"
+            )
+    prompts = args.validation_prompts or []
+    if len(given or []) != about["count"] * len(prompts):
+        fail(
+            f"--validation_images needs {amount(about['count'], 'image')} for each of "
+            f"{amount(len(prompts), 'prompt')} of --validation_prompts, not {len(given or [])}"
+        )
+    shapes = {}
+    for number in range(about["count"]):
+        shapes[f"reference_{number}"] = torch.zeros(1, *about["shape"])
+        shapes[f"reference_{number}_size"] = torch.zeros(1, 0, about["side"], about["side"])
+    return shapes
+
+
+def group_images(settings: dict[str, Any], args: Namespace) -> list[list[Any]]:
+    """The images of --validation_images, for each prompt. settings: of the cache."""
+    given = vars(args).get("validation_images") or []
+    if not given:
+        return []
+    count, side = settings["references"]["count"], settings["references"]["side"]
+    multiple = settings["transform"]["resolution"] // settings["latents_shape"][-1]
+    images = [read_reference(path, side, multiple) for path in given]
+    return [images[start : start + count] for start in range(0, len(images), count)]
+
+
 def sample_cached_captions(shards: Shards) -> list[str]:
     """The first caption of each of the first 10,000 rows of a cache."""
     if is_address(shards.folder):  # its shards are not fetched yet
@@ -321,7 +386,7 @@ def check_caches(
     latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
     described |= {"latents": latents.kind, "latents_shape": list(latents.shape)}
     described |= describe_prompts(encoders, encode_empty_prompt(encoders, base))
-    described |= {"text_cache": first["text_cache"], "features": first["features"]}
+    described |= {name: first.get(name) for name in ("text_cache", "features", "references")}
     for folder, cache in caches.items():
         check_cache(folder, cache.settings, described, caption_weights, args)
     return encoders
@@ -388,12 +453,16 @@ def encode_class_prompts(
 
 
 def encode_for_all(
-    launch: Launch, base: Base, encoders: Encoders | None, prompts: list[str] | None
+    launch: Launch,
+    base: Base,
+    encoders: Encoders | None,
+    prompts: list[str] | None,
+    images: Sequence[list[Any]] = (),
 ) -> EncodedPrompts | None:
     """Encode the prompts of a flag in float32 on the first process, and send them to all.
 
-    encoders: used if they are loaded, and in float32. Prompts are encoded one by one, so that the
-    samples of one do not depend on the others.
+    images: the references of each prompt. encoders: used if they are loaded, and in float32.
+    Prompts are encoded one by one, so that the samples of one do not depend on the others.
     """
     if not prompts:
         return None
@@ -401,9 +470,15 @@ def encode_for_all(
     if launch.is_main:
         if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
             encoders = load_encoders(base, torch.float32, with_vae=False)
-        empty: Any = encode_empty_prompt(encoders, base)
-        empty = {name: embeds[None] for name, embeds in empty.items()}
-        sent = [EncodedPrompts([encode_caption(encoders, each) for each in prompts], empty)]
+
+        def encode_empty(references: list[Any] | None = None) -> Any:
+            empty = encode_empty_prompt(encoders, base, references)
+            return {name: embeds[None] for name, embeds in empty.items()}
+
+        pairs = zip(prompts, images or [[]] * len(prompts), strict=True)
+        encoded = [encode_caption(encoders, *pair) for pair in pairs]
+        empties = map(encode_empty, images) if encoders.family.reads_references else ()
+        sent = [EncodedPrompts(encoded, encode_empty(), images, [*empties])]
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]

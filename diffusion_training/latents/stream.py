@@ -65,7 +65,10 @@ def open_latents(
         if total:
             dataset.fetch_all(storage, launch.accelerator.local_process_index)
         return
-    reasons = {"--latents_weights": latents_weights, "images of several sizes": dataset.has_sizes}
+    reasons = {
+        "--latents_weights": latents_weights,
+        "images of several sizes": dataset.size_columns,
+    }
     for reason, is_given in reasons.items():
         if is_given:
             fail(

@@ -111,11 +111,13 @@ def describe_text_to_image(
     args: Namespace,
     setup: Sequence[str] = (),
     call: str = "",
+    references: int = 0,
 ) -> Description:
     """Return the texts about a text-to-image pipeline, or a LoRA for one, with example code.
 
     part: a word for the trained model, such as U-Net. setup: lines of code before the pipeline's
-    call. call: further arguments of the pipeline, as code.
+    call. call: further arguments of the pipeline, as code. references: how many images an edit
+    starts from; 0 for text to image.
     """
     trained_on = f"`{about.data}`\nfor {about.step} steps"
     how = "trained from scratch" if is_new else "fine-tuned"
@@ -131,6 +133,9 @@ def describe_text_to_image(
         source = str(about.base)
         more = f', variant="{args.variant}"' if args.variant else ""
         setup = [f"pipeline.load_lora_weights({json.dumps(about.name)})", *setup]
+    if references:
+        files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
+        call += f", image={files if references == 1 else f'[{files}]'}"
     if readers := name_readers(args, for_unet=family.folder == "unet"):
         what += f"\n{readers}"
     opener = "DiffusionPipeline.from_pretrained"
@@ -141,7 +146,8 @@ def describe_text_to_image(
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
     usage = write_usage(source, call, setup, opener, family.precision, more, args.resolution)
     tag = family.title.lower().replace(" ", "-").replace(".", "")
-    tags = ["text-to-image", tag, "diffusers-training"]
+    task = "image-to-image" if references else "text-to-image"
+    tags = [task, tag, "diffusers-training"]
     base = None if is_new else args.pretrained_model_name_or_path
     return Description(tags + ["lora"] * bool(args.rank), what, usage, base)
 

@@ -109,4 +109,5 @@ def check_denoiser(
         condition["prompt_lengths"] = torch.tensor([data.empty_length])
     if family.needs_sizes:
         condition["time_ids"] = torch.zeros(1, 6)
+    condition |= data.references
     return check_shapes(models, predict, name, shape, condition | further)

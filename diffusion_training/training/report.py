@@ -135,6 +135,7 @@ def write_usage(
     return "\n".join([
         "import torch",
         f"from diffusers import {', '.join(sorted(classes))}",
+        *["from diffusers.utils import load_image"] * ("load_image(" in call),
         "",
         'device = "cuda" if torch.cuda.is_available() else "cpu"',
         *dtype,

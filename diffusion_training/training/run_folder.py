@@ -156,7 +156,7 @@ def begin_run(run: Run, output_dir: Path) -> None:
     Call it on the first process.
     """
     if run.checkpoint is None:
-        for old in find_samples(output_dir):
+        for old in [*find_samples(output_dir), *(output_dir / "samples").glob("before-??.png")]:
             old.unlink()
     restore_best(output_dir, run.reached)
     prune_snapshots(output_dir, run.reached)

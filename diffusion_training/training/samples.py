@@ -13,9 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from diffusion_training.batches import Objective
+from diffusion_training.data.references import choose_reference_size
 from diffusion_training.errors import surviving
 from diffusion_training.families.base import Family, Prompts
 from diffusion_training.files import saving
@@ -75,19 +76,76 @@ def draw_prompts(
     def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:
         return validation.choose([number // per_prompt for number in numbers], launch.device)
 
+    def choose_inputs(numbers: list[int]) -> dict[str, Any]:
+        if not validation.images:
+            return inputs
+        references = validation.images[numbers[0] // per_prompt]
+        height, width = fit_size(references[-1], args.resolution, data.latents.downscale)
+        return data.family.size_args(height, width) | {"image": references} | inputs
+
     drawn = draw_share(
-        launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args, inputs
-    )
+        launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args,
+        choose_inputs,
+    )  # fmt: skip
     parts = [] if stop_signal.received else list(drawn.items())
     parts = [part for part in gather_object(parts) if part[0] < count]
     if not launch.is_main or len(parts) < count:
         return
     parts.sort(key=lambda part: part[0])
-    pixels = np.stack([image for _, image in parts])
-    pixels = (pixels * 255).round().astype(np.uint8)
-    pixels = pixels.reshape(-1, per_prompt, *pixels.shape[1:])
+    images = [(image * 255).round().astype(np.uint8) for _, image in parts]
+    if validation.images:
+        before = keep_before(images[::per_prompt], args.output_dir, step)
+        images = list_edits(images, before, validation.images, args.resolution)
+    pixels = np.stack(images)
+    pixels = pixels.reshape(len(args.validation_prompts), -1, *pixels.shape[1:])
     grid = draw_grid(pixels, args.validation_prompts)
     save_samples(launch.accelerator, grid, args.output_dir, step)
+
+
+def fit_size(reference: Image.Image, resolution: int, multiple: int) -> list[int]:
+    """The size (height, width) of an edit's result: that of its last reference."""
+    return choose_reference_size(reference.height, reference.width, resolution, multiple)
+
+
+def before_path(output_dir: str | Path, number: int) -> Path:
+    """Return the path of a prompt's first sample from before training."""
+    return Path(output_dir) / "samples" / f"before-{number:02d}.png"
+
+
+def keep_before(images: list[np.ndarray], output_dir: str, step: int) -> list[np.ndarray]:
+    """The first sample of each prompt from before training; none if it was not drawn.
+
+    At step 0, `images` are these samples, and are kept for later pictures.
+    """
+    paths = [before_path(output_dir, number) for number in range(len(images))]
+    if step == 0:
+        folder = paths[0].parent
+        folder.mkdir(exist_ok=True)
+        for image, path in zip(images, paths, strict=True):
+            with saving(folder, path) as unfinished:
+                Image.fromarray(image).save(unfinished / path.name)
+    elif all(path.exists() for path in paths):
+        return [np.array(Image.open(path)) for path in paths]
+    return []
+
+
+def list_edits(
+    images: list[np.ndarray],
+    before: list[np.ndarray],
+    references: Sequence[list[Image.Image]],
+    side: int,
+) -> list[np.ndarray]:
+    """For each prompt its references, the sample from before training, and the samples.
+
+    All become squares of a side, with white beside those of another shape.
+    """
+    per_prompt = len(images) // len(references)
+    listed: list[Any] = []
+    for number, own in enumerate(references):
+        listed += [*own, *before[number : number + 1]]
+        listed += images[number * per_prompt : (number + 1) * per_prompt]
+    pictures = [Image.fromarray(np.asarray(each)).convert("RGB") for each in listed]
+    return [np.array(ImageOps.pad(each, (side, side), color="white")) for each in pictures]
 
 
 def draw_captions(
@@ -121,7 +179,7 @@ def draw_captions(
 
     return draw_share(
         launch, pipeline, data.family, len(rows), per_call, choose, "metric", stop_signal, args,
-        inputs,
+        lambda numbers: inputs,
     )  # fmt: skip
 
 
@@ -141,13 +199,14 @@ def draw_share(
     purpose: str,
     stop_signal: StopSignal,
     args: Namespace,
-    inputs: dict[str, Any],
+    choose_inputs: Callable[[list[int]], dict[str, Any]],
 ) -> dict[int, np.ndarray]:
     """Draw this process's share of `count` images: {number: image [H, W, C] from 0 to 1}.
 
     After a signal there are fewer. Numbers from `count` on are placeholders.
 
-    choose: numbers -> (their prompts, the empty prompt). purpose: keys the seeds.
+    choose: numbers -> (their prompts, the empty prompt). purpose: keys the seeds. choose_inputs:
+    numbers -> further arguments of the pipeline.
     """
 
     def interrupt(
@@ -170,11 +229,10 @@ def draw_share(
         numbers = [number % count for number in own[start : start + per_call]]
         prompts, empty = choose(numbers)
         with contextlib.suppress(Interrupted):
+            asked = family.size_args(args.resolution, args.resolution) | choose_inputs(numbers)
             images.extend(
                 pipeline(
                     **family.call_args(prompts, empty, args.guidance_scale),
-                    height=args.resolution,
-                    width=args.resolution,
                     output_type="np",
                     callback_on_step_end=interrupt,
                     num_inference_steps=args.num_inference_steps,
@@ -182,7 +240,7 @@ def draw_share(
                         torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
                         for number in numbers
                     ],
-                    **inputs,
+                    **asked,
                 ).images
             )
         if stop_signal.poll():

@@ -132,7 +132,7 @@ def choose_batch_size(
         fits = before.get("train_batch_size")
         if fits is None:
             sizes = dataset.sizes
-            largest = 0 if sizes is None else np.argmax(sizes[train_rows].prod(axis=1))
+            largest = 0 if sizes is None else np.argmax(count_latents(sizes[train_rows]))
             batch = dataset.longest(int(train_rows[largest]))
             most = per_process if total else max(num_processes, len(train_rows)) // num_processes
             fits = largest_batch(launch, models, objective, train_step, batch, most, args)
@@ -153,6 +153,13 @@ def choose_batch_size(
         f"{amount(num_processes, 'process')} = {amount(images, 'image')} per step"
     )
     return batch_size, accumulation_steps
+
+
+def count_latents(sizes: np.ndarray) -> np.ndarray:
+    """How many latents each row has, with its references. sizes: see `CachedLatents.sizes`."""
+    heights = np.concatenate([sizes[:, :1], sizes[:, 2::4]], axis=1)
+    widths = np.concatenate([sizes[:, 1:2], sizes[:, 3::4]], axis=1)
+    return (heights * widths).sum(axis=1)
 
 
 def largest_batch(

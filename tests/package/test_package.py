@@ -28,7 +28,8 @@ TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 LAYERS = """
 __init__ batches errors library_fixes pillow cluster.supervisor
 arguments
-families.tape families.mask_values families.pipeline_code families.recorded_text
+families.tape families.mask_values families.reference_latents families.recorded_text
+families.pipeline_code
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
 families.names families.class_labels data.flags
 flags
@@ -39,22 +40,23 @@ launch
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
 web.shards
-families.known families.recorded
+families.known families.recorded data.folders
 families.opening
-data.arrays data.folders data.images data.streams
-data.transforms data.image_cache data.rows
-data.texts data.buckets data.class_labels
+data.arrays data.images data.streams data.transforms
+data.texts data.buckets data.image_cache
+data.references
+data.rows
+data.class_labels
 data.captions
 data.captioned_images
 latents.ranges
-latents.shared
 latents.columns latents.fetch latents.passes cluster.remote_rows
 latents.shards
 latents.encoders
 latents.plan
 latents.cache
 latents.reader cluster.remote_cache
-latents.filtered latents.stream
+latents.filtered latents.shared latents.stream
 latents.source
 latents.encoding
 training.lora_files training.sharding training.distances training.networks
@@ -374,7 +376,7 @@ def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
         )
         paths = (
             "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
-            "^network_weights|^checkpoints_to$|^metric_.*_model$"
+            "^network_weights|^checkpoints_to$|^metric_.*_model$|^validation_images$"
         )
         if path := re.search(paths, action.dest):
             assert (

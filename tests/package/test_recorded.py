@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 import precompute_latents
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families import recorded
-from diffusion_training.families.base import Base
+from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.denoiser_call import UnknownCall, reshape_noise
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
@@ -48,7 +48,10 @@ def draw_noise(encoders, count):
 
 
 def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **more):
-    """What the pipeline itself gives to its scheduler at a time, in the order of its latents."""
+    """What the pipeline itself gives to its scheduler at a time, in the order of its latents.
+
+    more: further arguments of the pipeline.
+    """
     seen = []
     scheduler = pipeline.scheduler
 
@@ -70,24 +73,23 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
         if hasattr(module, "randn_tensor"):
             monkeypatch.setattr(module, "randn_tensor", draw)
     pipeline.set_progress_bar_config(disable=True)
-    options = family.findings["off"] | family.findings["own"] | more
+    options = {"guidance_scale": 1}
+    if isinstance(family, Recorded):
+        options = family.findings["off"] | family.findings["own"]
     for name in ("guider", "ocr_guider"):
         if getattr(pipeline, name, None) is not None:
             getattr(pipeline, name).disable()
-    pipeline(
-        prompt=caption,
-        height=SIDE * (4 if noise.shape[-1] * 16 == SIDE * 4 else 1),
-        width=SIDE,
-        num_inference_steps=2,
-        output_type="latent",
-        **options,
-    )
+    size = {"height": SIDE * (4 if noise.shape[-1] * 16 == SIDE * 4 else 1), "width": SIDE}
+    options |= size | more
+    pipeline(prompt=caption, num_inference_steps=2, output_type="latent", **options)
     (velocity,) = seen
     return velocity
 
 
 def in_order(family, noise, velocity):
     """A packed velocity [1, ...] like `noise`, by the pipeline's packing of 0, 1, 2, ..."""
+    if not isinstance(family, Recorded):
+        return from_sequence(velocity, noise)
     calls = family.own_calls
     count = noise[0].numel()
     run = recorded.PipelineRun("step", torch.arange(count, dtype=torch.float32).reshape)

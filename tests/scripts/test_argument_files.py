@@ -32,6 +32,7 @@ from conftest import (
     wait_until,
 )
 from filelock import FileLock
+from PIL import Image
 
 from diffusion_training.data.folders import find_shared
 from diffusion_training.errors import in_one_sentence
@@ -118,11 +119,13 @@ def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
     label = describe_flags(words, name)
     whole, lora, further, *_ = read_tables("docs/memory.md")["A training step"]
     table = lora if kind == "lora" else whole
+    column = ("LoRA, " if kind == "lora" else "whole, ") + ("GC" if "GC" in label else "bf16")
+    images = int(find_flag(words, "--train_batch_size"))
+    if model.endswith("_edit"):  # a reference takes at most as much as an image
+        model, images = model.removesuffix("_edit"), 2 * images
     row, more = (
         next(each for each in rows if each["model"] == TITLES[model]) for rows in (table, further)
     )
-    column = ("LoRA, " if kind == "lora" else "whole, ") + ("GC" if "GC" in label else "bf16")
-    images = int(find_flag(words, "--train_batch_size"))
     needed = float(row[label]) + (images - 1) * float(more[column])
     assert needed < 0.9 * int(size) * 2**30 / 1e9
     said = re.search(r"([\d.]+) GB in a step", RECIPES[name].read_text())[1]
@@ -146,6 +149,12 @@ def test_memory_md_names_every_recipe_where_its_flags_fit():
     for label, name in cells:
         assert label == describe_flags(read_recipe(name)[1], name), name
     assert {name for _, name in cells} == RECIPES.keys() - {"unet_64_8gb"}
+
+
+def make_references(folder):
+    """Add a reference to each image. FLUX.2 klein takes none below 64 x 64 pixels."""
+    for path in [*folder.glob("*.png")]:
+        Image.open(path).resize((64, 64)).save(path.with_suffix(".control.png"))
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -172,6 +181,9 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
         flags += ["--validation_prompts", "a digit", "--num_inference_steps=1"]
         flags += ["--num_validation_images=1", *["--rank=2"] * ("--rank" in words)]
         flags += ["--bucket_step=4"] * ("--bucket_step" in words)
+        if "edit" in name:
+            make_references(tmp_path / "photos")
+            flags += ["--resolution=64", "--validation_images", "photos/0.control.png"]
     if "--transformer_config_name_or_path" in words:
         flags += [f"--transformer_config_name_or_path={make_prx(tmp_path / 'prx')}"]
     SCRIPTS[script](*flags)

@@ -1,0 +1,100 @@
+"""References, the images that an edit starts from, in recordings of a pipeline's code."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils._pytree import tree_map
+
+
+class UnknownReferences(ValueError):
+    """Raised for a use of references that can't be repeated."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a VAE returns, for given latents: pipelines take the mean of its distribution."""
+
+    latents: torch.Tensor
+
+    @property
+    def latent_dist(self) -> "Encoded":
+        return self
+
+    def mode(self) -> torch.Tensor:
+        return self.latents
+
+    def sample(self, generator: Any = None) -> torch.Tensor:
+        return self.latents
+
+
+class ReferenceShapes:
+    """The shapes of a VAE's latents, by a VAE without weights."""
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+        self.known: dict[torch.Size, torch.Size] = {}  # for each shape of pixels
+
+    def find(self, pixels: torch.Tensor) -> torch.Size:
+        if pixels.shape not in self.known:
+            with torch.device("meta"):
+                empty = torch.empty(pixels.shape, device="meta")
+                output = type(self.vae).encode(self.vae, empty)
+            has_moments = hasattr(output, "latent_dist")
+            latents = output.latent_dist.mode() if has_moments else output[0]
+            self.known[pixels.shape] = latents.shape
+        return self.known[pixels.shape]
+
+
+def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> Encoded:
+    """Take the place of a VAE's `encode`: return the latents that a run has for this reference.
+
+    run: see `PipelineRun`.
+    """
+    if len(pixels) != 1:
+        raise UnknownReferences("it takes only one reference")
+    shape = shapes.find(pixels)
+    if run.references is None:
+        latents = torch.zeros(shape)
+    else:
+        latents = run.references[len(run.pixels)].reshape(shape)
+    run.pixels.append(pixels)
+    run.latents.append(latents.flatten(1, -3))
+    return Encoded(latents)
+
+
+def make_blanks(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
+    """White images of these sizes, (height, width)."""
+    return [Image.new("RGB", (width, height), "white") for height, width in sizes]
+
+
+def take_references(
+    prompts: dict[str, Any],
+) -> tuple[list[torch.Tensor], tuple[tuple[int, int], ...], dict[str, Any]]:
+    """Split a condition into the latents of references, their sizes in pixels, and the rest."""
+    rest = dict(prompts)
+    latents: list[torch.Tensor] = []
+    sizes: list[tuple[int, int]] = []
+    while (name := f"reference_{len(latents)}") in rest:
+        latents.append(rest.pop(name))
+        height, width = rest.pop(f"{name}_size").shape[2:]
+        sizes.append((height, width))
+    return latents, tuple(sizes), rest
+
+
+def join_alone(results: list[Any]) -> Any:
+    """Results of captions that were encoded alone, as if the pipeline took them together.
+
+    A tensor with one row is one of the caption. Rows of other lengths stay apart: the first counts.
+    """
+
+    def join(*parts: Any) -> Any:
+        first = parts[0]
+        is_row = isinstance(first, torch.Tensor) and first.dim() > 1 and len(first) == 1
+        if is_row and all(part.shape == first.shape for part in parts):
+            return torch.cat(parts)
+        return first
+
+    return tree_map(join, *results)

@@ -1,0 +1,106 @@
+"""Edits are called as the pipelines' own code calls them, to the bit."""
+
+import diffusers
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+from conftest import make_klein
+from PIL import Image
+from test_recorded import draw_noise, in_order, predict_as_pipeline
+
+import precompute_latents
+from diffusion_training.data.captions import tokenize
+from diffusion_training.errors import Refused
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import encode_prompts, load_encoders
+
+MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
+
+
+def open_edit(folder, count):
+    """(pipeline, its encoders), with so many references."""
+    flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+    flags += ["--conditioning_image_column", *map(str, range(count))]
+    base = open_base(precompute_latents.parse_args(flags))
+    assert base.num_references == count
+    return diffusers.DiffusionPipeline.from_pretrained(folder), load_encoders(base, torch.float32)
+
+
+def draw_images(sizes):
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 255, (*size, 3), np.uint8)) for size in sizes]
+
+
+def encode(encoders, caption, images):
+    tokens = tokenize(encoders.tokenizers, [caption])
+    if encoders.family.reads_references:
+        tokens["references"] = [images]
+    prompts = dict(encode_prompts(encoders, tokens))
+    scale = encoders.family.describe_scale(encoders.vae)
+    shift, factor = (
+        torch.tensor(scale[name]).view(-1, 1, 1) for name in ("shift_factor", "scaling_factor")
+    )
+    with torch.no_grad():
+        latents = encoders.family.encode_references(encoders.vae, [images])
+    for number, (image, found) in enumerate(zip(images, latents, strict=True)):
+        if encoders.family.scales_references:
+            found = (found - shift) * factor
+        prompts[f"reference_{number}"] = found
+        prompts[f"reference_{number}_size"] = torch.empty(1, 0, image.height, image.width)
+    return prompts
+
+
+def list_cases():
+    """(pipeline, number of references); one of each mechanism runs in CI."""
+    single = ("kontext", "qwen_edit")  # they take one reference
+    for name in MAKE:
+        for count in (1, 2) if name not in single else (1,):
+            is_quick = (name, count) in {("kontext", 1), ("klein", 2)}
+            yield pytest.param(name, count, marks=() if is_quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name, count", [*list_cases()])
+@torch.no_grad()
+def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch):
+    tiny_pipelines.make_small(monkeypatch)
+    monkeypatch.setattr("test_recorded.SIDE", 64)
+    pipeline, encoders = open_edit(MAKE[name](tmp_path), count)
+    family = encoders.family
+    images = draw_images([(64, 64), (64, 96)][:count])
+    noise, time = draw_noise(encoders, 1), torch.tensor([0.5])
+    inputs = {"image": images} | family.size_args(64, 64)
+    if name == "klein":
+        inputs["max_sequence_length"] = 64  # the tokenizer's limit, to which captions are padded
+    # klein's pipeline divides by the deviation of latents, and this family multiplies
+    tolerance = 1e-6 if name == "klein" else 0
+    alone = []
+    for caption in ("a digit two", "the number three, drawn by hand"):
+        prompts = encode(encoders, caption, images)
+        ours = family.predict(pipeline.transformer, noise, time, prompts)
+        theirs = predict_as_pipeline(
+            pipeline, family, noise, caption, 0.5, monkeypatch, **inputs
+        )  # fmt: skip
+        theirs = in_order(family, noise, theirs).float()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+        alone.append((prompts, ours))
+
+    # two rows of a batch, each with its references, are as each alone
+    (one, first), (two, _) = alone
+    two["reference_0"] = -two["reference_0"]
+    second = family.predict(pipeline.transformer, noise, time, two)
+    assert (second - alone[1][1]).abs().max() > 1e-3
+    both = {key: torch.cat([one[key], two[key]]) for key in one}
+    together = family.predict(
+        pipeline.transformer, noise.repeat(2, 1, 1, 1), time.repeat(2), both
+    )  # fmt: skip
+    torch.testing.assert_close(together, torch.cat([first, second]), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.long)])
+def test_more_references_than_a_pipeline_takes_are_refused_by_name(tmp_path, name, monkeypatch):
+    tiny_pipelines.make_small(monkeypatch)
+    with pytest.raises(
+        Refused, match="Pipeline can't be trained here: its references, it .* 2 ref|only one"
+    ):
+        open_edit(MAKE[name](tmp_path), 2)
