@@ -47,14 +47,13 @@ data.texts data.buckets data.class_labels
 data.captions
 data.captioned_images
 latents.ranges
-latents.shared
 latents.columns latents.fetch latents.passes cluster.remote_rows
 latents.shards
 latents.encoders
 latents.plan
 latents.cache
 latents.reader cluster.remote_cache
-latents.filtered latents.stream
+latents.filtered latents.shared latents.stream
 latents.source
 latents.encoding
 training.lora_files training.sharding training.distances training.networks
