@@ -74,7 +74,7 @@ class Flux2Klein(Family):
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         return make_patches(super().encode_images(vae, images))
 
-    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         return pixel_shuffle(latents, 2)
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
