@@ -90,7 +90,7 @@ def test_metrics_decode_the_latents_of_a_cache(made, monkeypatch):
     measure += [f"--metric_image_model={make_moments(folder / 'moments.pt')}"]
     flags = list_flags(name, folder, "--max_train_steps=1", f"--output_dir={folder / 'out'}")
     train(*base, *flags, *measure)
-    assert "kid" in metrics(folder / "out")[0]
+    assert any("kid" in record for record in metrics(folder / "out"))
 
 
 @each
