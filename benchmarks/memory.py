@@ -457,7 +457,7 @@ def count_samples(
         del denoiser
         vae = make_vae(model).eval()
         memory.peak = before = memory.held
-        vae.decode(family.unpack_latents(latents[:1]))
+        vae.decode(family.unpack_latents(vae, latents[:1]))
         return 4 * count_numbers(vae), max(most, memory.peak - before)
 
 

@@ -16,16 +16,17 @@ MOST = 10_000  # the embedding of a class has as many numbers as there are class
 def name_classes(images: ImageRows, args: Namespace) -> tuple[ImageRows, list[str]]:
     """Replace --class_column by --caption_column, which has the names of the classes.
 
-    It has None where an image has no class. Returns (the rows, the names in the order of their
-    numbers). The fingerprint of the rows covers the names.
+    It has None where an image has no class, or one with an empty name. Returns (the rows, the names
+    in the order of their numbers). The fingerprint of the rows covers the names.
     """
     column = args.class_column
     rows: Any = images.rows
     labels: list[Any] = rows[column][:]
     what = f"--class_column {column} of {find_source(args)}"
     names = list_names(rows.features[column], labels, what)
-    captions = labels
-    if rows.features[column].dtype != "string":
+    if rows.features[column].dtype == "string":
+        captions = [label or None for label in labels]  # the empty prompt is no class
+    else:
         has_class = [label is not None and 0 <= label < len(names) for label in labels]
         captions = [
             names[label] if known else None for label, known in zip(labels, has_class, strict=True)
@@ -43,12 +44,12 @@ def list_names(feature: Any, labels: list[Any], what: str) -> list[str]:
     """
     if isinstance(feature, datasets.ClassLabel):
         return feature.names
-    values = {label for label in labels if label is not None}
     dtype = getattr(feature, "dtype", "")
     if dtype == "string":
-        names = sorted(values)
-    elif "int" in dtype and values:
-        names = [str(number) for number in range(min(max(values), MOST) + 1)]
+        names = sorted({label for label in labels if label})
+    elif "int" in dtype and any(label is not None for label in labels):
+        most = max(label for label in labels if label is not None)
+        names = [str(number) for number in range(min(most, MOST) + 1)]
     else:
         fail(f"{what} holds neither numbers nor names of classes")
     if len(names) > MOST:

@@ -303,7 +303,7 @@ class Family:
         posterior = vae.encode(images).latent_dist
         return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
-    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         """Unscaled latents [N, channels, h, w] as the VAE decodes them."""
         return latents
 

@@ -89,7 +89,7 @@ class Flux2Klein(Family):
             latents.append(torch.cat(encoded))
         return latents
 
-    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         return pixel_shuffle(latents, 2)
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:

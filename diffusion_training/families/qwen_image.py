@@ -68,7 +68,7 @@ class QwenImage(Family):
         video = super().encode_images(vae, images.unsqueeze(2))
         return make_patches(video.squeeze(2))
 
-    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         return pixel_shuffle(latents, 2).unsqueeze(2)
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:

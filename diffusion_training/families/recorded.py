@@ -486,8 +486,8 @@ class Recorded(Family):
         rows = [part.flatten(1)[:, back].unflatten(1, (-1, *size)) for part in parts]
         return torch.cat(rows, dim=1)
 
-    def unpack_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        shape, order = self.own_calls.layouts[tuple(latents.shape[2:])]
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        shape, order = self.find_layout(vae, tuple(latents.shape[2:]))
         return latents.flatten(1)[:, place(order, latents.device)].unflatten(1, shape)
 
     # ---- the denoiser

@@ -177,7 +177,7 @@ def try_encoders(encoders: Encoders) -> None:
             image_channels, channels = family.count_channels(vae)
             image = torch.zeros(1, image_channels, side, side, device=vae.device)
             latents = encode_images(encoders, image)
-            vae.decode(family.unpack_latents(latents[:, :channels]).to(vae.dtype))
+            vae.decode(family.unpack_latents(vae, latents[:, :channels]).to(vae.dtype))
         with explained("the text encoder does not work"):
             count = family.dropped_tokens + 2
             ids = torch.zeros(1, count, dtype=torch.long, device=vae.device)

@@ -96,6 +96,11 @@ def check_denoiser(
     shape = [data.latents.channels, *data.latents.shape[1:]]
     maps = [value for value in further.values() if value.dim() == 4]
     channels = sum(value.shape[1] for value in maps if [*value.shape[2:]] == shape[1:]) + shape[0]
+    if data.classes and model.config[family.embeds_width] != embeds_width:
+        fail(
+            f"{name} takes embeddings of {model.config[family.embeds_width]}, but the cache has "
+            f"{embeds_width} classes: set {family.embeds_width} to {embeds_width} in its config"
+        )
     sentence = family.check_inputs(model.config, channels, embeds_width)
     if sentence := sentence or family.check_model(model.config):
         fail(f"{name} {sentence}")

@@ -158,6 +158,17 @@ def prune_snapshots(output_dir: Path, reached: int) -> None:
     delete(folder / LOSSES)
 
 
+def report_missing(output_dir: Path, reached: int) -> None:
+    """Print if a run resumes at the step `reached` without the snapshots before it."""
+    steps = [int(path.name.removeprefix("step-")) for path in (output_dir / FOLDER).glob("step-*")]
+    if not any(step <= reached for step in steps):
+        print(
+            f"{output_dir} has no snapshots of --posthoc_ema up to step {reached}, so averages of "
+            f"large widths will not be exact: copy {FOLDER}/ there before the run resumes. "
+            "--checkpoints_to does not copy it"
+        )
+
+
 def write_losses(output_dir: Path, step: int, losses: dict[float, float]) -> float:
     """Write the held-out losses of some widths. Returns the width with the lowest."""
     best = min(losses, key=lambda width: losses[width])

@@ -44,7 +44,13 @@ from diffusion_training.training.lora import make_lora_files
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.metrics import Draw, Metrics, Read
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
-from diffusion_training.training.posthoc import WIDTHS, PosthocEma, write_losses, write_snapshot
+from diffusion_training.training.posthoc import (
+    WIDTHS,
+    PosthocEma,
+    report_missing,
+    write_losses,
+    write_snapshot,
+)
 from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.replicas import check_replicas
@@ -127,6 +133,7 @@ class Training:
         self.averaged = start_average(models) if args.use_ema else {}
         widths = () if args.find_lr else args.posthoc_ema or ()
         self.posthoc = PosthocEma(models, widths)
+        self.posthoc_every = args.posthoc_ema_steps or args.checkpointing_steps
         if launch.shard:  # before the optimizer, so that it gets the parts
             for model in self.saved.values():
                 shard(model, launch.device)
@@ -139,6 +146,8 @@ class Training:
                 self.recorded,
             )  # fmt: skip
             self.posthoc.images = plan.state.get("posthoc_images", 0)
+            if launch.is_main and self.posthoc.averages and self.posthoc_every <= self.step:
+                report_missing(Path(args.output_dir), self.step)
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
@@ -269,8 +278,7 @@ class Training:
 
     def is_due_posthoc(self) -> bool:
         """Whether a snapshot of --posthoc_ema is due."""
-        every = self.args.posthoc_ema_steps or self.args.checkpointing_steps
-        return bool(self.posthoc.averages) and self.is_due(every)
+        return bool(self.posthoc.averages) and self.is_due(self.posthoc_every)
 
     def save_posthoc(self) -> None:
         """Write a snapshot of the averages of --posthoc_ema. A thread writes a copy of them.

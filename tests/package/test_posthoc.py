@@ -11,6 +11,7 @@ from diffusion_training.training.posthoc import (
     list_snapshots,
     prune_snapshots,
     reconstruct,
+    report_missing,
     solve,
     write_losses,
     write_snapshot,
@@ -91,6 +92,15 @@ def test_snapshots_make_the_average_that_training_with_the_width_would_have(widt
     assert (found - expected).norm() < most * spread
     averages = posthoc.reconstruct(tmp_path, width, True)
     assert torch.equal(averages["unet"].weight, found) and torch.equal(model.bias, bias)
+
+
+def test_a_run_that_resumes_without_its_snapshots_says_so(tmp_path, capsys):
+    """As on a new machine, after --checkpoints_to."""
+    (tmp_path / "posthoc_ema/step-0000003").mkdir(parents=True)
+    report_missing(tmp_path, 3)
+    assert not capsys.readouterr().out
+    report_missing(tmp_path, 2)
+    assert "no snapshots of --posthoc_ema up to step 2" in capsys.readouterr().out
 
 
 def test_snapshots_after_the_checkpoint_of_a_resumed_run_are_deleted(tmp_path):

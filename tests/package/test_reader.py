@@ -13,12 +13,13 @@ import xxhash
 from conftest import MODELS, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
+from diffusion_training.data.folders import find_shared
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import reader as module
 from diffusion_training.latents import shards
 from diffusion_training.latents.encoders import describe_latents, describe_models, load_encoders
-from diffusion_training.latents.source import check_caches
+from diffusion_training.latents.source import check_caches, check_family, sample_cached_captions
 
 KEYS = [4, 0, 5, 2, 2, 1]  # rows in no order, one of them twice
 
@@ -266,6 +267,34 @@ def test_missing_unfinished_or_damaged_caches_are_refused(tmp_path, cache):
     shard.write_bytes(data)
     (cache / "state.json").unlink()
     refused(cache, f"{cache} is not finished: to finish it, run the command that made it")
+
+
+def test_a_damaged_cache_of_cache_latents_is_to_be_deleted(tmp_path, cache):
+    """Nobody has run a command that could repair it."""
+    shared = find_shared("latents", tmp_path) / "0123"
+    shutil.copytree(cache, shared)
+    said = f"delete {shared}, and the next run with --cache_latents makes it again"
+    for name in ("data-00001-of-00003.arrow", "cache.json"):
+        data = (shared / name).read_bytes()
+        (shared / name).unlink()
+        refused(shared, f"{name} is missing: {said}")
+        (shared / name).write_bytes(data[:-400])
+        refused(shared, "is damaged", said)
+        (shared / name).write_bytes(data)
+
+
+def test_a_caption_that_is_no_text_is_damage(cache):
+    shard = cache / "data-00000-of-00003.arrow"
+    (text,) = {*datasets.load_from_disk(cache)["text"][:1]}
+    shard.write_bytes(shard.read_bytes().replace(text.encode(), b"\xb6" + text.encode()[1:], 1))
+    with pytest.raises(SystemExit, match=f"{cache} is damaged: to repair it, run the command"):
+        sample_cached_captions(module.load_cache(cache).shards)
+
+
+def test_a_cache_of_another_family_is_refused_before_its_settings_are_read():
+    """A recorded pipeline would take its findings from them."""
+    with pytest.raises(SystemExit, match=r"a does not fit these models .*model_family sd -> prx"):
+        check_family("a", {"model_family": "sd"}, FAMILIES["prx"])
 
 
 def test_too_many_memory_maps_are_not_reported_as_damage(cache, monkeypatch):

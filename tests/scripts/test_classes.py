@@ -12,7 +12,8 @@ from diffusers import DiffusionPipeline
 from fashion import NAMES as FASHION
 from fashion import fetch_fashion, write_images
 
-from diffusion_training.data.class_labels import list_names
+from diffusion_training.data.class_labels import list_names, name_classes
+from diffusion_training.data.rows import load_rows
 from diffusion_training.families.class_labels import (
     find_token,
     list_tokens,
@@ -109,7 +110,10 @@ def test_what_does_not_fit_classes_is_refused(tmp_path, inputs):
     for more, said in (
         (["--validation_prompts", "boot"], "'boot' is not a class; the classes are "),
         ([text], "classes need no text encoder: leave --text_encoder_name_or_path out"),
-        ([f"--transformer_config_name_or_path={make_prx(tmp_path / 'wide')}"], "embeddings of 32"),
+        (
+            [f"--transformer_config_name_or_path={make_prx(tmp_path / 'wide')}"],
+            "takes embeddings of 32, but the cache has 3 classes: set context_in_dim to 3",
+        ),
     ):
         assert said in train.refused(*flags, *more)
     flags = list_flags(inputs, out)
@@ -137,13 +141,30 @@ def test_names_of_classes_come_from_the_column():
     number, text = datasets.Value("int16"), datasets.Value("string")
     assert list_names(label, [1, None], "it") == ["b", "a"]
     assert list_names(number, [3, None, 1, -1], "it") == ["0", "1", "2", "3"]
-    assert list_names(text, ["b", "a", None, "b"], "it") == ["a", "b"]
-    for feature, labels in ((datasets.Value("float32"), [1.0]), (number, [None])):
+    assert list_names(text, ["b", "a", None, "b", ""], "it") == ["a", "b"]
+    for feature, labels in (
+        (datasets.Value("float32"), [1.0]),
+        (datasets.List(text), [["a"], ["b"]]),
+        (number, [None]),
+    ):
         with pytest.raises(SystemExit, match="it holds neither numbers nor names"):
             list_names(feature, labels, "it")
     for feature, labels in ((number, [10**6]), (text, map(str, range(10**4 + 1)))):
         with pytest.raises(SystemExit, match="has more than 10,000 classes"):
             list_names(feature, labels, "it")
+
+
+def test_an_empty_name_is_no_class(tmp_path):
+    """Otherwise the empty prompt, which guidance takes, would be a class."""
+    make_images(tmp_path, 2)
+    lines = [
+        json.dumps({"file_name": f"{i}.png", "label": name}) for i, name in enumerate(["a", ""])
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    flags = ["--class_column=label", f"--train_data_dir={tmp_path}", VAE]
+    args = precompute.module.parse_args([*flags, "--output_dir=out"])
+    rows, names = name_classes(load_rows(args, others=["label"]), args)
+    assert names == ["a"] and rows.rows[args.caption_column][:] == ["a", None]
 
 
 @pytest.mark.parametrize(

@@ -438,3 +438,10 @@ def test_the_report_advises_the_best_step_that_does_not_copy():
     )
     assert "train for fewer steps" in advise_step([before, run[3], record(4, 1, 1, 0.85)])
     assert advise_step(run[:2]) == ""
+
+
+def test_kid_needs_two_held_out_images(flags, inputs):
+    """The spread of one image is not a number, and a division by 0."""
+    more = ["--validation_metrics", "kid", f"--metric_image_model={inputs / 'moments.pt'}"]
+    error = train.refused(*flags, *more, "--holdout=1")
+    assert "needs two that can be decoded, not 1: raise --holdout" in error

@@ -22,12 +22,14 @@ from conftest import (
     checkpoints,
     finish,
     make_captioned,
+    make_moments,
     metrics,
     start,
 )
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
+from diffusion_training.families import recorded
 from diffusion_training.families.recorded import Recorded
 from diffusion_training.latents.reader import load_cache
 
@@ -75,6 +77,20 @@ each = pytest.mark.parametrize(
     indirect=True,
 )
 new = pytest.mark.parametrize("made", [NEW], indirect=True)
+
+
+@new
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_metrics_decode_the_latents_of_a_cache(made, monkeypatch):
+    """The trainer has encoded no image, so it does not know yet how the pipeline packs latents."""
+    name, base, _, folder = made
+    monkeypatch.setattr(recorded, "CALLS", {})
+    measure = ["--holdout=2", "--validation_metrics=kid", "--num_metric_images=2"]
+    measure += [f"--metric_image_model={make_moments(folder / 'moments.pt')}"]
+    flags = list_flags(name, folder, "--max_train_steps=1", f"--output_dir={folder / 'out'}")
+    train(*base, *flags, *measure)
+    assert any("kid" in record for record in metrics(folder / "out"))
 
 
 @each
