@@ -234,16 +234,17 @@ def check_names(source: str, builder: datasets.DatasetBuilder) -> None:
         return not split_words.isdisjoint(re.split(rf"[{NON_WORDS_CHARS}/]", path))
 
     splits = builder.config.data_files or {}
-    chosen = [os.path.relpath(path, source) for paths in splits.values() for path in paths]
+    files = [os.path.relpath(path, source) for paths in splits.values() for path in paths]
+    chosen = [*filter(is_image, files)]
     by_folder = any(has_word(os.path.dirname(path)) for path in chosen)
     by_name = all(has_word(os.path.basename(path)) for path in chosen)
-    if builder.name != "imagefolder" or by_folder or not by_name:
+    if builder.name != "imagefolder" or not chosen or by_folder or not by_name:
         return
     images = filter(is_image, list_files_of_folder(source))
     left_out = {os.path.relpath(path, source) for path in images} - set(chosen)
     if left_out:
         raise ValueError(
-            f"`datasets` takes {amount(len(chosen), 'file')} for splits because of a word such as "
+            f"`datasets` takes {amount(len(chosen), 'image')} for splits because of a word such as "
             f"'train' in the name, so {amount(len(left_out), 'image')} without one would be left "
             f"out: rename files such as {chosen[0]}, or keep each split in a folder of its own"
         )
