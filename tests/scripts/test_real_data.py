@@ -208,6 +208,7 @@ def test_stamps_train_with_several_captions_and_are_measured_by_a_real_network(
         f"--latents_dir={stamps / 'latents'}",
         f"--pretrained_model_name_or_path={MODELS}",
         f"--text_encoder_name_or_path={minilm}",
+        "--max_sequence_length=64",
         f"--transformer_config_name_or_path={tmp_path / 'prx'}",
         *("--validation_metrics", "kid", "dino-i"),
         f"--metric_image_model={lite0}",
