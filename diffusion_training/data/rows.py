@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
+from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
 from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import check_csv
@@ -183,6 +184,7 @@ def open_builder(
             builder = open_as("imagefolder")
         if os.path.isdir(source):
             check_split(source, builder, args.dataset_split)
+            check_names(source, builder)
     splits = builder.config.data_files or {}
     files = splits.get(args.dataset_split, [])
     metadata = []
@@ -237,6 +239,34 @@ def check_split(source: str, builder: datasets.DatasetBuilder, spec: str) -> Non
         raise ValueError(
             f"no images are in split {spec!r}, because `datasets` takes {example} for split "
             f"{str(split)!r}: rename it, or choose with --dataset_split"
+        )
+
+
+def check_names(source: str, builder: datasets.DatasetBuilder) -> None:
+    """Raise ValueError if words in the names of some images leave out all others.
+
+    With an image such as `red train.png`, `datasets` sorts the images of a folder into splits by
+    their names, and those without such a word are in no split.
+    """
+    split_words = {word for words in SPLIT_KEYWORDS.values() for word in words}
+
+    def has_word(path: str) -> bool:
+        return not split_words.isdisjoint(re.split(rf"[{NON_WORDS_CHARS}/]", path))
+
+    splits = builder.config.data_files or {}
+    files = [os.path.relpath(path, source) for paths in splits.values() for path in paths]
+    chosen = [*filter(is_image, files)]
+    by_folder = any(has_word(os.path.dirname(path)) for path in chosen)
+    by_name = all(has_word(os.path.basename(path)) for path in chosen)
+    if builder.name != "imagefolder" or not chosen or by_folder or not by_name:
+        return
+    images = filter(is_image, list_files_of_folder(source))
+    left_out = {os.path.relpath(path, source) for path in images} - set(chosen)
+    if left_out:
+        raise ValueError(
+            f"`datasets` takes {amount(len(chosen), 'image')} for splits because of a word such as "
+            f"'train' in the name, so {amount(len(left_out), 'image')} without one would be left "
+            f"out: rename files such as {chosen[0]}, or keep each split in a folder of its own"
         )
 
 

@@ -127,6 +127,24 @@ def test_a_file_name_that_datasets_takes_for_a_split_is_named(tmp_path, load, pa
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["red train.png", "trains/train-2.png"])
+def test_a_word_in_a_file_name_leaves_out_no_other_image(tmp_path, load, name):
+    folder = Path(make_images(tmp_path / "images", 3))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / "2.png").rename(folder / name)
+    with pytest.raises(
+        SystemExit, match=f"2 images without one would be left out: .* such as {name}"
+    ):
+        load(folder)
+    (folder / "train").mkdir()
+    shutil.move(folder / name, folder / "train")  # a folder is chosen on purpose
+    assert len(load(folder).rows) == 1
+    for i in range(2):
+        (folder / f"{i}.png").rename(folder / f"test {i}.png")
+    shutil.move(folder / "train" / Path(name).name, folder)
+    assert len(load(folder).rows) == 1  # all names have a word
+
+
 def test_files_of_other_splits_are_counted(tmp_path, load, capsys):
     for name in ("train", "test"):
         make_images(tmp_path / "images" / name, 2)

@@ -935,7 +935,7 @@ def test_accelerate_launch_trains_flow_on_one_and_two_processes(tmp_path, cached
         assert math.isfinite(losses(tmp_path / str(count))[-1])
 
 
-def judge(pipeline, guidance_scale, count):
+def judge(pipeline, guidance_scale, count, prompt="a handwritten digit {}"):
     """Share of samples, `count` of each digit, in which a classifier sees the prompt's digit."""
     torch.manual_seed(0)
     classifier = evaluate_samples.train_classifier(*evaluate_samples.load_digits())
@@ -952,7 +952,7 @@ def judge(pipeline, guidance_scale, count):
             }
             generator = torch.Generator().manual_seed(seed)
             image = pipeline(
-                f"a handwritten digit {name}", generator=generator, output_type="pt", **options
+                prompt.format(name), generator=generator, output_type="pt", **options
             ).images
             right += int(classifier(image.mean(dim=1, keepdim=True)).argmax() == digit)
     return right / (10 * count)
