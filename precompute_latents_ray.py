@@ -843,7 +843,7 @@ def main(args: argparse.Namespace) -> None:
     texts = []
     if is_address(args.train_data_dir):
         remote_rows = RemoteRows(args)
-        images = ImageRows(remote_rows, remote_rows.columns[0], args.mask_column)
+        images = ImageRows(remote_rows, remote_rows.column_names[0], args.mask_column)
     else:
         images = load_rows(args, others=[args.caption_column])
         texts = sample_captions(images.rows, args.caption_column)

@@ -61,8 +61,8 @@ class RemoteRows:
                     "captions into a column"
                 )
         self.images = (column,) if args.mask_column is None else (column, args.mask_column)
-        self.columns = (*self.images, *list_values(args.caption_column))
-        for name in self.columns:
+        self.column_names = (*self.images, *list_values(args.caption_column))
+        for name in self.column_names:
             if name not in features:
                 fail(
                     f"{url} has no column {name!r}, only {', '.join(features)}: "
@@ -76,14 +76,14 @@ class RemoteRows:
 
     def __getitem__(self, rows: Iterable[int]) -> dict[str, list]:
         """Return {column: values} of a list of rows."""
-        values = {name: [] for name in self.columns}
+        values = {name: [] for name in self.column_names}
         for row in rows:
             number = bisect.bisect_right(self.starts, row) - 1
             row -= self.starts[number]
             file = self.files[number]
             _, starts = open_parquet(*file)
             group = bisect.bisect_right(starts, row) - 1
-            columns = read_group(*file, group, self.columns, self.images)
+            columns = read_group(*file, group, self.column_names, self.images)
             for name, column in columns.items():
                 values[name].append(column[row - starts[group]].as_py())
         return values

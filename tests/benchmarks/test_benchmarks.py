@@ -260,6 +260,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.long
 def test_memory_counts_match_published_models():
     whole = memory.FULL[1]
     for name, count in PUBLISHED.items():
@@ -325,6 +326,7 @@ def test_count_moments_equals_the_optimizers_state(optimizer):
         ), shape
 
 
+@pytest.mark.long
 def test_memory_of_one_model_matches_the_pages(capsys, monkeypatch):
     monkeypatch.setattr(memory, "KEPT", {})
     memory.main(["--models", "PRX 163M"])
@@ -394,6 +396,7 @@ def compare_with_pages(said):
     return tables
 
 
+@pytest.mark.long
 def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
     """Training and sampling are faked; accuracy and FID are computed from real digits."""
     images, labels = quality.load_digits()

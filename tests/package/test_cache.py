@@ -119,7 +119,11 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
 
 ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
 EMPTY = {"prompt_embeds": np.zeros(PROMPT, np.float16)}
-ROWS = type("Rows", (), {"_fingerprint": "f" * 16, "__len__": lambda self: NUM_ROWS})()
+ROWS = type(
+    "Rows",
+    (),
+    {"_fingerprint": "f" * 16, "column_names": ["image"], "__len__": lambda self: NUM_ROWS},
+)()
 
 
 # a side of a latent is 64 pixels

@@ -107,6 +107,8 @@ def test_a_map_counts_as_channels_only_if_it_has_the_latents_size(side, fits):
         latents=types.SimpleNamespace(channels=4, shape=[4, 8, 8], downscale=2),
         resolution=16,
         bucket_step=None,
+        classes=(),
+        references=(),
     )
 
     def predict(models, noisy, timesteps, condition):

@@ -59,7 +59,7 @@ def test_remote_rows_equal_rows_on_a_disk(folder, tmp_path):
         f"--cache_dir={tmp_path / 'hub'}",
     ]
     local, column, _ = load_rows(precompute_latents.parse_args(argv), others=["text"])
-    assert len(rows) == len(local) == COUNT and rows.columns == (column, "text") == (
+    assert len(rows) == len(local) == COUNT and rows.column_names == (column, "text") == (
         "image",
         "text",
     )
@@ -114,7 +114,9 @@ def test_remote_rows_read_the_columns_of_the_flags(folder):
         path.unlink()
     pq.write_table(table.rename_columns(["picture", "caption", "other"]), folder / "a.parquet")
     rows = open_rows(folder, "--caption_column=caption", "--image_column=picture")
-    assert rows.columns == ("picture", "caption") and len(rows[[3]]["picture"][0]["bytes"]) > 100
+    assert (
+        rows.column_names == ("picture", "caption") and len(rows[[3]]["picture"][0]["bytes"]) > 100
+    )
     several = "--caption_column", "caption", "other", "--image_column=picture"
     row = open_rows(folder, *several)[[3, 4]]
     assert (

@@ -121,7 +121,7 @@ ADAMW = {
     "adam_epsilon": 1e-8,
 }
 ADAMW |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
-STEP = {**ADAMW, "seed": 0, "max_grad_norm": 1.0}
+STEP = {**ADAMW, "seed": 0, "max_grad_norm": 1.0, "posthoc_ema": None}
 
 
 class Device:

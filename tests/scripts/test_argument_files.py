@@ -244,9 +244,9 @@ def test_cache_latents_has_a_folder_for_each_content(tmp_path, flags, monkeypatc
 
     def note(command, environment):
         folders.append(Path(command[-1].removeprefix("--output_dir=")))
-        (folders[-1] / "cache.json").write_text('{"rows": 1, "skipped": 0}')
 
     monkeypatch.setattr(shared, "make_cache", note)
+    monkeypatch.setattr(shared, "load_cache", lambda folder: Namespace(settings={"skipped": 0}))
     launch = Namespace(mixed_precision="no", device=Namespace(type="cpu"))
 
     def share(*more, precision="no"):
@@ -315,10 +315,9 @@ def test_cache_latents_waits_for_a_process_that_makes_the_cache(tmp_path, flags,
 
     def note(command, environment):
         calls.append(command)
-        folder = Path(command[-1].removeprefix("--output_dir="))
-        (folder / "cache.json").write_text('{"rows": 1, "skipped": 0}')
 
     monkeypatch.setattr(shared, "make_cache", note)
+    monkeypatch.setattr(shared, "load_cache", lambda folder: Namespace(settings={"skipped": 0}))
     share = lambda: shared.share_latents(launch, args, train.module.__file__)
     (folder,) = map(Path, share().latents_dir)
     for path in (f"{folder}.lock", folder / ".lock"):

@@ -224,7 +224,9 @@ def test_trigger_is_replaced_in_the_captions(tmp_path, flags, inputs, source, mo
 
     encode = module.encode_caption
     monkeypatch.setattr(
-        module, "encode_caption", lambda by, text: encoded.append(text) or encode(by, text)
+        module,
+        "encode_caption",
+        lambda by, text, *more: encoded.append(text) or encode(by, text, *more),
     )
     train(*flags, "--trigger=digit")
     assert encoded == ["a thing one", "a thing two", "a thing zero"]

@@ -482,11 +482,11 @@ def test_sd_and_sdxl_caches_can_not_be_exchanged(tmp_path, flags):
     assert "plain does not fit these models or the first cache" in (
         said := train.refused(*flags, sd)
     )
-    assert "text_encoder_2" in said
+    assert "(model_family sd -> sdxl)" in said
     assert "xl does not fit these models or the first cache" in (
         said := train.refused(*flags, model, sdxl)
     )
-    assert "prompt_embeds_shape" in said
+    assert "(model_family sdxl -> sd)" in said
     for first, second, more in (("xl", "plain", []), ("plain", "xl", [model])):
         both = [*flags, *more, "--latents_dir", tmp_path / first, tmp_path / second]
         assert f"{second} does not fit these models or the first cache" in train.refused(*both)
