@@ -52,7 +52,7 @@ from functools import partial
 from typing import Any, cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
-from diffusion_training.data.flags import add_reference_flags, check_references
+from diffusion_training.data.flags import add_reference_flags, check_reference_flags
 from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.flags import (
     add_captioned_data_flags,
@@ -200,7 +200,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
     check_data_args(parser, args)
-    check_references(parser, args)
+    check_reference_flags(parser, args)
     check_training_args(parser, args)
     return parser.freeze(args)
 

@@ -53,7 +53,7 @@ def add_reference_flags(add: Callable[..., Any]) -> None:
     )
 
 
-def check_references(parser: ArgumentParser, args: Namespace) -> None:
+def check_reference_flags(parser: ArgumentParser, args: Namespace) -> None:
     """Stop with an error if the flags for reference images do not fit with others."""
     given = [name for name in REFERENCE_FLAGS if vars(args)[name]]
     if {"conditioning_image_column", "conditioning_data_dir"} <= {*given}:

@@ -52,7 +52,7 @@ from diffusion_training.families.reference_latents import (
     UnknownReferences,
     join_alone,
     make_blanks,
-    take_references,
+    split_references,
 )
 from diffusion_training.families.tape import Unrepeatable
 from diffusion_training.models import load_weights
@@ -496,7 +496,7 @@ class Recorded(Family):
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
     ) -> torch.Tensor:
         config = getattr(model, "module", model).config
-        references, sizes, texts = take_references(dict(prompts))
+        references, sizes, texts = split_references(dict(prompts))
         calls = self.open_calls(config, sizes)
         with self.explaining("its denoiser"):
             return calls.predict(model, noisy, times, texts, references)

@@ -14,13 +14,13 @@ class UnknownReferences(ValueError):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedReference:
     """What a VAE returns, for given latents: pipelines take the mean of its distribution."""
 
     latents: torch.Tensor
 
     @property
-    def latent_dist(self) -> "Encoded":
+    def latent_dist(self) -> "EncodedReference":
         return self
 
     def mode(self) -> torch.Tensor:
@@ -48,7 +48,7 @@ class ReferenceShapes:
         return self.known[pixels.shape]
 
 
-def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> Encoded:
+def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> EncodedReference:
     """Take the place of a VAE's `encode`: return the latents that a run has for this reference.
 
     run: see `PipelineRun`.
@@ -62,7 +62,7 @@ def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) ->
         latents = run.references[len(run.pixels)].reshape(shape)
     run.pixels.append(pixels)
     run.latents.append(latents.flatten(1, -3))
-    return Encoded(latents)
+    return EncodedReference(latents)
 
 
 def make_blanks(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
@@ -70,7 +70,7 @@ def make_blanks(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
     return [Image.new("RGB", (width, height), "white") for height, width in sizes]
 
 
-def take_references(
+def split_references(
     prompts: dict[str, Any],
 ) -> tuple[list[torch.Tensor], tuple[tuple[int, int], ...], dict[str, Any]]:
     """Split a condition into the latents of references, their sizes in pixels, and the rest."""

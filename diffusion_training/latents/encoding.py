@@ -37,7 +37,7 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
     # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
     latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
     drop_captions(batch, prompts, data, caption_dropout)
-    prompts |= take_references(batch, data)
+    prompts |= scale_references(batch, data)
     size = latents.shape[-2:]
     if data.family.needs_sizes:
         target = [data.latents.downscale * side for side in size]
@@ -54,7 +54,7 @@ def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) ->
     return Prepared(latents, prompts, loss_inputs)
 
 
-def take_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
+def scale_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
     """The entries of `Prompts` for the references of a batch of a cache."""
     given = dict[str, Any](batch)
     found = {}

@@ -3,7 +3,7 @@
 import argparse
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
-from diffusion_training.data.flags import add_reference_flags, check_captions, check_references
+from diffusion_training.data.flags import add_reference_flags, check_captions, check_reference_flags
 from diffusion_training.flags import (
     add_bucket_flags,
     add_device_flags,
@@ -95,7 +95,7 @@ def check_cache_args(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     """Stop with one line and status 2 if the flags do not fit together."""
     check_source(parser, args)
     check_captions(parser, args)
-    check_references(parser, args)
+    check_reference_flags(parser, args)
     has_classes = bool(vars(args).get("class_column"))
     if args.pretrained_model_name_or_path is None:
         for name in ("vae_name_or_path", *["text_encoder_name_or_path"] * (not has_classes)):

@@ -185,7 +185,7 @@ def open_data(
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
     exact = check_caches(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
-    references = check_references(base.family, settings, args)
+    references = open_references(base.family, settings, args)
     images = group_images(settings, args)
     validation = encode_for_all(launch, base, exact, args.validation_prompts, images)
     texts: list[str] = []
@@ -296,7 +296,7 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
     )
 
 
-def check_references(
+def open_references(
     family: Family, settings: dict[str, Any], args: Namespace
 ) -> dict[str, torch.Tensor]:
     """References for a trial of the model, if a cache has some; see `Data.references`.
