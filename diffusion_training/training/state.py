@@ -155,6 +155,7 @@ class Training:
         self.snapshot = make_snapshot(launch, self.saved, models, self.step, args)
         self.writer = ThreadPoolExecutor(1)  # its thread writes checkpoints, on the first process
         self.writing: Future[None] | None = None  # the last checkpoint
+        self.writing_posthoc: Future[None] | None = None  # the last snapshot of --posthoc_ema
         CHANGED.callback(self.writer.shutdown)  # a run that fails waits for it, too
         self.costs = Costs(
             launch,
@@ -247,17 +248,17 @@ class Training:
 
         If a checkpoint could not be written, all of them stop here.
         """
-        writing = self.writing
-        failed = writing is not None and writing.done() and writing.exception() is not None
-        self.stop_signal.agree(failed)
+        ended = [each for each in (self.writing_posthoc, self.writing) if each and each.done()]
+        self.stop_signal.agree(any(each.exception() for each in ended))
         if self.stop_signal.has_failed:
             self.wait_for_writer()  # raises the error
             self.stop_signal.agree()  # other processes wait here until the first one has ended
 
     def wait_for_writer(self) -> None:
-        """Wait until the last checkpoint is written. Raises the error if that failed."""
-        if self.writing:
-            self.writing.result()
+        """Wait until all checkpoints are written. Raises the error if that failed."""
+        for writing in (self.writing_posthoc, self.writing):
+            if writing:
+                writing.result()
 
     def is_due(self, steps: int | None, epochs: int | None = None) -> bool:
         """Whether something is due that comes every `steps` steps or, if None, `epochs` epochs."""
@@ -290,12 +291,13 @@ class Training:
         self.posthoc_at = self.step
         self.update_records(log=self.step == self.args.max_train_steps and self.progress.stepped)
         with self.timed("posthoc_seconds"):
-            self.wait_for_writer()
+            if self.writing_posthoc:  # so that there are never two copies
+                self.writing_posthoc.result()
             self.agree()
             if self.launch.is_main:
                 folder = Path(self.args.output_dir)
                 files = self.posthoc.copy()
-                self.writing = self.writer.submit(write_snapshot, folder, self.step, files)
+                self.writing_posthoc = self.writer.submit(write_snapshot, folder, self.step, files)
 
     def save_checkpoint(self) -> None:
         """Save checkpoint-N, if this step has none. After the last step, write its record first.
@@ -311,7 +313,8 @@ class Training:
             self.saved_at = progress.data_step
             self.update_records(log=self.step == self.args.max_train_steps and progress.stepped)
             with self.timed("checkpoint_seconds"):
-                self.wait_for_writer()  # for the one before, whose copy is overwritten
+                if self.writing:  # the one before, whose copy is overwritten
+                    self.writing.result()
                 self.agree()
                 self.begin_checkpoint()
         if not self.continues():
@@ -331,10 +334,13 @@ class Training:
             state["posthoc_images"] = self.posthoc.images
         scale = get_scale(self.launch.accelerator)
         lora_files = make_lora_files(self.saved, self.lora_metadata)
+        posthoc = self.writing_posthoc
 
         def write(
             models: Iterable[tuple[str, torch.nn.Module]], moments: Callable[[], dict[str, Any]]
         ) -> None:
+            if posthoc:  # a checkpoint without its snapshot is none
+                posthoc.result()
             with self.records.timed("checkpoint_write_seconds", is_pause=False):
                 save_checkpoint(path, state, models, moments, scale, lora_files)
             self.prune(path)

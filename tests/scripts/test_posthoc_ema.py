@@ -3,15 +3,16 @@
 import json
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import Script, assert_same_weights, make_images, make_unet_config, weights
+from conftest import Script, assert_same_weights, make_images, make_unet_config, metrics, weights
 from diffusers import DDPMPipeline
 from safetensors.torch import load_file
 
-from diffusion_training.training import posthoc
+from diffusion_training.training import posthoc, state
 
 train = Script("train_unconditional")
 WIDTHS = ("0.05", "0.1")
@@ -61,6 +62,21 @@ def test_a_run_keeps_snapshots_and_measures_widths(tmp_path, inputs, whole):
     assert len(losses["held_out_loss"]) == 8 and losses["step"] == 4
     best = min(losses["held_out_loss"].items(), key=lambda item: item[1])[0]
     assert f"{losses['best']:g}" == best
+
+
+def test_a_checkpoint_does_not_wait_for_the_snapshot_of_its_step(tmp_path, inputs, monkeypatch):
+    write = state.write_snapshot
+
+    def write_slowly(*args):
+        time.sleep(2)
+        write(*args)
+
+    monkeypatch.setattr(state, "write_snapshot", write_slowly)
+    flags = list_flags(inputs, tmp_path / "out", "--posthoc_ema_steps=2", "--logging_steps=1")
+    train(*flags, "--max_train_steps=3")
+    pauses = [record.get("checkpoint_seconds", 0) for record in metrics(tmp_path / "out")]
+    assert 0 < pauses[2] < 1  # that of step 2
+    assert (tmp_path / "out/posthoc_ema/step-0000002").exists()
 
 
 def test_a_resumed_run_keeps_its_widths(tmp_path, inputs, whole):
