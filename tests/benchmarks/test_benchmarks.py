@@ -381,7 +381,7 @@ def test_memory_of_all_models_matches_the_pages(capsys):
 
 
 def compare_with_pages(said):
-    """Check that each row that memory.py prints is in a page. Returns {title: rows}."""
+    """Check that memory.py prints each row about its models in the pages. Returns {title: rows}."""
     pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("memory", "benchmarks"))
     pages = re.sub(r"\[([^]]*)\]\(\.\./recipes/[^)]*\)", r"\1", pages)  # links to recipes
     tables = {}
@@ -390,8 +390,10 @@ def compare_with_pages(said):
             title = part
             continue
         tables[title] = table(part)
-        for row in tables[title]:
-            assert f"| {' | '.join(row)} |\n" in pages, f"{title}: {row}"
+    printed = {f"| {' | '.join(row)} |" for rows in tables.values() for row in rows}
+    starts = tuple({f"| {row[0]} |" for rows in tables.values() for row in rows})
+    kept = [line for line in pages.splitlines() if line.startswith(starts)]
+    assert len(kept) > 4 and [line for line in kept if line not in printed] == []
     assert len(tables) == 13
     return tables
 
