@@ -338,24 +338,10 @@ def test_memory_of_all_models_matches_the_pages(capsys):
     memory.main([])
     tables = compare_with_pages(capsys.readouterr().out)
     page = (ROOT / "docs/training.md").read_text()
-    # The activations, as the page compares them: with an image in float32, in a step of 64 images,
-    # and for SDXL with bf16 too.
-    kept = tables["Activations in float32"]
-    sizes = {(name, int(side)): int(count.replace(",", "")) for name, side, count, _ in kept}
-    small, large = (
-        sizes[f"unet_{side}.json", side] * 1e6 / (3 * side**2 * 4) for side in (64, 256)
-    )
-    fixed = 20 * 35_746_307 / 1e9
-    added = 64 * sizes["unet_64.json", 64] / 1e3
-    sdxl = 20 * PUBLISHED["SDXL"] / 1e9
-    exact, half = (
-        sdxl + memory.count_activations("SDXL", 512, None, precision, False, 1) / 1e9
-        for precision in ("no", "bf16")
-    )
-    said = [f"{small:,.0f} times an image at 64 px", f"{large:,.0f} times at 256 px"]
-    said += [f"| {fixed + added:.1f} GB: {fixed:.2f} in a step and"]
-    said += [f"takes {half:.1f} GB instead of {exact:.1f} |"]
-    assert [part for part in said if part not in page] == []
+    for name, side, count, _ in tables["Activations in float32"]:
+        if name == f"unet_{side}.json":
+            (row,) = re.findall(rf"^\| \[{name}\].* \| (\d+) \|$", page, re.M)
+            assert row == count.replace(",", ""), name
     # diffusers' table has 5,979.1 GFLOP for SDXL's forward pass, which is a third of a step. It
     # leaves out the products of attention.
     products = sum(
@@ -363,17 +349,14 @@ def test_memory_of_all_models_matches_the_pages(capsys):
         for tokens, width, n in ((4096, 640, 10), (1024, 1280, 60))
     )
     assert memory.count_flops_of("SDXL", 1024) / 3 - products == pytest.approx(5979.1e9, rel=0.01)
-    # the commands of README.md and lora.md
+    # the recipes of lora.md
     with_batch = lambda way, images: f"{memory.count_step('SDXL', way, images) / 1e9:.1f} GB"
     drawing = lambda way: f"{memory.count_drawing('SDXL', way) / 1e9:.1f} GB"
     _, plain, saving, quantized, *_ = memory.LORA
-    page = " ".join((ROOT / "docs/lora.md").read_text().split())
-    said = [
-        f"takes {with_batch(saving, 1)} in a step and {drawing(saving)} while samples are drawn"
-    ]
-    said += [f"int8`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
-    said += [f"steps 1`: {with_batch(saving, 4)}.", f"which is faster: {with_batch(plain, 1)} |"]
-    said += [f"steps 2`: {with_batch(plain, 2)} |"]
+    page = (ROOT / "docs/lora.md").read_text()
+    said = [f"`int8`: {with_batch(quantized, 1)} in a step, {drawing(quantized)} for samples |"]
+    said += [f"12gb`: {with_batch(saving, 1)} in a step, {drawing(saving)} for samples |"]
+    said += [f"16gb` ({with_batch(plain, 1)}) and `sdxl_lora_24gb` ({with_batch(plain, 2)}), which"]
     assert [part for part in said if part not in page] == []
     page = " ".join((ROOT / "docs/latent-cache.md").read_text().split())
     for name, _, size, shares in tables["Text encoders"][1:3]:
@@ -381,7 +364,7 @@ def test_memory_of_all_models_matches_the_pages(capsys):
 
 
 def compare_with_pages(said):
-    """Check that each row that memory.py prints is in a page. Returns {title: rows}."""
+    """Check that memory.py prints each row about its models in the pages. Returns {title: rows}."""
     pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("memory", "benchmarks"))
     pages = re.sub(r"\[([^]]*)\]\(\.\./recipes/[^)]*\)", r"\1", pages)  # links to recipes
     tables = {}
@@ -390,8 +373,10 @@ def compare_with_pages(said):
             title = part
             continue
         tables[title] = table(part)
-        for row in tables[title]:
-            assert f"| {' | '.join(row)} |\n" in pages, f"{title}: {row}"
+    printed = {f"| {' | '.join(row)} |" for rows in tables.values() for row in rows}
+    starts = tuple({f"| {row[0]} |" for rows in tables.values() for row in rows})
+    kept = [line for line in pages.splitlines() if line.startswith(starts)]
+    assert len(kept) > 4 and [line for line in kept if line not in printed] == []
     assert len(tables) == 13
     return tables
 
