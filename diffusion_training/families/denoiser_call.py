@@ -1,4 +1,12 @@
-"""The direct call of a denoiser, with arguments as its pipeline's own code makes them."""
+"""The direct call of a denoiser, with arguments as its pipeline's own code makes them.
+
+1. `DenoiserCalls` runs the pipeline's code up to the denoiser, and finds the size of its latents
+   and how its arguments depend on the time.
+2. When a batch of a new shape comes, `record` keeps the operations that make the other arguments of
+   latents and encoded captions, and compares what they give for other values.
+3. `predict` repeats them, and calls the denoiser as it is wrapped for training.
+4. `record_output` keeps what the pipeline makes of the output before `scheduler.step`.
+"""
 
 import contextlib
 import math
@@ -16,11 +24,11 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from diffusion_training.families.mask_values import MaskValues, ReadLists
+from diffusion_training.families.mask_values import knowing
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
 from diffusion_training.families.reference_latents import make_blanks
-from diffusion_training.families.tape import Tape, Unrepeatable
+from diffusion_training.families.tape import Tape, Unrecordable, Unrepeatable
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
@@ -32,29 +40,14 @@ TIME_MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "1 - t / 1000": (lambda t: 1 - t / NUM_TIMES, lambda share: 1 - share),
 }
 PROBED_SIDES = (256, 512)  # pixels
-SMALL = 64  # side in pixels of an image on which a denoiser is tried
 
 
-class UnknownCall(ValueError):
-    """Raised for a pipeline whose call of its denoiser can't be repeated."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of the latents that a pipeline starts from."""
-
-    channels: int
-    downscale: int  # pixels per latent along a side
-
-
-def find_geometry(code: PipelineCode, texts: Any, options: dict[str, Any]) -> Geometry:
-    height, width = PROBED_SIDES
-    run = PipelineRun("denoiser", torch.zeros, texts=[texts])
-    code([""], options | {"height": height, "width": width}, run)
-    shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
-    if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
-        raise UnknownCall(f"it draws noise of the shapes {run.noise_shapes} for {height} x {width}")
-    return Geometry(shape[0], height // shape[1])
+def find_difference(named: Sequence[tuple[Any, Any]], others: Sequence[Any]) -> str | None:
+    """The first argument whose value is another one, or None. named: (path, value) of each."""
+    for (path, one), other in zip(named, others, strict=True):
+        if not is_equal(one, other):
+            return keystr(path)
+    return None
 
 
 @dataclass(frozen=True)
@@ -116,11 +109,11 @@ class DenoiserCalls:
         self.parts = parts
         self.is_ragged = any(part["is_ragged"] for part in parts)
         self.needs_one_length = False  # must all captions of a batch have one number of tokens?
-        self.geometry = find_geometry(code, self.make_texts([1]), self.options)
+        self.channels, self.downscale = self.find_geometry()
         self.time_maps = self.find_times()
         self.calls: dict[Any, Call] = {}
         self.outputs: dict[Any, Tape] = {}
-        self.layouts: dict[Any, Any] = {}  # see `Recorded.find_layout`
+        self.layouts: dict[Any, Any] = {}  # see `find_layout`
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
         # Do other arguments depend on the number of tokens?
@@ -131,8 +124,19 @@ class DenoiserCalls:
     @property
     def shape(self) -> tuple[int, int, int]:
         """The shape of latents in trials."""
-        height, width = (side // self.geometry.downscale for side in PROBED_SIDES)
-        return self.geometry.channels, height, width
+        height, width = (side // self.downscale for side in PROBED_SIDES)
+        return self.channels, height, width
+
+    def find_geometry(self) -> tuple[int, int]:
+        """(channels of the latents that the pipeline starts from, pixels per latent on a side)."""
+        height, width = PROBED_SIDES
+        run = PipelineRun("denoiser", torch.zeros, texts=[self.make_texts([1])])
+        self.code([""], self.options | {"height": height, "width": width}, run)
+        shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
+        if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
+            shapes = f"{run.noise_shapes} for {height} x {width}"
+            raise Unrecordable(f"it draws noise of the shapes {shapes}")
+        return shape[0], height // shape[1]
 
     @property
     def patch_size(self) -> int:
@@ -169,13 +173,13 @@ class DenoiserCalls:
         return self.join(blank, lengths)
 
     def run(self, count: int, size: Sequence[int], run: PipelineRun) -> PipelineRun:
-        height, width = (side * self.geometry.downscale for side in size)
+        height, width = (side * self.downscale for side in size)
         try:
             self.code([""] * count, self.options | {"height": height, "width": width}, run)
         except (ValueError, NotImplementedError) as error:
-            raise UnknownCall(f"for images of {height} x {width} pixels, {error}") from error
+            raise Unrecordable(f"for images of {height} x {width} pixels, {error}") from error
         if run.ends_at == "denoiser" and len(run.calls) != 1:
-            raise UnknownCall("its denoiser is not called")
+            raise Unrecordable("its denoiser is not called")
         return run
 
     def find_times(self) -> dict[str, str]:
@@ -196,9 +200,9 @@ class DenoiserCalls:
                     maps[name] = formula
                     break
             else:
-                raise UnknownCall(f"{name} is computed from the time in an unknown way")
+                raise Unrecordable(f"{name} is computed from the time in an unknown way")
         if not maps:
-            raise UnknownCall("no argument of its denoiser depends on the time")
+            raise Unrecordable("no argument of its denoiser depends on the time")
         return maps
 
     def predict(
@@ -228,7 +232,7 @@ class DenoiserCalls:
         if self.is_ragged:
             lengths = prompts["prompt_lengths"].tolist()
         if self.needs_one_length and len(set(lengths)) > 1:
-            raise UnknownCall(
+            raise Unrecordable(
                 "captions of several lengths in one batch would train at other positions than "
                 "those of one image: give --train_batch_size 1, and --gradient_accumulation_steps"
             )
@@ -242,55 +246,34 @@ class DenoiserCalls:
             if like.numel() == len(times):
                 time = time.view(like.shape)
             arguments[position] = time.to(like.dtype)
-        with contextlib.ExitStack() as stack:
-            if noisy.is_meta:  # some models read the values of masks
-                values = {
-                    name: prompts[f"{name}_values"]
-                    for name in prompts
-                    if f"{name}_values" in prompts
-                }
-                example = call.fill(
-                    self.make_latents(noisy.shape), list_tensors(self.make_texts(lengths, values))
-                )
-                pairs = zip(arguments, example, strict=True)
-                known = [(one, other) for one, other in pairs if is_whole_numbers(one)]
-                values = stack.enter_context(MaskValues(known))
-                stack.enter_context(ReadLists(values))
+        context: Any = contextlib.nullcontext()
+        if noisy.is_meta:
+            context = knowing(self.list_masks(call, arguments, noisy.shape, lengths, prompts))
+        with context:
             output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)
+
+    def list_masks(
+        self,
+        call: Call,
+        arguments: list[Any],
+        shape: torch.Size,
+        lengths: list[int],
+        prompts: dict[str, torch.Tensor],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The arguments that hold whole numbers, on the meta device, with their values.
+
+        prompts: NAME_values is the value of the column NAME, if its values matter.
+        """
+        known = {name: prompts[f"{name}_values"] for name in prompts if f"{name}_values" in prompts}
+        texts = list_tensors(self.make_texts(lengths, known))
+        pairs = zip(arguments, call.fill(self.make_latents(shape), texts), strict=True)
+        return [(one, value) for one, value in pairs if is_whole_numbers(one)]
 
     def make_latents(self, shape: Sequence[int]) -> list[torch.Tensor]:
         """Noisy latents of a shape and those of references, on the CPU, all zeros."""
         shapes = [tuple(shape), *self.reference_shapes]
         return [torch.zeros(each, device="cpu") for each in shapes]
-
-    @torch.no_grad()
-    def is_exact(self, model: torch.nn.Module, resolution: int, lengths: list[int]) -> bool:
-        """Whether two captions with so many tokens, at two times, give what each gives alone."""
-        with torch.device("cpu"):
-            generator = torch.Generator().manual_seed(0)
-            side = min(SMALL, resolution) // self.geometry.downscale
-            noisy = torch.randn(2, self.geometry.channels, side, side, generator=generator)
-            times = torch.tensor([0.7, 0.3])
-            prompts = {}
-            for part in self.parts:
-                values = torch.full((2, *part["shape"]), part["typical"])
-                if part["dtype"].startswith("float") and part["axis"] is not None:
-                    values = torch.randn(values.shape, generator=generator)
-                if part["is_ragged"]:
-                    for row, count in zip(values, lengths, strict=True):
-                        row[count:] = 0
-                prompts[part["column"]] = values
-            prompts["prompt_lengths"] = torch.tensor(lengths)
-            tokens = torch.arange(max(lengths))
-            prompts["prompt_mask"] = tokens < prompts["prompt_lengths"][:, None]
-            together = self.predict(model, noisy, times, prompts)
-            for order in ([0], [1], [1, 0]):
-                some = {name: value[order] for name, value in prompts.items()}
-                alone = self.predict(model, noisy[order], times[order], some)
-                if (alone - together[order]).abs().max() > 1e-3 * together.abs().mean():
-                    return False
-        return True
 
     def find(self, shape: torch.Size, lengths: list[int], leaves: list[torch.Tensor]) -> Call:
         known = (shape, len(leaves))
@@ -324,24 +307,16 @@ class DenoiserCalls:
         arguments = [leaf for _, leaf in named]
         for name, leaf in zip(names, arguments, strict=True):
             if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-                raise UnknownCall(f"its denoiser takes a {type(leaf).__name__} as {name}")
+                raise Unrecordable(f"its denoiser takes a {type(leaf).__name__} as {name}")
         where = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         times = {i: self.time_maps[name] for i, name in enumerate(names) if name in self.time_maps}
         others = [vary(tensor) for tensor in inputs]
-        expected = tree_flatten(call(*others))[0]
-
-        def check(made: Call) -> str | None:
-            """The first argument that is not the pipeline's for other values."""
-            filled = made.fill(others[:count], others[count:])
-            for name, one, other in zip(names, filled, expected, strict=True):
-                if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
-                    return name
-            return None
+        expected, _ = tree_flatten_with_path(call(*others))
 
         try:
             tape = Tape(lambda *x: list_tensors(call(*x)), inputs)
             made = Call(tape, None, arguments, spec, where, times)
-            if check(made) is None:
+            if find_difference(expected, made.fill(others[:count], others[count:])) is None:
                 return made
         except Unrepeatable:  # it reads a mask, say
             pass
@@ -353,8 +328,8 @@ class DenoiserCalls:
         }
         tape = Tape(lambda *x: list_tensors(call(*x, *given)), latents)
         made = Call(tape, passed, arguments, spec, where, times)
-        if name := check(made):
-            raise UnknownCall(f"{name} depends on values of captions")
+        if name := find_difference(expected, made.fill(others[:count], others[count:])):
+            raise Unrecordable(f"{name} depends on values of captions")
         return made
 
     def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:
@@ -382,7 +357,7 @@ class DenoiserCalls:
 
         packed = finish(*leaves).sample[0].flatten().long()
         if not torch.equal(packed.sort().values, torch.arange(numbers, device="cpu")):
-            raise UnknownCall("its latents are not those that it starts from, in another order")
+            raise Unrecordable("its latents are not those that it starts from, in another order")
         order = packed.argsort()
 
         def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -392,7 +367,7 @@ class DenoiserCalls:
         tape = Tape(read, leaves)
         others = [vary(leaf) for leaf in leaves]
         if not all(map(is_equal, tape(*others), read(*others))):
-            raise UnknownCall("its use of the denoiser's output depends on values")
+            raise Unrecordable("its use of the denoiser's output depends on values")
         return tape
 
 
@@ -414,5 +389,5 @@ def vary(tensor: torch.Tensor) -> torch.Tensor:
 
 def reshape_noise(noise: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     if math.prod(size) != noise.numel():
-        raise UnknownCall(f"it draws noise of the shape {list(size)} as well")
+        raise Unrecordable(f"it draws noise of the shape {list(size)} as well")
     return noise.reshape(size)

@@ -1,5 +1,7 @@
 """Values of masks on the meta device, which models read to cut padding or to index."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -85,3 +87,11 @@ class ReadLists(TorchFunctionMode):
         if function is torch.Tensor.tolist and id(args[0]) in self.values:
             return self.values[id(args[0])].tolist()
         return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def knowing(known: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Let a model on the meta device read the values of these tensors: see `MaskValues`."""
+    values = MaskValues(known)
+    with values, ReadLists(values):
+        yield

@@ -107,6 +107,29 @@ def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[
         yield
 
 
+class EncodedPrompt(str):
+    """A prompt that brings its results of `encode_prompt`, for each time that it is called."""
+
+    results: list[Any]
+
+    def __new__(cls, results: list[Any]) -> "EncodedPrompt":
+        made = super().__new__(cls, " ")
+        made.results = results
+        return made
+
+
+def replay(pipeline_class: Any) -> Any:
+    """A subclass of a pipeline whose captions are encoded already, see `EncodedPrompt`."""
+
+    def encode_prompt(self: Any, prompt: Any = None, *args: Any, **options: Any) -> Any:
+        if prompt and isinstance(prompt[0], EncodedPrompt):
+            self.results = iter(prompt[0].results)
+        return next(self.results)
+
+    names = {"encode_prompt": encode_prompt, "__module__": pipeline_class.__module__}
+    return type(pipeline_class.__name__, (pipeline_class,), names)
+
+
 def is_component(entry: Any) -> bool:
     """Whether an entry of model_index.json is a part of the pipeline, as (library, class)."""
     return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)

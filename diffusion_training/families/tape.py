@@ -9,6 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
+class Unrecordable(ValueError):
+    """Raised for a pipeline that can't be recorded, with the reason."""
+
+
 class Unrepeatable(RuntimeError):
     """Raised for an operation that reads values of a tensor, or changes it in place."""
 

@@ -14,7 +14,7 @@ import precompute_latents
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families import recorded
 from diffusion_training.families.base import Base, from_sequence
-from diffusion_training.families.denoiser_call import UnknownCall, reshape_noise
+from diffusion_training.families.denoiser_call import Unrecordable, reshape_noise
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
 from diffusion_training.families.recorded import Recorded
@@ -228,7 +228,7 @@ def own(tmp_path, monkeypatch):
     module = sys.modules[OwnPipeline.__module__]
     monkeypatch.setattr(module, "randn_tensor", None, raising=False)
     monkeypatch.setattr(OWN, "randn_tensor", lambda *a, **k: module.randn_tensor(*a, **k))
-    monkeypatch.setattr(recorded, "CALLS", {})
+    monkeypatch.setattr(recorded, "CALLS", [])
     monkeypatch.setattr(diffusers, "OwnPipeline", OwnPipeline, raising=False)
     folder = tiny_pipelines.MAKE["flux"](tmp_path / "own")
     index = json.loads((folder / "model_index.json").read_text())
@@ -342,5 +342,5 @@ def test_a_tape_refuses_what_it_can_not_repeat(function, reason):
 
 
 def test_a_pipeline_that_draws_other_noise_is_refused():
-    with pytest.raises(UnknownCall, match=r"noise of the shape \[5\]"):
+    with pytest.raises(Unrecordable, match=r"noise of the shape \[5\]"):
         reshape_noise(torch.zeros(4), (5,))
