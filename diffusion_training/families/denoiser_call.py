@@ -21,14 +21,15 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_map_only,
     tree_unflatten,
 )
 
-from diffusion_training.families.mask_values import knowing
+from diffusion_training.families.mask_values import MaskValues, is_whole_numbers
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
 from diffusion_training.families.reference_latents import make_blanks
-from diffusion_training.families.tape import Tape, Unrecordable, Unrepeatable
+from diffusion_training.families.tape import Tape, Unrecordable
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
@@ -56,30 +57,23 @@ class Call:
 
     # (noisy latents, those of references, tensors of encode_prompt) -> arguments that are tensors
     tensors: Tape
-    # {position of an argument: number of the tensor of encode_prompt that it is}, if the pipeline
-    # reads values of these tensors; `tensors` then takes only latents
-    passed: dict[int, int] | None
     leaves: list[Any]  # all arguments, flat
     spec: TreeSpec
     where: list[int]  # positions of the tensors among them
     times: dict[int, str]  # positions of the time: one of `TIME_MAPS`
 
-    def fill(self, latents: list[torch.Tensor], texts: list[torch.Tensor]) -> list[Any]:
-        """The arguments for other latents (noisy ones, then references) and captions, flat."""
-        found = self.tensors(*latents, *(texts if self.passed is None else ()))
+    def fill(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """All arguments, flat, for other inputs of `tensors`."""
         arguments = list(self.leaves)
-        for position, tensor in zip(self.where, found, strict=True):
+        for position, tensor in zip(self.where, self.tensors(*tensors), strict=True):
             arguments[position] = tensor
-        for position, number in (self.passed or {}).items():
-            arguments[position] = texts[number]
         return arguments
 
     def equals(self, other: "Call") -> bool:
         def list_plain(call: Call) -> list[Any]:
             return [leaf for i, leaf in enumerate(call.leaves) if i not in call.where]
 
-        is_alike = (self.spec, self.passed) == (other.spec, other.passed)
-        is_alike = is_alike and list_plain(self) == list_plain(other)
+        is_alike = (self.spec, list_plain(self)) == (other.spec, list_plain(other))
         return is_alike and self.tensors.equals(other.tensors)
 
 
@@ -89,25 +83,21 @@ class DenoiserCalls:
     def __init__(
         self,
         code: PipelineCode,
-        structure: Any,
-        parts: list[Part],
+        findings: dict[str, Any],
         options: dict[str, Any],
         references: Sequence[tuple[int, int]] = (),
-        one_by_one: bool = False,
     ) -> None:
-        """structure, parts: see `describe_result`. options: arguments of the pipeline.
+        """findings: see `describe_captions`. options: arguments of the pipeline.
 
-        references: (height, width) in pixels of each image that an edit starts from. one_by_one:
-        call the denoiser for each image of a batch, since some pipelines edit only one.
+        references: (height, width) in pixels of each image that an edit starts from.
         """
-        self.one_by_one = one_by_one
+        # call the denoiser for each image of a batch, since some pipelines edit only one
+        self.one_by_one = "references" in findings
         self.code = code
-        self.structure = structure
-        self.options = options
-        if references:
-            self.options = options | {"image": make_blanks(references)}
-        self.parts = parts
-        self.is_ragged = any(part["is_ragged"] for part in parts)
+        self.structure = findings["structure"]
+        self.parts: list[Part] = findings["parts"]
+        self.options = options | ({"image": make_blanks(references)} if references else {})
+        self.is_ragged = any(part["is_ragged"] for part in self.parts)
         self.needs_one_length = False  # must all captions of a batch have one number of tokens?
         self.channels, self.downscale = self.find_geometry()
         self.time_maps = self.find_times()
@@ -117,7 +107,7 @@ class DenoiserCalls:
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
         # Do other arguments depend on the number of tokens?
-        lengths = ([8], [7]) if one_by_one else ([8, 6], [7, 5])
+        lengths = ([8], [7]) if self.one_by_one else ([8, 6], [7, 5])
         one, other = (self.record((len(each), *self.shape), each) for each in lengths)
         self.reads_lengths = not one.equals(other)
 
@@ -147,8 +137,8 @@ class DenoiserCalls:
         if isinstance(first, torch.Tensor) and first.dim() == 3:
             return math.isqrt(height * width // first.shape[1])
         config = self.code.pipeline.components[self.code.folder].config
-        sizes = [config[name] for name in ("patch_size", "all_patch_size") if config.get(name)]
-        return [*sizes[0]][-1] if sizes and not isinstance(sizes[0], int) else (*sizes, 1)[0]
+        size = config.get("patch_size", 1)
+        return size if isinstance(size, int) else size[-1]
 
     def probe(self, time: float = 250.0) -> PipelineRun:
         """Run the pipeline's code for one caption up to the denoiser."""
@@ -239,7 +229,7 @@ class DenoiserCalls:
         texts = self.join(prompts, lengths)
         leaves = list_tensors(texts)
         call = self.find(noisy.shape, lengths, leaves)
-        arguments = call.fill([noisy, *references], leaves)
+        arguments = call.fill([noisy, *references, *leaves])
         for position, formula in call.times.items():
             time = TIME_MAPS[formula][1](times)
             like = call.leaves[position]
@@ -248,27 +238,24 @@ class DenoiserCalls:
             arguments[position] = time.to(like.dtype)
         context: Any = contextlib.nullcontext()
         if noisy.is_meta:
-            context = knowing(self.list_masks(call, arguments, noisy.shape, lengths, prompts))
+            values = self.list_values(call, noisy.shape, lengths, prompts)
+            pairs = zip(arguments, values, strict=True)
+            arguments = [value if is_whole_numbers(value) else one for one, value in pairs]
+            context = MaskValues()
         with context:
             output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)
 
-    def list_masks(
-        self,
-        call: Call,
-        arguments: list[Any],
-        shape: torch.Size,
-        lengths: list[int],
-        prompts: dict[str, torch.Tensor],
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The arguments that hold whole numbers, on the meta device, with their values.
+    def list_values(
+        self, call: Call, shape: torch.Size, lengths: list[int], prompts: dict[str, torch.Tensor]
+    ) -> list[Any]:
+        """The arguments of a call on the CPU, with the values of masks, and zeros.
 
         prompts: NAME_values is the value of the column NAME, if its values matter.
         """
         known = {name: prompts[f"{name}_values"] for name in prompts if f"{name}_values" in prompts}
         texts = list_tensors(self.make_texts(lengths, known))
-        pairs = zip(arguments, call.fill(self.make_latents(shape), texts), strict=True)
-        return [(one, value) for one, value in pairs if is_whole_numbers(one)]
+        return call.fill([*self.make_latents(shape), *texts])
 
     def make_latents(self, shape: Sequence[int]) -> list[torch.Tensor]:
         """Noisy latents of a shape and those of references, on the CPU, all zeros."""
@@ -286,22 +273,16 @@ class DenoiserCalls:
     def record(self, shape: Sequence[int], lengths: list[int]) -> Call:
         """Record the call for latents of a shape, and captions with so many tokens."""
         texts = self.make_texts(lengths)
-        leaves, text_spec = tree_flatten(texts)
-        where_texts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-        count = 1 + len(self.reference_shapes)  # of latents
+        count = len(self.reference_shapes)
 
         def call(noise: torch.Tensor, *tensors: torch.Tensor) -> dict[str, Any]:
-            given = list(leaves)
-            for i, tensor in zip(where_texts, tensors[count - 1 :], strict=True):
-                given[i] = tensor
-            text = tree_unflatten(given, text_spec)
-            run = PipelineRun("denoiser", partial(reshape_noise, noise), texts=[text])
-            run.references = tensors[: count - 1]
+            given = iter(tensors[count:])
+            run = PipelineRun("denoiser", partial(reshape_noise, noise))
+            run.texts = [tree_map_only(torch.Tensor, lambda _: next(given), texts)]
+            run.references = tensors[:count]
             return self.run(len(noise), shape[2:], run).calls[0]
 
-        latents, given = self.make_latents(shape), list_tensors(texts)
-        inputs = [*latents, *given]
+        inputs = [*self.make_latents(shape), *list_tensors(texts)]
         named, spec = tree_flatten_with_path(call(*inputs))
         names = [keystr(path) for path, _ in named]
         arguments = [leaf for _, leaf in named]
@@ -310,26 +291,11 @@ class DenoiserCalls:
                 raise Unrecordable(f"its denoiser takes a {type(leaf).__name__} as {name}")
         where = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         times = {i: self.time_maps[name] for i, name in enumerate(names) if name in self.time_maps}
+        made = Call(Tape(call, inputs), arguments, spec, where, times)
         others = [vary(tensor) for tensor in inputs]
         expected, _ = tree_flatten_with_path(call(*others))
-
-        try:
-            tape = Tape(lambda *x: list_tensors(call(*x)), inputs)
-            made = Call(tape, None, arguments, spec, where, times)
-            if find_difference(expected, made.fill(others[:count], others[count:])) is None:
-                return made
-        except Unrepeatable:  # it reads a mask, say
-            pass
-        passed = {
-            i: number
-            for i, leaf in enumerate(arguments)
-            for number, text in enumerate(given)
-            if leaf is text
-        }
-        tape = Tape(lambda *x: list_tensors(call(*x, *given)), latents)
-        made = Call(tape, passed, arguments, spec, where, times)
-        if name := find_difference(expected, made.fill(others[:count], others[count:])):
-            raise Unrecordable(f"{name} depends on values of captions")
+        if name := find_difference(expected, made.fill(others)):
+            raise Unrecordable(f"{name} can't be repeated for other values")
         return made
 
     def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:
@@ -369,10 +335,6 @@ class DenoiserCalls:
         if not all(map(is_equal, tape(*others), read(*others))):
             raise Unrecordable("its use of the denoiser's output depends on values")
         return tape
-
-
-def is_whole_numbers(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def vary(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from diffusion_training.families.denoiser_call import DenoiserCalls
+from diffusion_training.families.recorded_text import stack_rows
 from diffusion_training.families.tape import Unrecordable
 
 SMALL = 64  # side in pixels of an image on which a denoiser is tried
@@ -38,17 +39,16 @@ def is_exact(
         side = min(SMALL, resolution) // calls.downscale
         noisy = torch.randn(2, calls.channels, side, side, generator=generator)
         times = torch.tensor([0.7, 0.3])
-        prompts = {}
-        for part in calls.parts:
-            values = torch.full((2, *part["shape"]), part["typical"])
-            if part["dtype"].startswith("float") and part["axis"] is not None:
-                values = torch.randn(values.shape, generator=generator)
-            if part["is_ragged"]:
-                for row, count in zip(values, lengths, strict=True):
-                    row[count:] = 0
-            prompts[part["column"]] = values
-        prompts["prompt_lengths"] = torch.tensor(lengths)
-        prompts["prompt_mask"] = torch.arange(max(lengths)) < prompts["prompt_lengths"][:, None]
+        rows = []
+        for count in lengths:
+            row = {}
+            for part in calls.parts:
+                shape = [count, *part["shape"][1:]] if part["is_ragged"] else part["shape"]
+                row[part["column"]] = torch.full(shape, part["typical"])
+                if part["dtype"].startswith("float") and part["axis"] is not None:
+                    row[part["column"]] = torch.randn(shape, generator=generator)
+            rows.append(row)
+        prompts = stack_rows(calls.parts, rows)
         together = calls.predict(model, noisy, times, prompts)
         for order in ([0], [1], [1, 0]):
             some = {name: value[order] for name, value in prompts.items()}

@@ -61,7 +61,7 @@ from diffusion_training.families.recorded_text import (
     take_rows,
 )
 from diffusion_training.families.reference_latents import make_blanks, split_references
-from diffusion_training.families.tape import Unrecordable, Unrepeatable
+from diffusion_training.families.tape import Unrecordable
 from diffusion_training.models import load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
@@ -130,7 +130,7 @@ class Recorded(Family):
         """End the program in a sentence if the pipeline's code can't be recorded."""
         try:
             yield
-        except (Unrecordable, Unrepeatable) as error:
+        except Unrecordable as error:
             fail(f"{self.pipeline} can't be trained here: {what}, {error}")
 
     # ---- captions
@@ -139,19 +139,18 @@ class Recorded(Family):
         self, base: Base, source: str | None, options: dict[str, Any], suffix: str, dtype: Any
     ) -> torch.nn.Module:
         """All parts of the pipeline that read captions."""
-        options = {name: value for name, value in options.items() if name != "subfolder"}
         models: dict[str, torch.nn.Module] = {}
         others: dict[str, Any] = {}
         for name, entry in self.index.items():
             if not is_component(entry) or name in (self.folder, "vae", "scheduler"):
                 continue
             kind = getattr(importlib.import_module(entry[0]), entry[1])
+            given = options | {"subfolder": name}
             if issubclass(kind, torch.nn.Module):
-                model = load_weights(kind, source, subfolder=name, **options, torch_dtype=dtype)
-                models[name] = model.eval()
+                models[name] = load_weights(kind, source, **given, torch_dtype=dtype)
             else:
-                own = {key: value for key, value in options.items() if key != "variant"}
-                others[name] = kind.from_pretrained(source, subfolder=name, **own)
+                given.pop("variant", None)
+                others[name] = kind.from_pretrained(source, **given)
         if not models:
             raise ValueError("it has no text encoder")
         asked = {"max_sequence_length": base.max_tokens} if base.max_tokens else {}
@@ -327,16 +326,8 @@ class Recorded(Family):
         if self.embedded_guidance:
             options[self.embedded_guidance] = self.embedded_guidance_scale
         code = code or PipelineCode(self.folder, self.index, self.configs | {self.folder: config})
-        found = self.findings
         with self.explaining("its denoiser"):
-            calls = DenoiserCalls(
-                code,
-                found["structure"],
-                found["parts"],
-                options,
-                references,
-                one_by_one="references" in found,
-            )
+            calls = DenoiserCalls(code, self.findings, options, references)
         CALLS.append(((*model, *text, references), calls))
         return calls
 

@@ -265,7 +265,6 @@ class CaptionBytes:
     The pipeline's own tokenizers read captions, inside `encode_prompt`.
     """
 
-    pad_token = "\0"
     model_max_length = MOST_BYTES
 
     def __init__(self, vocabulary: dict[str, str]) -> None:
@@ -274,9 +273,6 @@ class CaptionBytes:
 
     def get_vocab(self) -> dict[str, str]:
         return self.vocabulary
-
-    def __len__(self) -> int:
-        return 256
 
     def __call__(
         self,
