@@ -288,10 +288,6 @@ class Family:
         levels = config.get("block_out_channels") or config.encoder_block_out_channels
         return 2 ** (len(levels) - 1)
 
-    def trial_side(self, vae: torch.nn.Module) -> int:
-        """The side in pixels of an image on which a VAE is tried."""
-        return 2 * self.downscale(vae)
-
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] in [-1, 1], in the VAE's precision -> unscaled latents, float32.
 

@@ -69,13 +69,6 @@ class Call:
             arguments[position] = tensor
         return arguments
 
-    def equals(self, other: "Call") -> bool:
-        def list_plain(call: Call) -> list[Any]:
-            return [leaf for i, leaf in enumerate(call.leaves) if i not in call.where]
-
-        is_alike = (self.spec, list_plain(self)) == (other.spec, list_plain(other))
-        return is_alike and self.tensors.equals(other.tensors)
-
 
 class DenoiserCalls:
     """How a pipeline calls its denoiser. Each size of a batch is recorded when it comes first."""
@@ -106,10 +99,9 @@ class DenoiserCalls:
         self.layouts: dict[Any, Any] = {}  # see `find_layout`
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
-        # Do other arguments depend on the number of tokens?
-        lengths = ([8], [7]) if self.one_by_one else ([8, 6], [7, 5])
-        one, other = (self.record((len(each), *self.shape), each) for each in lengths)
-        self.reads_lengths = not one.equals(other)
+        # a pipeline whose call can't be repeated is refused here
+        lengths = [8] if self.one_by_one else [8, 6]
+        self.record((len(lengths), *self.shape), lengths)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -145,8 +137,8 @@ class DenoiserCalls:
         run = PipelineRun("denoiser", torch.zeros, time, [self.make_texts([8])])
         return self.run(1, self.shape[1:], run)
 
-    def join(self, prompts: dict[str, torch.Tensor], lengths: list[int]) -> Any:
-        return put_together(self.structure, {"caption": prompts}, {"caption": lengths})
+    def join(self, prompts: dict[str, torch.Tensor]) -> Any:
+        return put_together(self.structure, {"caption": prompts})
 
     def make_texts(self, lengths: list[int], known: dict[str, torch.Tensor] | None = None) -> Any:
         """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros.
@@ -160,7 +152,8 @@ class DenoiserCalls:
         }
         blank |= known or {}
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
-        return self.join(blank, lengths)
+        blank["prompt_lengths"] = torch.tensor(lengths, device="cpu")
+        return self.join(blank)
 
     def run(self, count: int, size: Sequence[int], run: PipelineRun) -> PipelineRun:
         height, width = (side * self.downscale for side in size)
@@ -226,7 +219,7 @@ class DenoiserCalls:
                 "captions of several lengths in one batch would train at other positions than "
                 "those of one image: give --train_batch_size 1, and --gradient_accumulation_steps"
             )
-        texts = self.join(prompts, lengths)
+        texts = self.join(prompts)
         leaves = list_tensors(texts)
         call = self.find(noisy.shape, lengths, leaves)
         arguments = call.fill([noisy, *references, *leaves])
@@ -262,10 +255,8 @@ class DenoiserCalls:
         shapes = [tuple(shape), *self.reference_shapes]
         return [torch.zeros(each, device="cpu") for each in shapes]
 
-    def find(self, shape: torch.Size, lengths: list[int], leaves: list[torch.Tensor]) -> Call:
-        known = (shape, len(leaves))
-        if self.reads_lengths:
-            known += tuple(leaf.shape for leaf in leaves)
+    def find(self, shape: torch.Size, lengths: list[int], texts: list[torch.Tensor]) -> Call:
+        known = (shape, *(text.shape for text in texts))
         if known not in self.calls:
             self.calls[known] = self.record(shape, lengths)
         return self.calls[known]

@@ -202,23 +202,20 @@ class PipelineCode:
         configs: dict[str, Any],
         parts: dict[str, Any] | None = None,
     ) -> None:
-        parts = parts or {}
         self.folder = folder
         self.kind = getattr(diffusers, index["_class_name"])
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch_pipeline(self.kind)
-        given = dict(parts)
         with torch.device("meta"):
             denoiser = self.denoiser_class.from_config(configs[folder])
             vae_class = getattr(diffusers, configs["vae"]["_class_name"])
             vae = vae_class.from_config(configs["vae"])
         self.reference_shapes = ReferenceShapes(vae)
-        given.setdefault("vae", vae)
         self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
         denoiser.forward = self.call_denoiser
         self.scheduler = WatchedScheduler.from_config(configs["scheduler"])
-        given |= {folder: denoiser, "scheduler": self.scheduler}
+        given = (parts or {}) | {folder: denoiser, "scheduler": self.scheduler, "vae": vae}
         self.pipeline = make_pipeline(watched, given, index)
         self.pipeline.set_progress_bar_config(disable=True)
         self.pipeline.own_device = torch.device("cpu")

@@ -196,8 +196,7 @@ class Recorded(Family):
         live = parts.record([LONG], off, "denoiser")
         batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
         calls = self.open_calls(self.configs[self.folder], tuple([BLANK] * len(parts.images)))
-        lengths = batch["prompt_lengths"].tolist() if self.ragged else [1]
-        run = PipelineRun("denoiser", torch.zeros, texts=[calls.join(batch, lengths)])
+        run = PipelineRun("denoiser", torch.zeros, texts=[calls.join(batch)])
         with self.explaining("its captions"):
             calls.run(1, calls.shape[1:], run)
             expected, _ = tree_flatten_with_path(live.calls[0])
@@ -272,9 +271,6 @@ class Recorded(Family):
 
     def downscale(self, vae: torch.nn.Module) -> int:
         return self.own_calls.downscale
-
-    def trial_side(self, vae: torch.nn.Module) -> int:
-        return 64  # a multiple of what pipelines ask for
 
     def find_layout(self, vae: torch.nn.Module, size: tuple[int, int]) -> Layout:
         with self.explaining("its latents"):
@@ -368,17 +364,17 @@ class Recorded(Family):
 
     def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
         """A prompt that brings its embeddings, see `build`."""
-        sources: dict[str, Any] = {"caption": prompts, "empty": empty}
-        lengths = {of: [1] * len(each["prompt_embeds"]) for of, each in sources.items()}
+        sources: dict[str, Any] = {"caption": dict(prompts), "empty": dict(empty)}
         if self.ragged:
-            lengths = {of: each["prompt_mask"].sum(dim=1).tolist() for of, each in sources.items()}
+            for batch in sources.values():
+                batch["prompt_lengths"] = batch["prompt_mask"].sum(dim=1)
         guided = self.guided
         structures = [self.findings["structure"]]
         asked: dict[str, Any] = self.guidance_args(guidance_scale)
         if guided and guidance_scale > 1:
             structures = guided["results"]
             asked["negative_prompt"] = [""]
-        results = [put_together(each, sources, lengths) for each in structures]
+        results = [put_together(each, sources) for each in structures]
         return {"prompt": [EncodedPrompt(results)], **asked, **self.findings["own"]}
 
     def size_args(self, height: int, width: int) -> dict[str, int]:
@@ -400,13 +396,10 @@ class Recorded(Family):
         if max_tokens:
             own["max_sequence_length"] = max_tokens
         own |= list_size_options(self.pipeline_class, resolution, resolution)
-        guided = self.guided
-        if guided and guided["name"] == "true_cfg_scale":  # without it, there is no guidance
-            own["negative_prompt"] = ""
-        return "".join(
-            f", {name}={json.dumps(value)}" if isinstance(value, str) else f", {name}={value}"
-            for name, value in own.items()
-        )
+        usage = "".join(f", {name}={value}" for name, value in own.items())
+        if self.guided and self.guided["name"] == "true_cfg_scale":
+            usage += ', negative_prompt=""'  # without it, there is no guidance
+        return usage
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Without text encoders, it replays the embeddings of an `EncodedPrompt`."""

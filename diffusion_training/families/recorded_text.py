@@ -171,37 +171,30 @@ def stack_rows(parts: list[Part], rows: list[dict[str, torch.Tensor]]) -> dict[s
     return batch
 
 
-def put_together(
-    structure: Any, sources: dict[str, dict[str, torch.Tensor]], lengths: dict[str, list[int]]
-) -> Any:
+def put_together(structure: Any, sources: dict[str, dict[str, torch.Tensor]]) -> Any:
     """The results of `encode_prompt` for a batch of recorded captions.
 
-    sources: {"caption": batch, "empty": batch}, as `stack_rows` makes them. lengths: the tokens of
-    each caption of a batch; [] if no part is ragged.
+    sources: {"caption": batch, "empty": batch}, as `stack_rows` makes them.
     """
-    if is_part(structure):
-        values = sources[structure["of"]][structure["column"]]
-        dtype = getattr(torch, structure["dtype"])
-        own = lengths[structure["of"]]
-        if structure["is_ragged"]:
-            if structure["axis"] == "list":
-                return [row[:n].to(dtype) for row, n in zip(values, own, strict=True)]
-            values = values[:, : max(own)]
-        values = values.to(dtype)
-        if structure["axis"] == "list":
-            return list(values)
-        if structure["axis"] is None:
-            return values[0]
-        return values.movedim(0, structure["axis"])
-    if isinstance(structure, dict):
-        own = lengths[structure["of"]]
-        if len(set(own)) == 1:
-            return None
-        mask = sources[structure["of"]]["prompt_mask"][:, : max(own)]
-        return mask.to(getattr(torch, structure["mask"]))
     if isinstance(structure, list):
-        return [put_together(node, sources, lengths) for node in structure]
-    return structure
+        return [put_together(node, sources) for node in structure]
+    if not isinstance(structure, dict):
+        return structure
+    batch = sources[structure["of"]]
+    if "mask" in structure:
+        lengths = batch["prompt_lengths"].tolist()
+        if len(set(lengths)) == 1:
+            return None
+        return batch["prompt_mask"][:, : max(lengths)].to(getattr(torch, structure["mask"]))
+    values = batch[structure["column"]].to(getattr(torch, structure["dtype"]))
+    if structure["is_ragged"]:
+        lengths = batch["prompt_lengths"].tolist()
+        if structure["axis"] == "list":
+            return [row[:n] for row, n in zip(values, lengths, strict=True)]
+        values = values[:, : max(lengths)]
+    if structure["axis"] == "list":
+        return list(values)
+    return values[0] if structure["axis"] is None else values.movedim(0, structure["axis"])
 
 
 def describe_guided(result: Any, structure: Any, alone: Any) -> Any:

@@ -112,9 +112,3 @@ class Tape(TorchDispatchMode):
             args, kwargs = tree_unflatten([look_up(leaf) for leaf in step.leaves], step.spec)
             made |= zip(step.results, tree_leaves(step.operation(*args, **kwargs)), strict=True)
         return [look_up(result) for result in self.results]
-
-    def equals(self, other: "Tape") -> bool:
-        """Whether both have the same operations and constants."""
-        alike = (self.steps, self.results) == (other.steps, other.results)
-        pairs = zip(self.constants, other.constants, strict=False)
-        return alike and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)

@@ -207,7 +207,8 @@ class OwnPipeline(diffusers.FluxPipeline):
             time = OWN.map_time(t.expand(len(prompt)))
             output = self.transformer(
                 hidden_states=latents, timestep=time, pooled_projections=pooled,
-                encoder_hidden_states=OWN.read_text(embeds), txt_ids=text_ids, img_ids=ids, return_dict=False,
+                encoder_hidden_states=OWN.read_text(embeds), txt_ids=text_ids, img_ids=ids,
+                return_dict=False,
             )[0]  # fmt: skip
             latents = self.scheduler.step(-output, t, latents, return_dict=False)[0]
         raise AssertionError("not reached")
@@ -333,8 +334,6 @@ def test_a_tape_repeats_operations_on_other_tensors_and_devices():
     assert torch.equal(tape(torch.randn(3, 2).T, others[1])[2], constant)  # another layout
     assert len(tape.steps) == 4  # not that of the constant
     assert all(x.is_meta for x in tape(*(x.to("meta") for x in others)))
-    assert tape.equals(Tape(function, inputs))
-    assert not tape.equals(Tape(lambda x, y: [x - 1, y, y], inputs))
 
 
 @pytest.mark.parametrize(
