@@ -124,6 +124,7 @@ class Family:
     embeds_width = "cross_attention_dim"  # the width of embeddings in the model's config
     max_tokens = 0  # per caption, by default; 0: the limit of the text encoder
     dropped_tokens = 0  # tokens of a template at the front, whose embeddings the pipeline drops
+    caption_unit = "tokens"  # counted by the limit of captions
     masked = True  # does the text encoder take a mask of the padding?
     ragged = True  # does a cache leave out the embeddings of padding?
     needs_lengths = False  # does `predict` read prompt_lengths?

@@ -132,10 +132,10 @@ class DenoiserCalls:
         size = config.get("patch_size", 1)
         return size if isinstance(size, int) else size[-1]
 
-    def probe(self, time: float = 250.0) -> PipelineRun:
+    def probe(self, time: float = 250.0, **options: Any) -> PipelineRun:
         """Run the pipeline's code for one caption up to the denoiser."""
         run = PipelineRun("denoiser", torch.zeros, time, [self.make_texts([8])])
-        return self.run(1, self.shape[1:], run)
+        return self.run(1, self.shape[1:], run, **options)
 
     def join(self, prompts: dict[str, torch.Tensor]) -> Any:
         return put_together(self.structure, {"caption": prompts})
@@ -155,10 +155,12 @@ class DenoiserCalls:
         blank["prompt_lengths"] = torch.tensor(lengths, device="cpu")
         return self.join(blank)
 
-    def run(self, count: int, size: Sequence[int], run: PipelineRun) -> PipelineRun:
+    def run(self, count: int, size: Sequence[int], run: PipelineRun, **options: Any) -> PipelineRun:
+        """Run the pipeline's code for latents of a size. options: further arguments of it."""
         height, width = (side * self.downscale for side in size)
+        options = self.options | {"height": height, "width": width} | options
         try:
-            self.code([""] * count, self.options | {"height": height, "width": width}, run)
+            self.code([""] * count, options, run)
         except (ValueError, NotImplementedError) as error:
             raise Unrecordable(f"for images of {height} x {width} pixels, {error}") from error
         if run.ends_at == "denoiser" and len(run.calls) != 1:

@@ -43,13 +43,7 @@ from diffusion_training.families.recorded_captions import (
     find_references,
     turn_on,
 )
-from diffusion_training.families.recorded_latents import (
-    Layout,
-    describe_scale,
-    find_layout,
-    place,
-    see_references,
-)
+from diffusion_training.families.recorded_latents import Layout, describe_scale, find_layout, place
 from diffusion_training.families.recorded_text import (
     LONG,
     SHORT,
@@ -79,6 +73,7 @@ class Recorded(Family):
     needs_lengths = False
     ragged = False
     scales_references = False  # the pipeline's code does
+    caption_unit = "bytes"
 
     def __init__(
         self,
@@ -182,8 +177,7 @@ class Recorded(Family):
             references = find_references(parts)
         with self.explaining("its captions"):
             findings = describe_captions(parts, references, self.max_tokens)
-        # as a cache has them
-        found = self.with_findings(json.loads(json.dumps(findings)))
+        found = self.recall({"recorded": json.loads(json.dumps(findings))})
         found.check_text(parts)
         columns = [f"{part['column']} {part['shape']}" for part in findings["parts"]]
         tokens = ", as many tokens as it has" if found.ragged else ""
@@ -205,9 +199,7 @@ class Recorded(Family):
 
     def recall(self, settings: dict[str, Any]) -> "Recorded":
         """The family with the findings in a cache's settings."""
-        return self.with_findings(settings["recorded"])
-
-    def with_findings(self, findings: dict[str, Any]) -> "Recorded":
+        findings = settings["recorded"]
         return Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
@@ -243,8 +235,9 @@ class Recorded(Family):
     # ---- images
 
     def see_references(self, images: list[Any]) -> PipelineRun:
+        """A run of the pipeline's code that notes what its VAE gets for references."""
         with self.explaining("its references"):
-            return see_references(self.own_calls, images)
+            return self.own_calls.probe(image=images)
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         run = self.see_references(make_blanks([(resolution, resolution)] * count))

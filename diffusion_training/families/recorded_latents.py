@@ -3,7 +3,6 @@
 1. `see_decoded` lets the pipeline's code go on from given noise to its VAE, without steps.
 2. From zeros, a large number and 0, 1, 2, ..., `find_layout` reads shift, scale and order.
 3. `describe_scale` gives shift and scale as a VAE's config has them, one for each channel.
-4. `see_references` notes the pixels that the VAE gets of references.
 """
 
 import functools
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from diffusion_training.families.denoiser_call import PROBED_SIDES, DenoiserCalls
+from diffusion_training.families.denoiser_call import DenoiserCalls
 from diffusion_training.families.pipeline_code import PipelineRun
 from diffusion_training.families.tape import Unrecordable
 
@@ -88,11 +87,3 @@ def shorten_factor(large: torch.Tensor) -> float:
         if short and torch.equal(torch.tensor(LARGE) / short, large):
             return short
     return factor
-
-
-def see_references(calls: DenoiserCalls, images: list[Any]) -> PipelineRun:
-    """A run of the pipeline's code that notes what its VAE gets for references."""
-    run = PipelineRun("denoiser", torch.zeros, texts=[calls.make_texts([8])])
-    height, width = PROBED_SIDES
-    options = calls.options | {"image": images, "height": height, "width": width}
-    return calls.code([""], options, run)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 
-class Unrecordable(ValueError):
+class Unrecordable(Exception):
     """Raised for a pipeline that can't be recorded, with the reason."""
 
 
