@@ -70,6 +70,9 @@ class Crops(TypedDict):
 class CaptionedBatch(ImageBatch, Captions, Crops):
     """A batch of images with captions."""
 
+    # references, uint8 [N, 3 * references, H, W]; only for a script that asks `open_data` for them
+    conditioning_pixel_values: NotRequired[torch.Tensor]
+
 
 @final
 class LatentBatch(Batch, Captions, Crops):

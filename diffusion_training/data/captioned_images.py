@@ -4,6 +4,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from diffusion_training.batches import CaptionedBatch
 from diffusion_training.data.captions import (
@@ -17,6 +18,8 @@ from diffusion_training.data.texts import CaptionChoice, choose_caption
 from diffusion_training.data.transforms import Transform
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.order import Key, draw_choices
+
+MIRRORED = {"pixel_values", "mask", "conditioning_pixel_values"}
 
 
 class CaptionedImages(RowDataset):
@@ -52,18 +55,34 @@ class CaptionedImages(RowDataset):
             item = transform_row(number, epoch, row, self.transform, target)
             flip = draw_choices(self.transform.seed, epoch, number)[2] < 0.5
             item["flipped"] = bool(self.transform.random_flip and flip)
-            for name in item.keys() & {"pixel_values", "mask"} if item["flipped"] else ():
+            if self.transform.reference_columns:
+                item |= self.stack_references(item)
+            for name in item.keys() & MIRRORED if item["flipped"] else ():
                 item[name] = item[name].flip(-1)
             item["weight"] = 0.0 if item["skipped"] else weight
             items.append(item)
         texts = [item["text"] for item in items]
         batch = tokenize_batch(self.tokenizers, self.choice, texts, keys)
-        for name in items[0].keys() & {"pixel_values", "mask"}:
+        for name in items[0].keys() & MIRRORED:
             batch[name] = torch.stack([item[name] for item in items])
         for name in ("original_size", "crop_top_left", "flipped", "weight"):
             batch[name] = torch.tensor([item[name] for item in items])
         batch["skipped"] = [(item["key"], item["skipped"]) for item in items if item["skipped"]]
         return cast(CaptionedBatch, batch)
+
+    def stack_references(self, item: dict) -> dict:
+        """The references of a row as channels, uint8 [3 * references, H, W], cropped as its image.
+
+        A row whose references have another size than its image is skipped.
+        """
+        count = len(self.transform.reference_columns)
+        skipped = item["skipped"]
+        if not skipped and not (item["is_aligned"] and len(item["references"]) == count):
+            skipped = "it has no reference of its own size"
+        stacked = torch.zeros(3 * count, *item["pixel_values"].shape[1:], dtype=torch.uint8)
+        if not skipped:
+            stacked = torch.cat([pil_to_tensor(image) for image in item["references"]])
+        return {"conditioning_pixel_values": stacked, "skipped": skipped}
 
     def longest(self, row: int) -> CaptionedBatch:
         batch = super().longest(row)

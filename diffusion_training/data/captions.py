@@ -268,11 +268,11 @@ def report_equal(texts: list[str], args: Namespace) -> None:
         )
 
 
-def report_cut(count: int, total: int, limit: int, where: str = "") -> None:
-    """Print how many captions are truncated."""
+def report_cut(count: int, total: int, limit: int, unit: str, where: str = "") -> None:
+    """Print how many captions are truncated. unit: `Family.caption_unit`."""
     if count:
         print(
-            f"{where}{count:,} of {total:,} captions have more than {limit} tokens, "
+            f"{where}{count:,} of {total:,} captions have more than {limit} {unit}, "
             "and the rest is cut off"
         )
 

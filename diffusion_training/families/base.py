@@ -124,6 +124,7 @@ class Family:
     embeds_width = "cross_attention_dim"  # the width of embeddings in the model's config
     max_tokens = 0  # per caption, by default; 0: the limit of the text encoder
     dropped_tokens = 0  # tokens of a template at the front, whose embeddings the pipeline drops
+    caption_unit = "tokens"  # counted by the limit of captions
     masked = True  # does the text encoder take a mask of the padding?
     ragged = True  # does a cache leave out the embeddings of padding?
     needs_lengths = False  # does `predict` read prompt_lengths?
@@ -287,10 +288,6 @@ class Family:
         config = vae.config
         levels = config.get("block_out_channels") or config.encoder_block_out_channels
         return 2 ** (len(levels) - 1)
-
-    def trial_side(self, vae: torch.nn.Module) -> int:
-        """The side in pixels of an image on which a VAE is tried."""
-        return 2 * self.downscale(vae)
 
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] in [-1, 1], in the VAE's precision -> unscaled latents, float32.

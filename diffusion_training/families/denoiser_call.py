@@ -1,4 +1,12 @@
-"""The direct call of a denoiser, with arguments as its pipeline's own code makes them."""
+"""The direct call of a denoiser, with arguments as its pipeline's own code makes them.
+
+1. `DenoiserCalls` runs the pipeline's code up to the denoiser, and finds the size of its latents
+   and how its arguments depend on the time.
+2. When a batch of a new shape comes, `record` keeps the operations that make the other arguments of
+   latents and encoded captions, and compares what they give for other values.
+3. `predict` repeats them, and calls the denoiser as it is wrapped for training.
+4. `record_output` keeps what the pipeline makes of the output before `scheduler.step`.
+"""
 
 import contextlib
 import math
@@ -13,14 +21,15 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_map_only,
     tree_unflatten,
 )
 
-from diffusion_training.families.mask_values import MaskValues, ReadLists
+from diffusion_training.families.mask_values import MaskValues, is_whole_numbers
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
 from diffusion_training.families.reference_latents import make_blanks
-from diffusion_training.families.tape import Tape, Unrepeatable
+from diffusion_training.families.tape import Tape, Unrecordable
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)
@@ -32,29 +41,14 @@ TIME_MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "1 - t / 1000": (lambda t: 1 - t / NUM_TIMES, lambda share: 1 - share),
 }
 PROBED_SIDES = (256, 512)  # pixels
-SMALL = 64  # side in pixels of an image on which a denoiser is tried
 
 
-class UnknownCall(ValueError):
-    """Raised for a pipeline whose call of its denoiser can't be repeated."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of the latents that a pipeline starts from."""
-
-    channels: int
-    downscale: int  # pixels per latent along a side
-
-
-def find_geometry(code: PipelineCode, texts: Any, options: dict[str, Any]) -> Geometry:
-    height, width = PROBED_SIDES
-    run = PipelineRun("denoiser", torch.zeros, texts=[texts])
-    code([""], options | {"height": height, "width": width}, run)
-    shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
-    if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
-        raise UnknownCall(f"it draws noise of the shapes {run.noise_shapes} for {height} x {width}")
-    return Geometry(shape[0], height // shape[1])
+def find_difference(named: Sequence[tuple[Any, Any]], others: Sequence[Any]) -> str | None:
+    """The first argument whose value is another one, or None. named: (path, value) of each."""
+    for (path, one), other in zip(named, others, strict=True):
+        if not is_equal(one, other):
+            return keystr(path)
+    return None
 
 
 @dataclass(frozen=True)
@@ -63,31 +57,17 @@ class Call:
 
     # (noisy latents, those of references, tensors of encode_prompt) -> arguments that are tensors
     tensors: Tape
-    # {position of an argument: number of the tensor of encode_prompt that it is}, if the pipeline
-    # reads values of these tensors; `tensors` then takes only latents
-    passed: dict[int, int] | None
     leaves: list[Any]  # all arguments, flat
     spec: TreeSpec
     where: list[int]  # positions of the tensors among them
     times: dict[int, str]  # positions of the time: one of `TIME_MAPS`
 
-    def fill(self, latents: list[torch.Tensor], texts: list[torch.Tensor]) -> list[Any]:
-        """The arguments for other latents (noisy ones, then references) and captions, flat."""
-        found = self.tensors(*latents, *(texts if self.passed is None else ()))
+    def fill(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """All arguments, flat, for other inputs of `tensors`."""
         arguments = list(self.leaves)
-        for position, tensor in zip(self.where, found, strict=True):
+        for position, tensor in zip(self.where, self.tensors(*tensors), strict=True):
             arguments[position] = tensor
-        for position, number in (self.passed or {}).items():
-            arguments[position] = texts[number]
         return arguments
-
-    def equals(self, other: "Call") -> bool:
-        def list_plain(call: Call) -> list[Any]:
-            return [leaf for i, leaf in enumerate(call.leaves) if i not in call.where]
-
-        is_alike = (self.spec, self.passed) == (other.spec, other.passed)
-        is_alike = is_alike and list_plain(self) == list_plain(other)
-        return is_alike and self.tensors.equals(other.tensors)
 
 
 class DenoiserCalls:
@@ -96,43 +76,49 @@ class DenoiserCalls:
     def __init__(
         self,
         code: PipelineCode,
-        structure: Any,
-        parts: list[Part],
+        findings: dict[str, Any],
         options: dict[str, Any],
         references: Sequence[tuple[int, int]] = (),
-        one_by_one: bool = False,
     ) -> None:
-        """structure, parts: see `describe_result`. options: arguments of the pipeline.
+        """findings: see `describe_captions`. options: arguments of the pipeline.
 
-        references: (height, width) in pixels of each image that an edit starts from. one_by_one:
-        call the denoiser for each image of a batch, since some pipelines edit only one.
+        references: (height, width) in pixels of each image that an edit starts from.
         """
-        self.one_by_one = one_by_one
+        # call the denoiser for each image of a batch, since some pipelines edit only one
+        self.one_by_one = "references" in findings
         self.code = code
-        self.structure = structure
-        self.options = options
-        if references:
-            self.options = options | {"image": make_blanks(references)}
-        self.parts = parts
-        self.is_ragged = any(part["is_ragged"] for part in parts)
+        self.structure = findings["structure"]
+        self.parts: list[Part] = findings["parts"]
+        self.options = options | ({"image": make_blanks(references)} if references else {})
+        self.is_ragged = any(part["is_ragged"] for part in self.parts)
         self.needs_one_length = False  # must all captions of a batch have one number of tokens?
-        self.geometry = find_geometry(code, self.make_texts([1]), self.options)
+        self.channels, self.downscale = self.find_geometry()
         self.time_maps = self.find_times()
         self.calls: dict[Any, Call] = {}
         self.outputs: dict[Any, Tape] = {}
-        self.layouts: dict[Any, Any] = {}  # see `Recorded.find_layout`
+        self.layouts: dict[Any, Any] = {}  # see `find_layout`
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
-        # Do other arguments depend on the number of tokens?
-        lengths = ([8], [7]) if one_by_one else ([8, 6], [7, 5])
-        one, other = (self.record((len(each), *self.shape), each) for each in lengths)
-        self.reads_lengths = not one.equals(other)
+        # a pipeline whose call can't be repeated is refused here
+        lengths = [8] if self.one_by_one else [8, 6]
+        self.record((len(lengths), *self.shape), lengths)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """The shape of latents in trials."""
-        height, width = (side // self.geometry.downscale for side in PROBED_SIDES)
-        return self.geometry.channels, height, width
+        height, width = (side // self.downscale for side in PROBED_SIDES)
+        return self.channels, height, width
+
+    def find_geometry(self) -> tuple[int, int]:
+        """(channels of the latents that the pipeline starts from, pixels per latent on a side)."""
+        height, width = PROBED_SIDES
+        run = PipelineRun("denoiser", torch.zeros, texts=[self.make_texts([1])])
+        self.code([""], self.options | {"height": height, "width": width}, run)
+        shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
+        if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
+            shapes = f"{run.noise_shapes} for {height} x {width}"
+            raise Unrecordable(f"it draws noise of the shapes {shapes}")
+        return shape[0], height // shape[1]
 
     @property
     def patch_size(self) -> int:
@@ -143,16 +129,16 @@ class DenoiserCalls:
         if isinstance(first, torch.Tensor) and first.dim() == 3:
             return math.isqrt(height * width // first.shape[1])
         config = self.code.pipeline.components[self.code.folder].config
-        sizes = [config[name] for name in ("patch_size", "all_patch_size") if config.get(name)]
-        return [*sizes[0]][-1] if sizes and not isinstance(sizes[0], int) else (*sizes, 1)[0]
+        size = config.get("patch_size", 1)
+        return size if isinstance(size, int) else size[-1]
 
-    def probe(self, time: float = 250.0) -> PipelineRun:
+    def probe(self, time: float = 250.0, **options: Any) -> PipelineRun:
         """Run the pipeline's code for one caption up to the denoiser."""
         run = PipelineRun("denoiser", torch.zeros, time, [self.make_texts([8])])
-        return self.run(1, self.shape[1:], run)
+        return self.run(1, self.shape[1:], run, **options)
 
-    def join(self, prompts: dict[str, torch.Tensor], lengths: list[int]) -> Any:
-        return put_together(self.structure, {"caption": prompts}, {"caption": lengths})
+    def join(self, prompts: dict[str, torch.Tensor]) -> Any:
+        return put_together(self.structure, {"caption": prompts})
 
     def make_texts(self, lengths: list[int], known: dict[str, torch.Tensor] | None = None) -> Any:
         """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros.
@@ -166,16 +152,19 @@ class DenoiserCalls:
         }
         blank |= known or {}
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
-        return self.join(blank, lengths)
+        blank["prompt_lengths"] = torch.tensor(lengths, device="cpu")
+        return self.join(blank)
 
-    def run(self, count: int, size: Sequence[int], run: PipelineRun) -> PipelineRun:
-        height, width = (side * self.geometry.downscale for side in size)
+    def run(self, count: int, size: Sequence[int], run: PipelineRun, **options: Any) -> PipelineRun:
+        """Run the pipeline's code for latents of a size. options: further arguments of it."""
+        height, width = (side * self.downscale for side in size)
+        options = self.options | {"height": height, "width": width} | options
         try:
-            self.code([""] * count, self.options | {"height": height, "width": width}, run)
+            self.code([""] * count, options, run)
         except (ValueError, NotImplementedError) as error:
-            raise UnknownCall(f"for images of {height} x {width} pixels, {error}") from error
+            raise Unrecordable(f"for images of {height} x {width} pixels, {error}") from error
         if run.ends_at == "denoiser" and len(run.calls) != 1:
-            raise UnknownCall("its denoiser is not called")
+            raise Unrecordable("its denoiser is not called")
         return run
 
     def find_times(self) -> dict[str, str]:
@@ -196,9 +185,9 @@ class DenoiserCalls:
                     maps[name] = formula
                     break
             else:
-                raise UnknownCall(f"{name} is computed from the time in an unknown way")
+                raise Unrecordable(f"{name} is computed from the time in an unknown way")
         if not maps:
-            raise UnknownCall("no argument of its denoiser depends on the time")
+            raise Unrecordable("no argument of its denoiser depends on the time")
         return maps
 
     def predict(
@@ -228,74 +217,48 @@ class DenoiserCalls:
         if self.is_ragged:
             lengths = prompts["prompt_lengths"].tolist()
         if self.needs_one_length and len(set(lengths)) > 1:
-            raise UnknownCall(
+            raise Unrecordable(
                 "captions of several lengths in one batch would train at other positions than "
                 "those of one image: give --train_batch_size 1, and --gradient_accumulation_steps"
             )
-        texts = self.join(prompts, lengths)
+        texts = self.join(prompts)
         leaves = list_tensors(texts)
         call = self.find(noisy.shape, lengths, leaves)
-        arguments = call.fill([noisy, *references], leaves)
+        arguments = call.fill([noisy, *references, *leaves])
         for position, formula in call.times.items():
             time = TIME_MAPS[formula][1](times)
             like = call.leaves[position]
             if like.numel() == len(times):
                 time = time.view(like.shape)
             arguments[position] = time.to(like.dtype)
-        with contextlib.ExitStack() as stack:
-            if noisy.is_meta:  # some models read the values of masks
-                values = {
-                    name: prompts[f"{name}_values"]
-                    for name in prompts
-                    if f"{name}_values" in prompts
-                }
-                example = call.fill(
-                    self.make_latents(noisy.shape), list_tensors(self.make_texts(lengths, values))
-                )
-                pairs = zip(arguments, example, strict=True)
-                known = [(one, other) for one, other in pairs if is_whole_numbers(one)]
-                values = stack.enter_context(MaskValues(known))
-                stack.enter_context(ReadLists(values))
+        context: Any = contextlib.nullcontext()
+        if noisy.is_meta:
+            values = self.list_values(call, noisy.shape, lengths, prompts)
+            pairs = zip(arguments, values, strict=True)
+            arguments = [value if is_whole_numbers(value) else one for one, value in pairs]
+            context = MaskValues()
+        with context:
             output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)
+
+    def list_values(
+        self, call: Call, shape: torch.Size, lengths: list[int], prompts: dict[str, torch.Tensor]
+    ) -> list[Any]:
+        """The arguments of a call on the CPU, with the values of masks, and zeros.
+
+        prompts: NAME_values is the value of the column NAME, if its values matter.
+        """
+        known = {name: prompts[f"{name}_values"] for name in prompts if f"{name}_values" in prompts}
+        texts = list_tensors(self.make_texts(lengths, known))
+        return call.fill([*self.make_latents(shape), *texts])
 
     def make_latents(self, shape: Sequence[int]) -> list[torch.Tensor]:
         """Noisy latents of a shape and those of references, on the CPU, all zeros."""
         shapes = [tuple(shape), *self.reference_shapes]
         return [torch.zeros(each, device="cpu") for each in shapes]
 
-    @torch.no_grad()
-    def is_exact(self, model: torch.nn.Module, resolution: int, lengths: list[int]) -> bool:
-        """Whether two captions with so many tokens, at two times, give what each gives alone."""
-        with torch.device("cpu"):
-            generator = torch.Generator().manual_seed(0)
-            side = min(SMALL, resolution) // self.geometry.downscale
-            noisy = torch.randn(2, self.geometry.channels, side, side, generator=generator)
-            times = torch.tensor([0.7, 0.3])
-            prompts = {}
-            for part in self.parts:
-                values = torch.full((2, *part["shape"]), part["typical"])
-                if part["dtype"].startswith("float") and part["axis"] is not None:
-                    values = torch.randn(values.shape, generator=generator)
-                if part["is_ragged"]:
-                    for row, count in zip(values, lengths, strict=True):
-                        row[count:] = 0
-                prompts[part["column"]] = values
-            prompts["prompt_lengths"] = torch.tensor(lengths)
-            tokens = torch.arange(max(lengths))
-            prompts["prompt_mask"] = tokens < prompts["prompt_lengths"][:, None]
-            together = self.predict(model, noisy, times, prompts)
-            for order in ([0], [1], [1, 0]):
-                some = {name: value[order] for name, value in prompts.items()}
-                alone = self.predict(model, noisy[order], times[order], some)
-                if (alone - together[order]).abs().max() > 1e-3 * together.abs().mean():
-                    return False
-        return True
-
-    def find(self, shape: torch.Size, lengths: list[int], leaves: list[torch.Tensor]) -> Call:
-        known = (shape, len(leaves))
-        if self.reads_lengths:
-            known += tuple(leaf.shape for leaf in leaves)
+    def find(self, shape: torch.Size, lengths: list[int], texts: list[torch.Tensor]) -> Call:
+        known = (shape, *(text.shape for text in texts))
         if known not in self.calls:
             self.calls[known] = self.record(shape, lengths)
         return self.calls[known]
@@ -303,58 +266,29 @@ class DenoiserCalls:
     def record(self, shape: Sequence[int], lengths: list[int]) -> Call:
         """Record the call for latents of a shape, and captions with so many tokens."""
         texts = self.make_texts(lengths)
-        leaves, text_spec = tree_flatten(texts)
-        where_texts = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-        count = 1 + len(self.reference_shapes)  # of latents
+        count = len(self.reference_shapes)
 
         def call(noise: torch.Tensor, *tensors: torch.Tensor) -> dict[str, Any]:
-            given = list(leaves)
-            for i, tensor in zip(where_texts, tensors[count - 1 :], strict=True):
-                given[i] = tensor
-            text = tree_unflatten(given, text_spec)
-            run = PipelineRun("denoiser", partial(reshape_noise, noise), texts=[text])
-            run.references = tensors[: count - 1]
+            given = iter(tensors[count:])
+            run = PipelineRun("denoiser", partial(reshape_noise, noise))
+            run.texts = [tree_map_only(torch.Tensor, lambda _: next(given), texts)]
+            run.references = tensors[:count]
             return self.run(len(noise), shape[2:], run).calls[0]
 
-        latents, given = self.make_latents(shape), list_tensors(texts)
-        inputs = [*latents, *given]
+        inputs = [*self.make_latents(shape), *list_tensors(texts)]
         named, spec = tree_flatten_with_path(call(*inputs))
         names = [keystr(path) for path, _ in named]
         arguments = [leaf for _, leaf in named]
         for name, leaf in zip(names, arguments, strict=True):
             if not isinstance(leaf, (torch.Tensor, *PLAIN)):
-                raise UnknownCall(f"its denoiser takes a {type(leaf).__name__} as {name}")
+                raise Unrecordable(f"its denoiser takes a {type(leaf).__name__} as {name}")
         where = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         times = {i: self.time_maps[name] for i, name in enumerate(names) if name in self.time_maps}
+        made = Call(Tape(call, inputs), arguments, spec, where, times)
         others = [vary(tensor) for tensor in inputs]
-        expected = tree_flatten(call(*others))[0]
-
-        def check(made: Call) -> str | None:
-            """The first argument that is not the pipeline's for other values."""
-            filled = made.fill(others[:count], others[count:])
-            for name, one, other in zip(names, filled, expected, strict=True):
-                if not (is_equal(one, other) if isinstance(one, torch.Tensor) else one == other):
-                    return name
-            return None
-
-        try:
-            tape = Tape(lambda *x: list_tensors(call(*x)), inputs)
-            made = Call(tape, None, arguments, spec, where, times)
-            if check(made) is None:
-                return made
-        except Unrepeatable:  # it reads a mask, say
-            pass
-        passed = {
-            i: number
-            for i, leaf in enumerate(arguments)
-            for number, text in enumerate(given)
-            if leaf is text
-        }
-        tape = Tape(lambda *x: list_tensors(call(*x, *given)), latents)
-        made = Call(tape, passed, arguments, spec, where, times)
-        if name := check(made):
-            raise UnknownCall(f"{name} depends on values of captions")
+        expected, _ = tree_flatten_with_path(call(*others))
+        if name := find_difference(expected, made.fill(others)):
+            raise Unrecordable(f"{name} can't be repeated for other values")
         return made
 
     def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:
@@ -382,7 +316,7 @@ class DenoiserCalls:
 
         packed = finish(*leaves).sample[0].flatten().long()
         if not torch.equal(packed.sort().values, torch.arange(numbers, device="cpu")):
-            raise UnknownCall("its latents are not those that it starts from, in another order")
+            raise Unrecordable("its latents are not those that it starts from, in another order")
         order = packed.argsort()
 
         def read(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -392,12 +326,8 @@ class DenoiserCalls:
         tape = Tape(read, leaves)
         others = [vary(leaf) for leaf in leaves]
         if not all(map(is_equal, tape(*others), read(*others))):
-            raise UnknownCall("its use of the denoiser's output depends on values")
+            raise Unrecordable("its use of the denoiser's output depends on values")
         return tape
-
-
-def is_whole_numbers(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def vary(tensor: torch.Tensor) -> torch.Tensor:
@@ -414,5 +344,5 @@ def vary(tensor: torch.Tensor) -> torch.Tensor:
 
 def reshape_noise(noise: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     if math.prod(size) != noise.numel():
-        raise UnknownCall(f"it draws noise of the shape {list(size)} as well")
+        raise Unrecordable(f"it draws noise of the shape {list(size)} as well")
     return noise.reshape(size)

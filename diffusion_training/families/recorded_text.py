@@ -12,6 +12,8 @@ import torch
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten
 
+from diffusion_training.families.tape import Unrecordable
+
 SHORT, LONG = "a red car", "three birds, and a blue house by the sea at night"  # probes
 MOST_BYTES = 4096  # of a caption
 MAIN = "prompt_embeds"  # the column of the embeddings
@@ -28,10 +30,6 @@ class Part(TypedDict, total=False):
     axis: int | str | None
     is_ragged: bool  # does its first axis count the caption's tokens?
     typical: float  # a value: 1 for a mask, except if it is 0 for each token
-
-
-class UnknownText(ValueError):
-    """Raised for a result of `encode_prompt` that can't be recorded."""
 
 
 def is_part(node: Any) -> bool:
@@ -72,16 +70,16 @@ def describe_result(
         elif isinstance(a, int | float | str | None):
             return a
         else:
-            raise UnknownText(f"its encode_prompt returns a {type(a).__name__}")
+            raise Unrecordable(f"its encode_prompt returns a {type(a).__name__}")
         parts.append(part)
         return part
 
     structure = describe(one, same, longer)
     if not parts:
-        raise UnknownText("its encode_prompt returns no tensor")
+        raise Unrecordable("its encode_prompt returns no tensor")
     ragged = [part for part in parts if part["is_ragged"]]
     if len({part["shape"][0] for part in ragged}) > 1:
-        raise UnknownText("its captions have two numbers of tokens")
+        raise Unrecordable("its captions have two numbers of tokens")
     if ragged:
         structure = find_masks(structure, plain(record([SHORT, LONG])))
         if most_tokens is None:
@@ -103,12 +101,12 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     axis = None
     if one.shape != same.shape:
         if len(grown) != 1 or one.shape[grown[0]] != 1:
-            raise UnknownText(f"its encode_prompt returns {list(same.shape)} for two captions")
+            raise Unrecordable(f"its encode_prompt returns {list(same.shape)} for two captions")
         axis = grown[0]
     of_one, of_longer = (move_rows(each, axis) for each in (one, longer))
     differ = [i for i, size in enumerate(of_one.shape) if of_longer.shape[i] != size]
     if differ not in ([], [0]):
-        raise UnknownText(f"its encode_prompt returns {list(longer.shape)} for a longer caption")
+        raise Unrecordable(f"its encode_prompt returns {list(longer.shape)} for a longer caption")
     return Part(
         column="",
         of="",
@@ -157,7 +155,7 @@ def stack_rows(parts: list[Part], rows: list[dict[str, torch.Tensor]]) -> dict[s
         if part["is_ragged"]:
             most = part["shape"][0]
             if (longest := max(map(len, tensors))) > most:
-                raise UnknownText(f"a caption has {longest} tokens, not {most} at most")
+                raise Unrecordable(f"a caption has {longest} tokens, not {most} at most")
             behind = [0, 0] * (tensors[0].dim() - 1)
             tensors = [pad(tensor, [*behind, 0, most - len(tensor)]) for tensor in tensors]
         stacked = torch.stack(tensors)
@@ -173,44 +171,37 @@ def stack_rows(parts: list[Part], rows: list[dict[str, torch.Tensor]]) -> dict[s
     return batch
 
 
-def put_together(
-    structure: Any, sources: dict[str, dict[str, torch.Tensor]], lengths: dict[str, list[int]]
-) -> Any:
+def put_together(structure: Any, sources: dict[str, dict[str, torch.Tensor]]) -> Any:
     """The results of `encode_prompt` for a batch of recorded captions.
 
-    sources: {"caption": batch, "empty": batch}, as `stack_rows` makes them. lengths: the tokens of
-    each caption of a batch; [] if no part is ragged.
+    sources: {"caption": batch, "empty": batch}, as `stack_rows` makes them.
     """
-    if is_part(structure):
-        values = sources[structure["of"]][structure["column"]]
-        dtype = getattr(torch, structure["dtype"])
-        own = lengths[structure["of"]]
-        if structure["is_ragged"]:
-            if structure["axis"] == "list":
-                return [row[:n].to(dtype) for row, n in zip(values, own, strict=True)]
-            values = values[:, : max(own)]
-        values = values.to(dtype)
-        if structure["axis"] == "list":
-            return list(values)
-        if structure["axis"] is None:
-            return values[0]
-        return values.movedim(0, structure["axis"])
-    if isinstance(structure, dict):
-        own = lengths[structure["of"]]
-        if len(set(own)) == 1:
-            return None
-        mask = sources[structure["of"]]["prompt_mask"][:, : max(own)]
-        return mask.to(getattr(torch, structure["mask"]))
     if isinstance(structure, list):
-        return [put_together(node, sources, lengths) for node in structure]
-    return structure
+        return [put_together(node, sources) for node in structure]
+    if not isinstance(structure, dict):
+        return structure
+    batch = sources[structure["of"]]
+    if "mask" in structure:
+        lengths = batch["prompt_lengths"].tolist()
+        if len(set(lengths)) == 1:
+            return None
+        return batch["prompt_mask"][:, : max(lengths)].to(getattr(torch, structure["mask"]))
+    values = batch[structure["column"]].to(getattr(torch, structure["dtype"]))
+    if structure["is_ragged"]:
+        lengths = batch["prompt_lengths"].tolist()
+        if structure["axis"] == "list":
+            return [row[:n] for row, n in zip(values, lengths, strict=True)]
+        values = values[:, : max(lengths)]
+    if structure["axis"] == "list":
+        return list(values)
+    return values[0] if structure["axis"] is None else values.movedim(0, structure["axis"])
 
 
 def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
     """A result of `encode_prompt` in a run with guidance, as parts of a caption and of none.
 
     alone: the result for the same caption without guidance. What differs from all its parts belongs
-    to the empty prompt. Raises UnknownText if it has no part's shape.
+    to the empty prompt. Raises Unrecordable if it has no part's shape.
     """
     pairs = pair_parts(structure, plain(alone))
     left = [part for part, _ in pairs]
@@ -229,7 +220,7 @@ def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
                 if part in left and is_like(part, move_rows(tensor, part["axis"])):
                     left.remove(part)
                     return {**part, "of": "empty"}
-            raise UnknownText("guidance turns its embeddings into others")
+            raise Unrecordable("guidance turns its embeddings into others")
         if isinstance(node, list):
             return [match(item) for item in node]
         return node
@@ -244,8 +235,11 @@ def is_like(part: Part, tensor: torch.Tensor) -> bool:
     return (dtype, [*tensor.shape[first:]]) == (part["dtype"], part["shape"][first:])
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two tensors or plain values are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def pair_parts(structure: Any, result: Any) -> list[tuple[Part, Any]]:
@@ -264,7 +258,6 @@ class CaptionBytes:
     The pipeline's own tokenizers read captions, inside `encode_prompt`.
     """
 
-    pad_token = "\0"
     model_max_length = MOST_BYTES
 
     def __init__(self, vocabulary: dict[str, str]) -> None:
@@ -273,9 +266,6 @@ class CaptionBytes:
 
     def get_vocab(self) -> dict[str, str]:
         return self.vocabulary
-
-    def __len__(self) -> int:
-        return 256
 
     def __call__(
         self,

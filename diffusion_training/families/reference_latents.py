@@ -8,9 +8,7 @@ import torch
 from PIL import Image
 from torch.utils._pytree import tree_map
 
-
-class UnknownReferences(ValueError):
-    """Raised for a use of references that can't be repeated."""
+from diffusion_training.families.tape import Unrecordable
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) ->
     run: see `PipelineRun`.
     """
     if len(pixels) != 1:
-        raise UnknownReferences("it takes only one reference")
+        raise Unrecordable("it takes only one reference")
     shape = shapes.find(pixels)
     if run.references is None:
         latents = torch.zeros(shape)

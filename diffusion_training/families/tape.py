@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 
-class Unrepeatable(RuntimeError):
-    """Raised for an operation that reads values of a tensor, or changes it in place."""
+class Unrecordable(Exception):
+    """Raised for a pipeline that can't be recorded, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,40 @@ class Constant:
     number: int
 
 
+@dataclass(frozen=True)
+class Step:
+    """An operation, its arguments, and the slots of its results."""
+
+    operation: Any
+    leaves: list[Any]
+    spec: TreeSpec
+    results: list[Slot]
+
+
 class Tape(TorchDispatchMode):
-    """The operations of a function of tensors, without those that do not depend on its inputs.
+    """The operations of a function of tensors on which its results depend.
 
     Calling it repeats them. A tensor that does not depend on the inputs is a constant, which is
-    copied to each device once.
+    copied to each device once. So are values that the function reads, and tensors that it changes
+    in place: whether they are the same for other inputs is for the caller to check.
     """
 
-    def __init__(
-        self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+        """Only the tensors among the results of the function are repeated."""
         super().__init__()
         self.slots = {id(tensor): Slot(i) for i, tensor in enumerate(inputs)}
         self.kept = list(inputs)  # so that no other tensor gets their ids
-        self.steps: list[tuple[Any, list[Any], Any]] = []  # operation, arguments
+        self.steps: list[Step] = []
         self.constants: list[torch.Tensor] = []
         with torch.inference_mode(False), torch.no_grad(), self:
             results = function(*inputs)
-        self.results = [self.refer(tensor) for tensor in results]
+        tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        self.results = [self.refer(tensor) for tensor in tensors]
+        needed = set(self.results)
+        for step in reversed(self.steps):
+            if not needed.isdisjoint(step.results):
+                needed |= {leaf for leaf in step.leaves if isinstance(leaf, Slot)}
+        self.steps = [step for step in self.steps if not needed.isdisjoint(step.results)]
         self.on_devices: dict[torch.device, list[torch.Tensor]] = {}
         self.kept.clear()
 
@@ -64,19 +80,20 @@ class Tape(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         if not any(isinstance(x, torch.Tensor) and id(x) in self.slots for x in given):
             return result
-        tensors, _ = tree_flatten(result)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            raise Unrepeatable(f"{operation} reads values of a tensor")
         if operation._schema.is_mutable:
-            raise Unrepeatable(f"{operation} changes a tensor in place")
+            self.slots.pop(id(args[0]), None)
+            return result
+        tensors = tree_leaves(result)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return result
         if operation is torch.ops.aten.view.default:  # other tensors may have another layout
             operation = torch.ops.aten.reshape.default
         # on the device of its inputs
         leaves = [None if isinstance(x, torch.device) else self.refer(x) for x in given]
-        for tensor in tensors:
-            self.slots[id(tensor)] = Slot(len(self.kept))
-            self.kept.append(tensor)
-        self.steps.append((operation, leaves, spec))
+        slots = [Slot(len(self.kept) + i) for i in range(len(tensors))]
+        self.slots |= zip(map(id, tensors), slots, strict=True)
+        self.kept += tensors
+        self.steps.append(Step(operation, leaves, spec, slots))
         return result
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -84,20 +101,14 @@ class Tape(TorchDispatchMode):
         if device not in self.on_devices:
             self.on_devices[device] = [constant.to(device) for constant in self.constants]
         constants = self.on_devices[device]
-        made = list(inputs)
+        made = {Slot(number): tensor for number, tensor in enumerate(inputs)}
 
         def look_up(leaf: Any) -> Any:
             if isinstance(leaf, Constant):
                 return constants[leaf.number]
-            return made[leaf.number] if isinstance(leaf, Slot) else leaf
+            return made[leaf] if isinstance(leaf, Slot) else leaf
 
-        for operation, leaves, spec in self.steps:
-            args, kwargs = tree_unflatten([look_up(leaf) for leaf in leaves], spec)
-            made += tree_flatten(operation(*args, **kwargs))[0]
+        for step in self.steps:
+            args, kwargs = tree_unflatten([look_up(leaf) for leaf in step.leaves], step.spec)
+            made |= zip(step.results, tree_leaves(step.operation(*args, **kwargs)), strict=True)
         return [look_up(result) for result in self.results]
-
-    def equals(self, other: "Tape") -> bool:
-        """Whether both have the same operations and constants."""
-        alike = (self.steps, self.results) == (other.steps, other.results)
-        pairs = zip(self.constants, other.constants, strict=False)
-        return alike and all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)

@@ -173,7 +173,7 @@ def try_encoders(encoders: Encoders) -> None:
     vae = encoders.vae
     with torch.no_grad():
         with explained("the VAE does not work"):
-            side = family.trial_side(vae)
+            side = max(64, 2 * family.downscale(vae))
             image_channels, channels = family.count_channels(vae)
             image = torch.zeros(1, image_channels, side, side, device=vae.device)
             latents = encode_images(encoders, image)

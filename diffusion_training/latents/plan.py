@@ -68,7 +68,8 @@ class PlannedCache:
 
     def report_done(self, cache: dict[str, Any]) -> None:
         """Print what a finished cache holds, and the next command. cache: see `finish_cache`."""
-        report_cut(cache["captions_cut"], cache["rows"], cache["tokenizer"]["model_max_length"])
+        limit = cache["tokenizer"]["model_max_length"]
+        report_cut(cache["captions_cut"], cache["rows"], limit, self.family.caption_unit)
         counts = f"{cache['rows']:,} rows, {cache['skipped']:,} skipped"
         print(f"Done: {counts}, are in {self.output_dir}")
         if is_shared(self.output_dir):  # the trainer that waits for it goes on

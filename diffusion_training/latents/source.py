@@ -25,7 +25,7 @@ from diffusion_training.data.captions import (
 )
 from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.folders import count_references, is_shared
-from diffusion_training.data.references import read_reference
+from diffusion_training.data.references import list_reference_columns, read_reference
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
@@ -157,17 +157,19 @@ def open_data(
     before: dict[str, Any],
     args: Namespace,
     optional_columns: Collection[str] = (),
+    with_references: bool = False,
 ) -> Data:
     """The data of --latents_dir, or else images, with the encoders that each step needs.
 
     Text encoders are loaded if a cache holds only tokens. before: the settings of the checkpoint,
     whose order of the rows is kept. optional_columns: names of columns to read from a cache besides
-    the default ones.
+    the default ones. with_references: read the columns of `add_reference_flags` beside the images,
+    as conditioning_pixel_values.
     """
     if not args.latents_dir:
         if base.family.takes_references and count_references(args):
             fail("references (photo.control.png) are read from a cache: add --cache_latents")
-        return open_images(launch, base, args)
+        return open_images(launch, base, args, with_references)
     maker = "precompute_latents.py"
     if base.family.name in FACTS:
         maker += f" --model_family {base.family.name}"
@@ -244,12 +246,13 @@ def open_data(
     )
 
 
-def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
+def open_images(launch: Launch, base: Base, args: Namespace, with_references: bool) -> Data:
     """The data of images and captions, with the encoders that each step needs, on the device."""
     resolution = args.resolution or base.family.resolution
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     caption_weights = weigh_captions(args)
-    images = load_rows(args, args.streaming, [args.caption_column])
+    images = load_rows(args, args.streaming, [args.caption_column], with_references=with_references)
+    references = list_reference_columns(images.rows, args) if with_references else ()
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     encoders = load_encoders(base, launch.dtype)
     base = replace(base, family=encoders.family)
@@ -263,10 +266,18 @@ def open_images(launch: Launch, base: Base, args: Namespace) -> Data:
         report_equal(texts, args)
         report_emptied(encoders.tokenizers, texts)
         cut = are_cut(encoders.tokenizers, texts or [""])
-        report_cut(sum(cut), len(cut), encoders.tokenizers[0].model_max_length)
+        limit = encoders.tokenizers[0].model_max_length
+        report_cut(sum(cut), len(cut), limit, base.family.caption_unit)
     channels, _ = base.family.count_channels(encoders.vae)
     transform = make_transform(
-        args, images.column, images.mask_column, caption_weights, channels, resolution
+        args,
+        images.column,
+        images.mask_column,
+        caption_weights,
+        channels,
+        resolution,
+        references,
+        reference_side=resolution,
     )
     sizes = choose_sizes(launch.accelerator, images.rows, transform, num_workers)
     kind = "moments" if base.family.has_moments(encoders.vae) else "sample"
@@ -388,7 +399,10 @@ def check_caches(
     described |= describe_prompts(encoders, encode_empty_prompt(encoders, base))
     described |= {name: first.get(name) for name in ("text_cache", "features", "references")}
     for folder, cache in caches.items():
-        check_cache(folder, cache.settings, described, caption_weights, args)
+        settings = cache.settings
+        check_cache(folder, settings, described, caption_weights, args)
+        limit, unit = settings["tokenizer"]["model_max_length"], base.family.caption_unit
+        report_cut(settings["captions_cut"], settings["rows"], limit, unit, f"{folder}: ")
     return encoders
 
 
@@ -413,8 +427,6 @@ def check_cache(
             f"--shuffle_caption needs captions, but {folder} holds embeddings: make it with "
             "--text_cache ids"
         )
-    length = cache["tokenizer"]["model_max_length"]
-    report_cut(cache["captions_cut"], cache["rows"], length, f"{folder}: ")
     transform = cache["transform"]
     num_weights = len(caption_weights or [])
     num_captions = len(transform["caption_weights"] or [])

@@ -260,9 +260,9 @@ def test_equal_captions_and_cut_captions_are_reported(capsys):
     assert f"are '{'x' * 60}'" in look(["x" * 99] * 2)
     rows = datasets.Dataset.from_dict({"c": [str(i) for i in range(25_000)]})
     assert module.sample_captions(rows, "c") == [str(i) for i in range(0, 25_000, 2)]
-    module.report_cut(0, 10, 8)
-    module.report_cut(3, 1200, 8, "there: ")
-    said = "there: 3 of 1,200 captions have more than 8 tokens, and the rest is cut off\n"
+    module.report_cut(0, 10, 8, "tokens")
+    module.report_cut(3, 1200, 8, "bytes", "there: ")
+    said = "there: 3 of 1,200 captions have more than 8 bytes, and the rest is cut off\n"
     assert capsys.readouterr().out == said
 
 

@@ -28,7 +28,8 @@ TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
 LAYERS = """
 __init__ batches errors library_fixes pillow cluster.supervisor
 arguments
-families.tape families.mask_values families.reference_latents families.recorded_text
+families.tape families.mask_values
+families.reference_latents families.recorded_text
 families.pipeline_code
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
 families.names families.class_labels data.flags
@@ -36,7 +37,7 @@ flags
 latents.flags
 loading models
 remote quantization web.downloads families.base families.original_layout families.denoiser_call
-launch
+launch families.denoiser_trial families.recorded_captions families.recorded_latents
 web.tables families.flux2 families.prx families.qwen_image families.z_image
 families.stable_diffusion
 web.shards

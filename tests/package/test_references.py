@@ -7,16 +7,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import Script, make_klein
+import torch
+from conftest import MODELS, Script, make_klein
 from PIL import Image
 
 import precompute_latents
+from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.captions import transform_row
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.references import choose_reference_size, list_reference_columns
 from diffusion_training.data.rows import load_rows
+from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.errors import Refused
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import load_text_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 
 
@@ -147,6 +152,33 @@ def test_a_broken_reference_skips_its_row_with_the_reason(tmp_path):
     item = transform(tmp_path / "photos")
     assert "its reference can't be used" in item["skipped"]
     assert [image.size for image in item["references"]] == [(32, 32)]
+
+
+def test_references_are_read_beside_images_cropped_and_mirrored_as_they_are(tmp_path):
+    for name in "abc":
+        pixels = draw(tmp_path / f"photos/{name}.png", (48, 24), seed=ord(name))
+        (tmp_path / f"photos/{name}.txt").write_text("x")
+        Image.fromarray(pixels).save(tmp_path / f"photos/{name}.control.png")
+    draw(tmp_path / "photos/b.control.png", (24, 12))
+    (tmp_path / "photos/c.control.png").write_bytes(b"x" * 100)
+    args = precompute_latents.parse_args([
+        f"--pretrained_model_name_or_path={MODELS}", f"--train_data_dir={tmp_path / 'photos'}",
+        "--random_flip",
+    ])  # fmt: skip
+    images = load_rows(args, others=["text"], with_references=True)
+    columns = list_reference_columns(images.rows, args)
+    made = make_transform(args, images.column, None, None, 3, 16, columns, 16)
+    _, tokenizers = load_text_encoders(open_base(args), torch.float32)
+    data = CaptionedImages(images, made, tokenizers, CaptionChoice(0, None), None, 0)
+    batch = data[[(epoch, 0, 1.0) for epoch in range(8)]]
+    assert 0 < batch["flipped"].sum() < 8
+    assert torch.equal(batch["conditioning_pixel_values"], batch["pixel_values"])
+    batch = data[[(0, row, 1.0) for row in range(3)]]
+    assert batch["weight"].tolist() == [1, 0, 0]
+    reasons = [reason for _, reason in batch["skipped"]]
+    assert reasons[0] == "it has no reference of its own size"
+    assert "its reference can't be used" in reasons[1]
+    assert batch["conditioning_pixel_values"].shape == (3, 3, 16, 16)
 
 
 def test_a_cache_of_pairs_mirrors_aligned_pairs_and_groups_by_all_sizes(tmp_path):

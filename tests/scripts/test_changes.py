@@ -18,15 +18,25 @@ from conftest import (
     make_images,
     make_models,
     make_prx,
+    make_sdxl,
     metrics,
     patch,
     reset,
     start,
     weights,
 )
-from diffusers import DDPMScheduler, StableDiffusionInpaintPipeline, UNet2DModel
+from diffusers import (
+    ControlNetModel,
+    DDPMScheduler,
+    DiffusionPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLControlNetPipeline,
+    UNet2DModel,
+)
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_pipelines import make_vae_8
 
 import train_text_to_image
 from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
@@ -34,7 +44,7 @@ from diffusion_training.training.costs import copy_shapes, count_flops, count_me
 pytestmark = pytest.mark.usefixtures("without_figures")
 CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/patches.md").read_text(), re.S)
 SMALL = ["huber", "labels", "second", "masked", "module"]
-NAMES = [*SMALL, "perceptual", "inpainting", "repa"]
+NAMES = [*SMALL, "perceptual", "inpainting", "controlnet", "repa"]
 TRAINERS = {
     "unconditional": "train_unconditional.py",
     "text": "train_text_to_image.py",
@@ -113,6 +123,14 @@ def root(tmp_path_factory):
     make_captioned(folder / "images", 8)
     make_others(folder / "second", "depth")
     make_others(folder / "masked", "mask")
+    make_captioned(folder / "controlled", 8)
+    for i in range(8):
+        image = Image.open(folder / f"controlled/{i}.png")
+        image.convert("L").save(folder / f"controlled/{i}.control.png")
+    make_sdxl(folder / "xl")
+    for base in ("sd", "xl/sdxl"):  # a ControlNet takes 8 x 8 pixels per latent
+        shutil.copytree(folder / base, folder / f"{base}-8")
+        make_vae_8(shift_factor=None).save_pretrained(folder / f"{base}-8/vae")
     make_images(folder / "labels", 8)
     for i in range(8):  # one folder per class
         (folder / f"labels/{i % 3}").mkdir(exist_ok=True)
@@ -134,8 +152,8 @@ def without_downloads(monkeypatch):
 
 def list_flags(root, output, name, trainer, kind="images"):
     """A run of 4 steps on 6 images; later flags override these."""
-    source = name if name in ("labels", "second", "masked") else "images"
-    source = "masked" if name == "inpainting" else source
+    source = name if name in ("labels", "second", "masked", "controlled") else "images"
+    source = {"inpainting": "masked", "controlnet": "controlled"}.get(name, source)
     common = [
         f"--output_dir={output}", "--train_batch_size=2", "--max_train_steps=4",
         "--logging_steps=1", "--report_to=none", "--holdout=2", "--lr_warmup_steps=0",
@@ -154,6 +172,11 @@ def list_flags(root, output, name, trainer, kind="images"):
     common += ["--random_flip"]
     if trainer == "flow":
         common += [f"--transformer_config_name_or_path={root / 'prx'}"]
+    if name == "controlnet":
+        common += [f"--pretrained_model_name_or_path={root / 'sd-8'}", "--resolution=32"]
+        control = root / "controlled/0.control.png"
+        common += ["--validation_prompts", "a digit", "--validation_images", control]
+        common += ["--num_inference_steps=2", "--learning_rate=0.05"]
     if name == "inpainting":
         common += ["--mask_column=mask"] if kind == "images" else []
         common += ["--validation_prompts", "a digit", "--num_inference_steps=2"]
@@ -198,7 +221,8 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
         _, lines = change_text(CHANGES[NAMES.index(name)], TRAINERS[trainer])
         sizes.setdefault(name, []).append(len(lines))
         assert max(map(len, lines)) <= 101  # with the + before it
-    assert all(max(sizes[name]) < 10 for name in SMALL) and max(map(max, sizes.values())) < 30
+    assert all(max(sizes[name]) < 10 for name in SMALL)
+    assert all(max(sizes[name]) < (60 if name == "controlnet" else 30) for name in NAMES)
     assert [name for name in NAMES if len(sizes[name]) == 3] == ["huber", "module", "perceptual"]
 
 
@@ -231,6 +255,7 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     resumed = [*flags, f"--output_dir={tmp_path / 'killed'}", "--resume_from_checkpoint=latest"]
     run(script, *resumed)
     names = {"unconditional": "unet", "text": "unet", "flow": "transformer"}[trainer]
+    names = "controlnet" if name == "controlnet" else names
     names = {names, f"{names}_ema"}
     if module := {"module": "log_variance", "repa": "projection"}.get(name):
         names |= {module, f"{module}_ema"}
@@ -249,6 +274,46 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
         assert (tmp_path / "out/samples/step-0000004.png").exists()
         pipeline = StableDiffusionInpaintPipeline.from_pretrained(tmp_path / "out")
         assert pipeline.unet.config.in_channels == 9
+    if name == "controlnet":
+        check_controlnet(root / "sd-8", tmp_path / "out", StableDiffusionControlNetPipeline)
+
+
+def check_controlnet(base, folder, kind):
+    """The pipeline draws another image for another hint, with the U-Net of the base."""
+    before = weights(base / "unet")
+    after = weights(folder / "unet")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert weights(folder / "controlnet")["controlnet_down_blocks.0.weight"].any()
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    assert isinstance(pipeline, kind) and isinstance(pipeline.controlnet, ControlNetModel)
+    pipeline.set_progress_bar_config(disable=True)
+    drawn = [
+        pipeline(
+            "a digit",
+            image=Image.new("RGB", (32, 32), colour),
+            num_inference_steps=2,
+            output_type="np",
+            generator=torch.Generator().manual_seed(0),
+        ).images
+        for colour in ("black", "white")
+    ]
+    assert np.abs(drawn[0] - drawn[1]).max() > 1e-5
+    assert (folder / "samples/step-0000004.png").exists()
+    assert "image=load_image" in (folder / "README.md").read_text()
+
+
+@pytest.mark.long
+def test_controlnet_change_trains_sdxl_and_continues_a_controlnet(root, tmp_path):
+    script = apply(CHANGES[NAMES.index("controlnet")], "text", tmp_path)
+    base, out = root / "xl/sdxl-8", tmp_path / "out"
+    flags = [*list_flags(root, out, "controlnet", "text"), "--mixed_precision=bf16"]
+    flags += [f"--pretrained_model_name_or_path={base}"]
+    run(script, *flags)
+    check_controlnet(base, out, StableDiffusionXLControlNetPipeline)
+    flags += [f"--controlnet_model_name_or_path={out / 'controlnet'}", "--learning_rate=1e-9"]
+    run(script, *flags, f"--output_dir={tmp_path / 'again'}", "--max_train_steps=1")
+    one, two = (weights(folder / "controlnet") for folder in (out, tmp_path / "again"))
+    assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
 
 
 @pytest.mark.parametrize("name, trainer", [("labels", "unconditional"), ("repa", "flow")])

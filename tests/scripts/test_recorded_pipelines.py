@@ -85,7 +85,7 @@ new = pytest.mark.parametrize("made", [NEW], indirect=True)
 def test_metrics_decode_the_latents_of_a_cache(made, monkeypatch):
     """The trainer has encoded no image, so it does not know yet how the pipeline packs latents."""
     name, base, _, folder = made
-    monkeypatch.setattr(recorded, "CALLS", {})
+    monkeypatch.setattr(recorded, "CALLS", [])
     measure = ["--holdout=2", "--validation_metrics=kid", "--num_metric_images=2"]
     measure += [f"--metric_image_model={make_moments(folder / 'moments.pt')}"]
     flags = list_flags(name, folder, "--max_train_steps=1", f"--output_dir={folder / 'out'}")

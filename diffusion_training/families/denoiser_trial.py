@@ -1,0 +1,82 @@
+"""A trial of a recorded pipeline's denoiser, before it is trained.
+
+1. `make_small` makes a denoiser of few layers with random weights.
+2. `is_exact` calls it for two images at two times, together and alone.
+3. `find_one_length` tells by it which captions can share a batch.
+"""
+
+from typing import Any
+
+import torch
+
+from diffusion_training.families.denoiser_call import DenoiserCalls
+from diffusion_training.families.recorded_text import stack_rows
+from diffusion_training.families.tape import Unrecordable
+
+SMALL = 64  # side in pixels of an image on which a denoiser is tried
+
+
+def find_one_length(calls: DenoiserCalls, resolution: int, config: Any) -> bool:
+    """Whether all captions of a batch must have one number of tokens.
+
+    Raises Unrecordable if two images do not give what each gives alone.
+    """
+    if calls.one_by_one:
+        return False
+    model = make_small(calls.code.denoiser_class, config)
+    if not is_exact(calls, model, resolution, [8, 8]):
+        raise Unrecordable("two images in a batch change each other")
+    return calls.is_ragged and not is_exact(calls, model, resolution, [8, 5])
+
+
+@torch.no_grad()
+def is_exact(
+    calls: DenoiserCalls, model: torch.nn.Module, resolution: int, lengths: list[int]
+) -> bool:
+    """Whether two captions with so many tokens, at two times, give what each gives alone."""
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        side = min(SMALL, resolution) // calls.downscale
+        noisy = torch.randn(2, calls.channels, side, side, generator=generator)
+        times = torch.tensor([0.7, 0.3])
+        rows = []
+        for count in lengths:
+            row = {}
+            for part in calls.parts:
+                shape = [count, *part["shape"][1:]] if part["is_ragged"] else part["shape"]
+                row[part["column"]] = torch.full(shape, part["typical"])
+                if part["dtype"].startswith("float") and part["axis"] is not None:
+                    row[part["column"]] = torch.randn(shape, generator=generator)
+            rows.append(row)
+        prompts = stack_rows(calls.parts, rows)
+        together = calls.predict(model, noisy, times, prompts)
+        for order in ([0], [1], [1, 0]):
+            some = {name: value[order] for name, value in prompts.items()}
+            alone = calls.predict(model, noisy[order], times[order], some)
+            if (alone - together[order]).abs().max() > 1e-3 * together.abs().mean():
+                return False
+    return True
+
+
+def make_small(kind: Any, config: Any) -> torch.nn.Module:
+    """A denoiser of few layers with random weights, on the CPU."""
+    ends = ("layers", "blocks", "depth")
+    few = {
+        name: 1
+        for name, value in config.items()
+        # those of the text encoder are inputs
+        if name.startswith("num_") and name.endswith(ends) and "text" not in name
+        if isinstance(value, int) and value > 1
+    }
+    try:
+        with torch.device("meta"):
+            kind.from_config({**config, **few})
+    except Exception:  # its layers depend on each other
+        few = {}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        model = kind.from_config({**config, **few}).eval()
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    return model

@@ -1,0 +1,172 @@
+"""What a recorded pipeline makes of captions and references, found out with its text encoders.
+
+1. `TextParts` runs the pipeline's own code up to the end of `encode_prompt`, or further.
+2. `find_references` tells how the pipeline uses references, the images that an edit starts from.
+3. `turn_guidance_off` finds the arguments with which the denoiser is called for captions alone.
+4. `describe_captions` tells what becomes of a caption (see recorded_text.py) and how samples are
+   drawn with guidance.
+5. All of it is plain JSON, the findings of a recorded family, and is kept in cache.json.
+"""
+
+import itertools
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+
+from diffusion_training.errors import amount, fail
+from diffusion_training.families.denoiser_call import PROBED_SIDES
+from diffusion_training.families.pipeline_code import OFF, PipelineCode, PipelineRun
+from diffusion_training.families.recorded_text import (
+    SHORT,
+    describe_guided,
+    describe_result,
+    is_equal,
+    list_tensors,
+)
+from diffusion_training.families.reference_latents import join_alone
+from diffusion_training.families.tape import Unrecordable
+
+GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
+PROBED_SCALE = 4.0
+
+
+class TextParts(torch.nn.Module):
+    """The text encoders of a pipeline with its tokenizers, as one module."""
+
+    def __init__(
+        self,
+        code: PipelineCode,
+        models: dict[str, Any],
+        others: dict[str, Any],
+        options: dict[str, Any],
+        images: list[Any],
+    ) -> None:
+        """others: tokenizers and processors. options: arguments of the pipeline.
+
+        images: references, where a caption has none of its own.
+        """
+        super().__init__()
+        self.encoders = torch.nn.ModuleDict(models)
+        self.others = others
+        self.code = code
+        self.options = options
+        self.images = images
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    @torch.no_grad()
+    def record(
+        self,
+        captions: list[str],
+        options: dict[str, Any],
+        ends_at: str = "text",
+        images: list[Any] | None = None,
+    ) -> PipelineRun:
+        """Run the pipeline's code for captions. options: further arguments of the pipeline.
+
+        images: references of the captions.
+        """
+        images = self.images if images is None else images
+        options = options | ({"image": images} if images else {})
+        self.code.pipeline.own_device = next(self.parameters()).device
+        height, width = PROBED_SIDES
+        run = PipelineRun(ends_at, torch.zeros)
+        return self.code(captions, self.options | {"height": height, "width": width} | options, run)
+
+
+def find_references(parts: TextParts) -> dict[str, Any]:
+    """How the pipeline uses references; {} if there are none."""
+    if "image" not in parts.code.has:
+        return {}
+    are_needed = False
+    try:
+        alone = list_tensors(parts.record([SHORT], {}, images=[]).encoded[0])
+    except (AttributeError, NameError, TypeError):  # it asks the image that is not there
+        are_needed, alone = True, []
+        if not parts.images:
+            fail(
+                f"a {parts.code.kind.__name__} edits images: give those that edits start from, "
+                "with --conditioning_image_column"
+            )
+    if not parts.images:
+        return {}
+    try:
+        white = list_tensors(parts.record([SHORT], {}).encoded[0])
+    except ValueError as error:
+        count = amount(len(parts.images), "reference")
+        raise Unrecordable(f"it can't be called with {count}: {error}") from error
+    black = [Image.new("RGB", image.size) for image in parts.images]
+    other = list_tensors(parts.record([SHORT], {}, images=black).encoded[0])
+    are_read = not all(map(is_equal, white, other)) or not all(map(is_equal, white, alone))
+    return {"count": len(black), "are_needed": are_needed, "are_read": are_read}
+
+
+def turn_guidance_off(parts: TextParts) -> dict[str, Any]:
+    """Arguments with which the denoiser is called once, for the captions alone."""
+    for name, part in parts.code.pipeline.components.items():
+        if hasattr(part, "disable") and "guider" in name:
+            part.disable()
+    names = [name for name in GUIDANCE if name in parts.code.has]
+    for values in itertools.product((1.0, 0.0), repeat=len(names)):
+        off = dict(zip(names, values, strict=True))
+        if not is_guided(parts.record([SHORT], off, "step")):
+            return off
+    raise Unrecordable("its denoiser is always called with guidance")
+
+
+def is_guided(run: PipelineRun) -> bool:
+    """Whether the denoiser was called twice, or with more latents than the captions have."""
+    given = list_tensors(next(iter(run.calls[0].values())))
+    expected = math.prod(run.noise_shapes[0]) + sum(latents.numel() for latents in run.latents)
+    return len(run.calls) > 1 or sum(tensor.numel() for tensor in given) != expected
+
+
+def describe_captions(
+    parts: TextParts, references: dict[str, Any], most_tokens: int
+) -> dict[str, Any]:
+    """All findings. references: see `find_references`. most_tokens: of a caption, 0 if unknown."""
+    off = turn_guidance_off(parts)
+    most = parts.options.get("max_sequence_length", most_tokens or None)
+    if most and references.get("are_read"):  # references have tokens too
+        embeds, *_ = list_tensors(parts.record([SHORT], off).encoded[0])
+        most += embeds.shape[1]
+    structure, described = describe_result(partial(record_together, parts, off), most)
+    findings = {"off": off, "structure": structure, "parts": described}
+    findings |= {"references": references} if references else {}
+    findings["guided"] = find_guidance(parts, off, structure)
+    findings["own"] = {name: value for name, value in OFF.items() if name in parts.code.has}
+    return findings | parts.options
+
+
+def record_together(parts: TextParts, off: dict[str, Any], captions: list[str]) -> Any:
+    """The results of captions that are encoded together, or, beside references, alone."""
+    if parts.images:
+        return join_alone([parts.record([caption], off).encoded[0] for caption in captions])
+    return parts.record(captions, off).encoded[0]
+
+
+def find_guidance(parts: TextParts, off: dict[str, Any], structure: Any) -> dict[str, Any] | None:
+    """The argument that turns guidance on, and what encode_prompt returns then.
+
+    None if samples can't be drawn with guidance.
+    """
+    for name in off:
+        try:
+            run = parts.record([SHORT], turn_on(off, name), "step")
+        except (RuntimeError, TypeError, ValueError):  # both captions have other lengths
+            continue
+        if is_guided(run):
+            alone = parts.record([SHORT], off).encoded[0]
+            results = [describe_guided(each, structure, alone) for each in run.encoded]
+            return {"name": name, "results": results, "from_zero": off[name] == 0}
+    return None
+
+
+def turn_on(off: dict[str, Any], name: str) -> dict[str, Any]:
+    """Arguments of a pipeline with guidance, by the argument `name`."""
+    return off | {name: PROBED_SCALE, "negative_prompt": [""]}

@@ -1,0 +1,89 @@
+"""How a recorded pipeline packs, scales and orders the latents that its VAE decodes.
+
+1. `see_decoded` lets the pipeline's code go on from given noise to its VAE, without steps.
+2. From zeros, a large number and 0, 1, 2, ..., `find_layout` reads shift, scale and order.
+3. `describe_scale` gives shift and scale as a VAE's config has them, one for each channel.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diffusion_training.families.denoiser_call import DenoiserCalls
+from diffusion_training.families.pipeline_code import PipelineRun
+from diffusion_training.families.tape import Unrecordable
+
+LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What becomes of latents [C, h, w] on their way to the VAE."""
+
+    shape: torch.Size  # of one image there
+    order: torch.Tensor  # the position in the latents of each number there
+    shift: torch.Tensor  # what becomes of 0, in the order of the latents
+    large: torch.Tensor  # what becomes of `LARGE`
+
+
+def see_decoded(
+    calls: DenoiserCalls, vae: Any, size: tuple[int, int], noise: torch.Tensor
+) -> torch.Tensor:
+    """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
+    run = PipelineRun("decode", noise.reshape, texts=[calls.make_texts([1])])
+    pipeline = calls.code.pipeline
+    stand_in, pipeline.vae = pipeline.vae, vae
+    try:
+        calls.run(1, size, run)
+    finally:
+        pipeline.vae = stand_in
+    return run.decoded.cpu().float()
+
+
+def find_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layout:
+    """The layout of latents of this size, found out once."""
+    if size not in calls.layouts:
+        count = calls.channels * math.prod(size)
+        with torch.inference_mode(False), torch.device("cpu"):
+            fills = (torch.zeros(count), torch.full((count,), LARGE), torch.arange(count) + 0.0)
+            shift, large, counted = (see_decoded(calls, vae, size, each) for each in fills)
+            order = ((counted - shift) / (large / LARGE)).round().long().flatten()
+            if not torch.equal(order.sort().values, torch.arange(count)):
+                raise Unrecordable("they are not all that it decodes")
+            back = order.argsort()
+            in_order = (each.flatten()[back] for each in (shift, large))
+        calls.layouts[size] = Layout(shift.shape[1:], order, *in_order)
+    return calls.layouts[size]
+
+
+@functools.cache
+def place(order: torch.Tensor, device: torch.device, is_inverse: bool = False) -> torch.Tensor:
+    """The order of a layout, or its inverse, on a device."""
+    return (order.argsort() if is_inverse else order).to(device)
+
+
+def describe_scale(calls: DenoiserCalls, vae: Any) -> dict[str, Any]:
+    """See `Family.describe_scale`."""
+    channels, height, width = calls.shape
+    layout = find_layout(calls, vae, (height, width))
+    shift, large = (each.view(channels, -1) for each in (layout.shift, layout.large))
+    if any((each != each[:, :1]).any() for each in (shift, large)):
+        raise Unrecordable("they have no scale per channel")
+    scales: dict[str, Any] = {
+        "scaling_factor": [shorten_factor(number) for number in large[:, 0]],
+        "shift_factor": [float(str(number)) for number in shift[:, 0].numpy()],
+    }
+    return {name: values[0] if len(set(values)) == 1 else values for name, values in scales.items()}
+
+
+def shorten_factor(large: torch.Tensor) -> float:
+    """The factor that makes `large` of `LARGE` by division, with few digits if those suffice."""
+    factor = float(LARGE / large)
+    for digits in range(1, 7):
+        short = float(f"{factor:.{digits}g}")
+        if short and torch.equal(torch.tensor(LARGE) / short, large):
+            return short
+    return factor
