@@ -28,6 +28,7 @@ from diffusion_training.arguments import PATH, make_parser, number
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.files import delete, saving, sort_header
+from diffusion_training.memory import HostMemory, is_gpu
 from diffusion_training.models import move_averages, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run
@@ -75,6 +76,14 @@ def solve(images: Sequence[float], gammas: Sequence[float], end: float, gamma: f
 # in a run
 
 
+class AverageFile(NamedTuple):
+    """What a file of a snapshot holds: the weights of one average of one model, on the CPU."""
+
+    name: str
+    weights: dict[str, torch.Tensor]
+    header: dict[str, str]
+
+
 class PosthocEma:
     """The averages of a run with --posthoc_ema, each with its own width.
 
@@ -85,6 +94,7 @@ class PosthocEma:
         self.averages = {width: start_average(models) for width in widths}
         self.gammas = {width: find_exponent(width) for width in self.averages}
         self.images = 0
+        self.memory: HostMemory | None = None  # for the copies
         self.trained = {
             name: [key for key, weight in model.named_parameters() if weight.requires_grad]
             for name, model in models.items()
@@ -105,16 +115,46 @@ class PosthocEma:
             decay = (1 - images / self.images) ** (self.gammas[width] + 1)
             move_averages(averages, models, decay)
 
-    def copy(self) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
-        """{name of a file: (weights in float16 on the CPU, header)} of a snapshot."""
-        return {
-            f"{name}-{width:g}.safetensors": (
-                {key: model.get_parameter(key).half().cpu() for key in self.trained[name]},
-                {"model": name, "sigma_rel": f"{width:g}", "images": str(self.images)},
-            )
-            for width, averages in self.averages.items()
+    def take_memory(self, device: torch.device) -> HostMemory:
+        """The memory for copies, in which each snapshot replaces the one before."""
+        num_weights = sum(
+            model.get_parameter(key).numel()
+            for averages in self.averages.values()
             for name, model in averages.items()
-        }
+            for key in self.trained[name]
+        )
+        try:
+            return HostMemory(2 * num_weights, device)
+        except RuntimeError:  # so much can't be pinned: the host waits for each weight
+            return HostMemory(0, device)
+
+    def copy(self, device: torch.device) -> Iterator[AverageFile]:
+        """Copy the averages in float16, for `write_snapshot`.
+
+        The host does not wait for a GPU before it reads the first file.
+        """
+        is_async = is_gpu(device)
+        self.memory = self.memory or self.take_memory(device)
+        self.memory.place = 0, 0
+        files = []
+        for width, averages in self.averages.items():
+            for name, model in averages.items():
+                weights = {}
+                for key in self.trained[name]:
+                    # contiguous, as safetensors needs it
+                    weight = model.get_parameter(key).half().contiguous()
+                    weights[key] = self.memory.cut(weight).copy_(weight, non_blocking=is_async)
+                header = {"model": name, "sigma_rel": f"{width:g}", "images": str(self.images)}
+                files.append(AverageFile(f"{name}-{width:g}.safetensors", weights, header))
+        if is_async:
+            copied = torch.get_device_module(device).current_stream().record_event()
+
+        def list_copied() -> Iterator[AverageFile]:
+            if is_async:
+                copied.synchronize()
+            yield from files
+
+        return list_copied()
 
     def reconstruct(self, output_dir: Path, width: float, is_main: bool) -> Models:
         """The average of any width at the end of the run, on all processes.
@@ -135,16 +175,14 @@ class PosthocEma:
         return averages
 
 
-def write_snapshot(
-    output_dir: Path, step: int, files: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
-) -> None:
+def write_snapshot(output_dir: Path, step: int, files: Iterable[AverageFile]) -> None:
     """Write the files of `PosthocEma.copy` into a folder, completely or not at all."""
     folder = output_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:07d}"
     with saving(folder, path) as unfinished:
         (unfinished / path.name).mkdir()
-        for name, (weights, header) in files.items():
+        for name, weights, header in files:
             save_file(weights, unfinished / path.name / name, header)
             sort_header(unfinished / path.name / name)  # its order is random
 

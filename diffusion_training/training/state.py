@@ -291,12 +291,12 @@ class Training:
         self.posthoc_at = self.step
         self.update_records(log=self.step == self.args.max_train_steps and self.progress.stepped)
         with self.timed("posthoc_seconds"):
-            if self.writing_posthoc:  # so that there are never two copies
+            if self.writing_posthoc:  # the one before, whose copy is overwritten
                 self.writing_posthoc.result()
             self.agree()
             if self.launch.is_main:
                 folder = Path(self.args.output_dir)
-                files = self.posthoc.copy()
+                files = self.posthoc.copy(self.launch.device)
                 self.writing_posthoc = self.writer.submit(write_snapshot, folder, self.step, files)
 
     def save_checkpoint(self) -> None:
