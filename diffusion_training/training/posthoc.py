@@ -1,32 +1,24 @@
 """Post-hoc EMA: averages of any width, made after the training (arXiv:2312.02696, section 3).
 
-    python -m diffusion_training.training.posthoc flow-photos --sigma_rel 0.05 0.10 \\
-        --output_dir flow-widths
-
-Input: the output folder of a run with --posthoc_ema, whose snapshots are in posthoc_ema/.
-Output: the pipeline of the run with weights of each width, in a folder sigma_rel-0.05 and so on.
+A run with --posthoc_ema writes snapshots of its averages. reconstruct_ema.py reads them.
 
 A width sigma_rel is a share of the run: 0.10 averages over about the last tenth. Weights at n
 images count in proportion to n ** gamma. Any such average is nearly a sum of the snapshots.
 """
 
 import json
-import shutil
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import diffusers
 import numpy as np
 import torch
 from accelerate.utils import broadcast
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from diffusion_training.arguments import PATH, make_parser, number
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors import explained, fail
 from diffusion_training.files import delete, saving, sort_header
 from diffusion_training.memory import HostMemory, is_gpu
 from diffusion_training.models import move_averages, start_average
@@ -217,6 +209,14 @@ def write_losses(output_dir: Path, step: int, losses: dict[float, float]) -> flo
     return best
 
 
+def read_best_width(output_dir: Path) -> float:
+    """The width with the lowest held-out loss, which the run has measured."""
+    losses = output_dir / FOLDER / LOSSES
+    if not losses.is_file():
+        fail(f"{output_dir} has no held-out loss of any width: give --sigma_rel")
+    return json.loads(losses.read_text())["best"]
+
+
 # -------------------------------------------------------------------------------------------------
 # after it
 
@@ -253,65 +253,3 @@ def reconstruct(
     for key in files[0].keys():
         parts = zip(counts, files, strict=True)
         yield key, sum(count * file.get_tensor(key).double() for count, file in parts).float()
-
-
-def write_pipeline(
-    run: Path, snapshots: list[SnapshotFile], width: float, output_dir: Path
-) -> None:
-    """Write the pipeline of a run with the weights of a width."""
-    index = json.loads((run / "model_index.json").read_text())
-    parts = {name: entry for name, entry in index.items() if (run / name).is_dir()}
-    models = {snapshot.model for snapshot in snapshots} & parts.keys()
-    with saving(output_dir.parent, output_dir) as unfinished:
-        folder = unfinished / output_dir.name
-        folder.mkdir()
-        shutil.copy(run / "model_index.json", folder)
-        for name in parts.keys() - models:
-            shutil.copytree(run / name, folder / name)
-        for name in models:
-            model = getattr(diffusers, parts[name][1]).from_pretrained(run / name)
-            weights = dict(reconstruct(snapshots, name, width))
-            if not weights.keys() <= dict(model.named_parameters()).keys():
-                raise ValueError(f"the snapshots are of another {name}")
-            model.load_state_dict(weights, strict=False)
-            model.save_pretrained(folder / name)
-
-
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = make_parser(__file__, __doc__, "docs/training.md")
-    add = parser.add_argument_group("post-hoc EMA").add_argument
-    add("run", type=PATH, help="output folder of a run with --posthoc_ema")
-    add(
-        "--sigma_rel",
-        type=number(0.005, 0.28),
-        nargs="+",
-        help="widths (default: the one with the lowest held-out loss, which the run has measured)",
-    )
-    add("--output_dir", type=PATH, required=True, help="folder for the pipelines")
-    return parser.freeze(parser.parse_args(argv))
-
-
-@in_one_sentence
-def main(args: Namespace) -> None:
-    run = Path(args.run)
-    snapshots = list_snapshots(run)
-    if not snapshots:
-        fail(f"{run} has no snapshots: train it with --posthoc_ema")
-    if not (run / "model_index.json").is_file():
-        fail(f"{run} holds no pipeline yet: finish the run first")
-    widths = args.sigma_rel
-    if widths is None:
-        losses = run / FOLDER / LOSSES
-        if not losses.is_file():
-            fail(f"{run} has no held-out loss of any width: give --sigma_rel")
-        widths = [json.loads(losses.read_text())["best"]]
-    output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for width in widths:
-        folder = output_dir / f"sigma_rel-{width:g}"
-        write_pipeline(run, snapshots, width, folder)
-        print(f"The average of sigma_rel {width:g} is in {folder}")
-
-
-if __name__ == "__main__":
-    main(parse_args())

@@ -435,8 +435,8 @@ class Training:
                 best = write_losses(folder, self.step, losses)
                 print(
                     f"\nPost-hoc EMA: of {len(losses)} widths, sigma_rel {best:g} has the lowest "
-                    f"held-out loss, {losses[best]:.4g}. To write its pipeline: python -m "
-                    f"diffusion_training.training.posthoc {folder} --output_dir {folder}-widths"
+                    f"held-out loss, {losses[best]:.4g}. To write its pipeline: python "
+                    f"reconstruct_ema.py {folder} --output_dir {folder}-widths"
                 )
 
     def measure_metrics(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:
