@@ -93,6 +93,7 @@ import pyarrow as pa
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
@@ -617,17 +618,24 @@ def main(args: Namespace) -> None:
     if args.class_column:  # they replace captions and a text encoder
         images, classes = name_classes(images, args)
         base = replace(base, classes=tuple(classes))
-    exact = load_encoders(base, torch.float32)
-    empty_prompt, described = describe_encoders(base, exact, args, launch.mixed_precision)
+    # One process of each machine describes the models, because in float32 they take gigabytes.
+    exact = found = None
+    if accelerator.is_local_main_process:
+        exact = load_encoders(base, torch.float32)
+        found = exact.family, *describe_encoders(base, exact, args, launch.mixed_precision)
+    local_main = rank - accelerator.local_process_index
+    family, empty_prompt, described = gather_object([found])[local_main]
+    base = replace(base, family=family)  # it has found out what it needs
     if classes:
         described["classes"] = classes
-    encoders = place_encoders(exact, base, launch.dtype, device, launch.compile)
     load_exact = None
-    if encoders is not exact:
+    if launch.dtype != torch.float32:
+        exact = None  # free it before the same models are loaded in 16 bits
         load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
+    encoders = exact or load_encoders(base, launch.dtype)
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     report_equal(texts, args)
-    report_emptied(exact.tokenizers, texts)
+    report_emptied(encoders.tokenizers, texts)
 
     # The plan decides the content of the caches. A run can resume only those with an equal plan.
     launch_flags = {
@@ -636,14 +644,14 @@ def main(args: Namespace) -> None:
         # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
         "streaming": args.streaming or None,
     }
-    caches = plan_caches(args, images, exact, described, launch_flags)
-    del exact
+    caches = plan_caches(args, images, encoders, described, launch_flags)
     tokens = count_tokens(encoders.tokenizers, texts)
     for cache in caches:
         sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
         accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
+    place_encoders(encoders, device, launch.compile)
     dataset = TransformedRows(images.rows, encoders.tokenizers, caches)
     if args.batch_size == "auto":  # an existing cache keeps its batch size
         size = find_begun(Path(cache.output_dir) for cache in caches)

@@ -53,7 +53,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from diffusion_training.arguments import Flags, is_address, make_parser, number, parse_demo
@@ -332,18 +332,21 @@ class Encoder:
         """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
         base = open_base(args)
-        exact = load_encoders(base, torch.float32)
-        described = describe_models(exact)
+        self.encoders = load_encoders(base, torch.float32)
+        described = describe_models(self.encoders)
         settings = self.job.caches[0].settings
         if differences := find_differences({name: settings[name] for name in described}, described):
             raise ValueError(
                 f"the models on this node differ from the driver's ({', '.join(differences)})"
             )
         dtype = getattr(torch, settings["dtype"])
-        self.encoders = place_encoders(exact, base, dtype, self.device, args.compile)
         self.load_exact = None
-        if self.encoders is not exact:
+        if dtype != torch.float32:
+            base = replace(base, family=self.encoders.family)  # it has found out what it needs
+            del self.encoders  # before the same models are loaded in 16 bits
+            self.encoders = load_encoders(base, dtype)
             self.load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
+        place_encoders(self.encoders, self.device, args.compile)
 
     def make(self, shard: Shard, ahead: int) -> dict[str, Any]:
         """Write a shard's file in each cache. ahead: how many parts tasks may decode ahead.

@@ -246,7 +246,8 @@ def measure(folder, rows, rounds, flags):
     args = precompute_latents.parse_args(flags)
     launch = make_launch(Accelerator(**accelerator_options(args)), args)
     base, exact, dataset, (cache,) = plan(args, launch.mixed_precision)
-    encoders = place_encoders(exact, base, launch.dtype, launch.device, launch.compile)
+    encoders = exact if launch.dtype == torch.float32 else load_encoders(base, launch.dtype)
+    place_encoders(encoders, launch.device, launch.compile)
     keys = list_keys(rows, args)
     few, speeds = (
         keys[: max(1, len(keys) // 4)],

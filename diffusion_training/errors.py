@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import gc
 import io
 import os
 import re
@@ -376,6 +377,9 @@ def in_one_sentence(
     def guarded(args: argparse.Namespace) -> None:
         for notes in (SIGNALS, UNDO, WARNINGS):  # of an earlier run in this process
             notes.clear()
+        if not gc.isenabled():  # see `Parser.parse_known_args`
+            gc.freeze()  # what was imported is never looked through again
+            gc.enable()
         with contextlib.ExitStack() as terminal:
             run(args, terminal)
 

@@ -289,15 +289,10 @@ def describe_prompts(encoders: Encoders, empty_prompt: dict[str, torch.Tensor]) 
     return shapes | encoders.family.describe_empty(empty_prompt)
 
 
-def place_encoders(
-    exact: Encoders, base: Base, dtype: torch.dtype, device: torch.device, compile: str | None
-) -> Encoders:
-    """The encoders on the device, in `dtype`; exact: the same models in float32."""
-    base = replace(base, family=exact.family)  # which has found out what it needs
-    encoders = exact if dtype == torch.float32 else load_encoders(base, dtype)
+def place_encoders(encoders: Encoders, device: torch.device, compile: str | None) -> None:
+    """Move the encoders to a device, and compile the parts that the encoding calls."""
     put_on_device(encoders.vae, device)
     encoders.text_encoders.to(device)
-    if compile:  # the parts that the encoding calls
+    if compile:
         for model in (encoders.vae.encoder, *encoders.text_encoders):
             compile_model(model, compile)
-    return encoders

@@ -1,33 +1,26 @@
 """Post-hoc EMA: averages of any width, made after the training (arXiv:2312.02696, section 3).
 
-    python -m diffusion_training.training.posthoc flow-photos --sigma_rel 0.05 0.10 \\
-        --output_dir flow-widths
-
-Input: the output folder of a run with --posthoc_ema, whose snapshots are in posthoc_ema/.
-Output: the pipeline of the run with weights of each width, in a folder sigma_rel-0.05 and so on.
+A run with --posthoc_ema writes snapshots of its averages. reconstruct_ema.py reads them.
 
 A width sigma_rel is a share of the run: 0.10 averages over about the last tenth. Weights at n
 images count in proportion to n ** gamma. Any such average is nearly a sum of the snapshots.
 """
 
 import json
-import shutil
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import diffusers
 import numpy as np
 import torch
 from accelerate.utils import broadcast
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from diffusion_training.arguments import PATH, make_parser, number
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors import explained, fail
 from diffusion_training.files import delete, saving, sort_header
+from diffusion_training.memory import HostMemory, is_gpu
 from diffusion_training.models import move_averages, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run
@@ -75,6 +68,14 @@ def solve(images: Sequence[float], gammas: Sequence[float], end: float, gamma: f
 # in a run
 
 
+class AverageFile(NamedTuple):
+    """What a file of a snapshot holds: the weights of one average of one model, on the CPU."""
+
+    name: str
+    weights: dict[str, torch.Tensor]
+    header: dict[str, str]
+
+
 class PosthocEma:
     """The averages of a run with --posthoc_ema, each with its own width.
 
@@ -85,6 +86,7 @@ class PosthocEma:
         self.averages = {width: start_average(models) for width in widths}
         self.gammas = {width: find_exponent(width) for width in self.averages}
         self.images = 0
+        self.memory: HostMemory | None = None  # for the copies
         self.trained = {
             name: [key for key, weight in model.named_parameters() if weight.requires_grad]
             for name, model in models.items()
@@ -105,16 +107,46 @@ class PosthocEma:
             decay = (1 - images / self.images) ** (self.gammas[width] + 1)
             move_averages(averages, models, decay)
 
-    def copy(self) -> dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]:
-        """{name of a file: (weights in float16 on the CPU, header)} of a snapshot."""
-        return {
-            f"{name}-{width:g}.safetensors": (
-                {key: model.get_parameter(key).half().cpu() for key in self.trained[name]},
-                {"model": name, "sigma_rel": f"{width:g}", "images": str(self.images)},
-            )
-            for width, averages in self.averages.items()
+    def take_memory(self, device: torch.device) -> HostMemory:
+        """The memory for copies, in which each snapshot replaces the one before."""
+        num_weights = sum(
+            model.get_parameter(key).numel()
+            for averages in self.averages.values()
             for name, model in averages.items()
-        }
+            for key in self.trained[name]
+        )
+        try:
+            return HostMemory(2 * num_weights, device)
+        except RuntimeError:  # so much can't be pinned: the host waits for each weight
+            return HostMemory(0, device)
+
+    def copy(self, device: torch.device) -> Iterator[AverageFile]:
+        """Copy the averages in float16, for `write_snapshot`.
+
+        The host does not wait for a GPU before it reads the first file.
+        """
+        is_async = is_gpu(device)
+        self.memory = self.memory or self.take_memory(device)
+        self.memory.place = 0, 0
+        files = []
+        for width, averages in self.averages.items():
+            for name, model in averages.items():
+                weights = {}
+                for key in self.trained[name]:
+                    # contiguous, as safetensors needs it
+                    weight = model.get_parameter(key).half().contiguous()
+                    weights[key] = self.memory.cut(weight).copy_(weight, non_blocking=is_async)
+                header = {"model": name, "sigma_rel": f"{width:g}", "images": str(self.images)}
+                files.append(AverageFile(f"{name}-{width:g}.safetensors", weights, header))
+        if is_async:
+            copied = torch.get_device_module(device).current_stream().record_event()
+
+        def list_copied() -> Iterator[AverageFile]:
+            if is_async:
+                copied.synchronize()
+            yield from files
+
+        return list_copied()
 
     def reconstruct(self, output_dir: Path, width: float, is_main: bool) -> Models:
         """The average of any width at the end of the run, on all processes.
@@ -135,16 +167,14 @@ class PosthocEma:
         return averages
 
 
-def write_snapshot(
-    output_dir: Path, step: int, files: dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
-) -> None:
+def write_snapshot(output_dir: Path, step: int, files: Iterable[AverageFile]) -> None:
     """Write the files of `PosthocEma.copy` into a folder, completely or not at all."""
     folder = output_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:07d}"
     with saving(folder, path) as unfinished:
         (unfinished / path.name).mkdir()
-        for name, (weights, header) in files.items():
+        for name, weights, header in files:
             save_file(weights, unfinished / path.name / name, header)
             sort_header(unfinished / path.name / name)  # its order is random
 
@@ -177,6 +207,14 @@ def write_losses(output_dir: Path, step: int, losses: dict[float, float]) -> flo
     with saving(folder, folder / LOSSES) as unfinished:
         (unfinished / LOSSES).write_text(json.dumps(content | {"best": best}, indent=2))
     return best
+
+
+def read_best_width(output_dir: Path) -> float:
+    """The width with the lowest held-out loss, which the run has measured."""
+    losses = output_dir / FOLDER / LOSSES
+    if not losses.is_file():
+        fail(f"{output_dir} has no held-out loss of any width: give --sigma_rel")
+    return json.loads(losses.read_text())["best"]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -215,65 +253,3 @@ def reconstruct(
     for key in files[0].keys():
         parts = zip(counts, files, strict=True)
         yield key, sum(count * file.get_tensor(key).double() for count, file in parts).float()
-
-
-def write_pipeline(
-    run: Path, snapshots: list[SnapshotFile], width: float, output_dir: Path
-) -> None:
-    """Write the pipeline of a run with the weights of a width."""
-    index = json.loads((run / "model_index.json").read_text())
-    parts = {name: entry for name, entry in index.items() if (run / name).is_dir()}
-    models = {snapshot.model for snapshot in snapshots} & parts.keys()
-    with saving(output_dir.parent, output_dir) as unfinished:
-        folder = unfinished / output_dir.name
-        folder.mkdir()
-        shutil.copy(run / "model_index.json", folder)
-        for name in parts.keys() - models:
-            shutil.copytree(run / name, folder / name)
-        for name in models:
-            model = getattr(diffusers, parts[name][1]).from_pretrained(run / name)
-            weights = dict(reconstruct(snapshots, name, width))
-            if not weights.keys() <= dict(model.named_parameters()).keys():
-                raise ValueError(f"the snapshots are of another {name}")
-            model.load_state_dict(weights, strict=False)
-            model.save_pretrained(folder / name)
-
-
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = make_parser(__file__, __doc__, "docs/training.md")
-    add = parser.add_argument_group("post-hoc EMA").add_argument
-    add("run", type=PATH, help="output folder of a run with --posthoc_ema")
-    add(
-        "--sigma_rel",
-        type=number(0.005, 0.28),
-        nargs="+",
-        help="widths (default: the one with the lowest held-out loss, which the run has measured)",
-    )
-    add("--output_dir", type=PATH, required=True, help="folder for the pipelines")
-    return parser.freeze(parser.parse_args(argv))
-
-
-@in_one_sentence
-def main(args: Namespace) -> None:
-    run = Path(args.run)
-    snapshots = list_snapshots(run)
-    if not snapshots:
-        fail(f"{run} has no snapshots: train it with --posthoc_ema")
-    if not (run / "model_index.json").is_file():
-        fail(f"{run} holds no pipeline yet: finish the run first")
-    widths = args.sigma_rel
-    if widths is None:
-        losses = run / FOLDER / LOSSES
-        if not losses.is_file():
-            fail(f"{run} has no held-out loss of any width: give --sigma_rel")
-        widths = [json.loads(losses.read_text())["best"]]
-    output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    for width in widths:
-        folder = output_dir / f"sigma_rel-{width:g}"
-        write_pipeline(run, snapshots, width, folder)
-        print(f"The average of sigma_rel {width:g} is in {folder}")
-
-
-if __name__ == "__main__":
-    main(parse_args())

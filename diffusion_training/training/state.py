@@ -291,12 +291,12 @@ class Training:
         self.posthoc_at = self.step
         self.update_records(log=self.step == self.args.max_train_steps and self.progress.stepped)
         with self.timed("posthoc_seconds"):
-            if self.writing_posthoc:  # so that there are never two copies
+            if self.writing_posthoc:  # the one before, whose copy is overwritten
                 self.writing_posthoc.result()
             self.agree()
             if self.launch.is_main:
                 folder = Path(self.args.output_dir)
-                files = self.posthoc.copy()
+                files = self.posthoc.copy(self.launch.device)
                 self.writing_posthoc = self.writer.submit(write_snapshot, folder, self.step, files)
 
     def save_checkpoint(self) -> None:
@@ -435,8 +435,8 @@ class Training:
                 best = write_losses(folder, self.step, losses)
                 print(
                     f"\nPost-hoc EMA: of {len(losses)} widths, sigma_rel {best:g} has the lowest "
-                    f"held-out loss, {losses[best]:.4g}. To write its pipeline: python -m "
-                    f"diffusion_training.training.posthoc {folder} --output_dir {folder}-widths"
+                    f"held-out loss, {losses[best]:.4g}. To write its pipeline: python "
+                    f"reconstruct_ema.py {folder} --output_dir {folder}-widths"
                 )
 
     def measure_metrics(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:

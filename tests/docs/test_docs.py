@@ -30,6 +30,7 @@ SHORT = {
     "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 "
     "--num_validation_images 1 --report_to none",
     "precompute_latents.py": "",
+    "reconstruct_ema.py": "",
     "precompute_latents_ray.py": "--dry_run",  # its own tests start Ray
 }
 

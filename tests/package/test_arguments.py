@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import gc
 import os
 import pickle
 import shlex
@@ -17,6 +18,23 @@ from diffusion_training.arguments import (
     number,
     parse_demo,
 )
+from diffusion_training.errors import in_one_sentence
+
+
+def test_garbage_is_not_collected_between_the_flags_of_a_script_and_its_main(parser, monkeypatch):
+    found = []
+    main = in_one_sentence(lambda args: found.append(gc.isenabled()))
+    monkeypatch.setattr("sys.argv", ["paint.py", "--size=9"])
+    try:
+        parser.parse_args(["--size=8"])  # as tests and Ray's workers do
+        assert gc.isenabled()
+        args = parser.parse_args()
+        assert not gc.isenabled() and args.size == 9
+        main(args)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert found == [True]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import diffusion_training
 
 PACKAGE = ROOT / "diffusion_training"
 SCRIPTS = [
-    "download_images", "precompute_latents", "precompute_latents_ray",
+    "download_images", "precompute_latents", "precompute_latents_ray", "reconstruct_ema",
     "train_flow", "train_on_ray", "train_text_to_image", "train_unconditional",
 ]  # fmt: skip
 TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
@@ -246,9 +246,7 @@ def test_every_script_calls_check_version_before_other_imports():
             (ROOT / f"{script}.py").read_text(),
         )
         assert 0 < text.index(look) < text.index("from diffusion_training.")
-        assert text.index(look) < text.index(
-            "\nimport torch" if "\nimport torch" in text else "import ray"
-        )
+        assert text.index(look) < re.search(r"^ *import (torch|ray|diffusers)", text, re.M).start()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -288,6 +286,7 @@ REFUSED = {
     "download_images": "--input=x --output_dir=x --keep_columns url",
     "precompute_latents": f"{CACHE} --train_data_dir=.",
     "precompute_latents_ray": f"{CACHE} --mixed_precision=fp16 --gpus_per_encoder=0",
+    "reconstruct_ema": "run --output_dir=x --sigma_rel 0.5",
     "train_flow": f"{CACHE} --model_family=prx --rank=4",
     "train_on_ray": f"--max_workers=2 train_flow.py {CACHE} --model_family=prx --rank=4",
     "train_text_to_image": f"{CACHE} --lora_alpha=2",

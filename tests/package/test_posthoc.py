@@ -17,6 +17,7 @@ from diffusion_training.training.posthoc import (
     write_snapshot,
 )
 
+CPU = torch.device("cpu")
 STEPS = np.random.default_rng(0).integers(1, 40, 400)  # images of each step
 
 
@@ -84,7 +85,7 @@ def test_snapshots_make_the_average_that_training_with_the_width_would_have(widt
         seen.append(model.weight.detach().clone())
         posthoc.update({"unet": model}, int(images))
         if step % 25 == 0:
-            write_snapshot(tmp_path, step, posthoc.copy())
+            write_snapshot(tmp_path, step, posthoc.copy(CPU))
     counts = torch.tensor(count_weights(STEPS.cumsum(), find_exponent(width)))
     expected = torch.einsum("s,sij->ij", counts, torch.stack(seen).double()).float()
     (found,) = [weight for _, weight in reconstruct(list_snapshots(tmp_path), "unet", width)]
@@ -107,7 +108,7 @@ def test_snapshots_after_the_checkpoint_of_a_resumed_run_are_deleted(tmp_path):
     posthoc = PosthocEma({"unet": torch.nn.Linear(2, 2)}, [0.05, 0.1])
     posthoc.images = 4
     for step in (2, 4):
-        write_snapshot(tmp_path, step, posthoc.copy())
+        write_snapshot(tmp_path, step, posthoc.copy(CPU))
     write_losses(tmp_path, 4, {0.1: 2.0, 0.2: 1.0, 0.25: 3.0})
     prune_snapshots(tmp_path, 2)
     assert {path.name for path in (tmp_path / "posthoc_ema").iterdir()} == {"step-0000002"}

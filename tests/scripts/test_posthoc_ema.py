@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import Script, assert_same_weights, make_images, make_unet_config, metrics, weights
-from diffusers import DDPMPipeline
+from diffusers import DDPMPipeline, UNet2DModel
 from safetensors.torch import load_file
 
 from diffusion_training.training import posthoc, state
 
 train = Script("train_unconditional")
+reconstruct = Script("reconstruct_ema")
 WIDTHS = ("0.05", "0.1")
 STEPS = tuple(f"step-000000{step}" for step in (1, 2, 3, 4))
 
@@ -106,10 +108,9 @@ def test_a_kill_between_two_files_of_a_snapshot_leaves_none_and_a_resumed_run_th
         assert_same_weights(tmp_path / name, whole / name)
 
 
-def test_pipelines_of_any_width_are_written(tmp_path, whole, capsys):
-    main = lambda *argv: posthoc.main(posthoc.parse_args([str(each) for each in argv]))
-    main(whole, "--sigma_rel", "0.05", "0.2", "--output_dir", tmp_path)
-    main(whole, "--output_dir", tmp_path / "best")
+def test_pipelines_of_any_width_are_written(tmp_path, whole):
+    reconstruct(whole, "--sigma_rel", "0.05", "0.2", "--output_dir", tmp_path)
+    reconstruct(whole, "--output_dir", tmp_path / "best")
     best = json.loads((whole / "posthoc_ema/held_out.json").read_text())["best"]
     assert [path.name for path in (tmp_path / "best").iterdir()] == [f"sigma_rel-{best:g}"]
     # an average that was kept
@@ -123,10 +124,28 @@ def test_pipelines_of_any_width_are_written(tmp_path, whole, capsys):
         seeded = torch.Generator().manual_seed(0)
         drawn.append(pipeline(num_inference_steps=2, output_type="np", generator=seeded).images)
     assert not np.array_equal(*drawn)
-    for run, said in ((tmp_path, "has no snapshots: train it with --posthoc_ema"),):
-        with pytest.raises(SystemExit):
-            main(run, "--output_dir", tmp_path / "none")
-        assert said in capsys.readouterr().err
+
+
+def test_a_run_without_what_a_pipeline_needs_is_refused(tmp_path, whole):
+    output_dir = f"--output_dir={tmp_path / 'out'}"
+    said = reconstruct.refused(tmp_path, output_dir)
+    assert f"{tmp_path} has no snapshots: train it with --posthoc_ema" in said
+    run = tmp_path / "run"
+    shutil.copytree(whole / "posthoc_ema", run / "posthoc_ema")
+    assert f"{run} holds no pipeline yet: finish the run first" in reconstruct.refused(
+        run, output_dir
+    )
+    shutil.copytree(whole, run, dirs_exist_ok=True)
+    assert "is not a path on a disk" in reconstruct.refused(run, "--output_dir=s3://bucket/x")
+    (run / "posthoc_ema/held_out.json").unlink()
+    said = reconstruct.refused(run, output_dir)
+    assert f"{run} has no held-out loss of any width: give --sigma_rel" in said
+    assert not (tmp_path / "out").exists()
+    config = json.loads((run / "unet/config.json").read_text())
+    other = UNet2DModel.from_config(config | {"center_input_sample": True, "mid_block_type": None})
+    other.save_pretrained(run / "unet")
+    said = reconstruct.refused(run, output_dir, "--sigma_rel", "0.1")
+    assert "the snapshots are of another unet" in said
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path, inputs):

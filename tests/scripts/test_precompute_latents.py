@@ -258,6 +258,7 @@ def test_bf16_latents_are_close_and_overflows_are_encoded_in_float32(tmp_path, f
     loaded = []  # weights of the models in float32; they must not be held while rows are encoded
 
     def load(base, dtype):
+        assert [held() for held in loaded] in ([], [None])  # never two copies
         encoders = load_encoders(base, dtype)
         if dtype == torch.float32:
             loaded.append(weakref.ref(encoders.text_encoders))
@@ -279,6 +280,21 @@ def test_bf16_latents_are_close_and_overflows_are_encoded_in_float32(tmp_path, f
     assert described["encoded_again"] == 1 and described["skipped"] == 0
     np.testing.assert_allclose(again[9], exact[9], atol=1e-3)
     assert np.array_equal(again[:9], low[:9])
+
+
+def test_only_the_first_process_of_a_machine_loads_the_models_in_float32(
+    tmp_path, flags, monkeypatch
+):
+    def load(base, dtype):
+        with open(tmp_path / os.environ["RANK"], "a") as log:
+            print(dtype, file=log)
+        return load_encoders(base, dtype)
+
+    load_encoders = script.load_encoders
+    monkeypatch.setattr(script, "load_encoders", load)
+    precompute.fork(*flags, "--mixed_precision=bf16", num_processes=2)
+    assert (tmp_path / "0").read_text() == "torch.float32\ntorch.bfloat16\n"
+    assert (tmp_path / "1").read_text() == "torch.bfloat16\n"
 
 
 def test_are_finite_judges_like_torchs_isfinite():

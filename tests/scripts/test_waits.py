@@ -63,7 +63,8 @@ ONCE = {"make_launch", "place_encoders", "put_on_device", "place_scale", "descri
 # and SDXL's VAE overflows in 16 bits (force_upcast)
 IN_FLOAT32 = {"measure_images"}
 OF_SDXL = {"encode_images"}
-ASIDE = {"models"}  # of `Snapshot`: the thread that writes a checkpoint waits, not the training
+# of `Snapshot` and `PosthocEma`: the thread that writes a checkpoint waits, not the training
+ASIDE = {"models", "list_copied"}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -117,7 +118,9 @@ def list_unconditional(folder):
         "cached": Run(UNCONDITIONAL, [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]),
         "records": Run(UNCONDITIONAL, [*base, *STEPS, "--logging_steps=1"], [wait_for_record()]),
         "checkpoints": Run(
-            UNCONDITIONAL, [*base, *TRAIN, "--checkpointing_steps=1"], [wait_for_record()]
+            UNCONDITIONAL,
+            [*base, *TRAIN, "--checkpointing_steps=1", "--posthoc_ema", "0.05", "0.1"],
+            [wait_for_record()],
         ),
         "workers": Run(
             UNCONDITIONAL,
