@@ -254,7 +254,7 @@ def test_trigger_is_replaced_in_the_captions(tmp_path, flags, inputs, source, mo
     ],
 )
 def test_bad_prior_flags_end_in_one_line(argv, sentence):
-    argv = ["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv]
+    argv = ["--pretrained_model_name_or_path=sd", "--train_data_dir=.", "--resolution=8", *argv]
     assert sentence in train.refused(*argv, status=2).splitlines()[-1]
 
 
