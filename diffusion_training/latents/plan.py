@@ -21,6 +21,7 @@ from diffusion_training.families.base import Encoders, Family
 from diffusion_training.files import find_differences
 from diffusion_training.latents.columns import EXTRA_COLUMNS, Column, list_columns, name_feature
 from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
+from diffusion_training.remote import has_file
 
 # The caches of the demos, which the trainers' demos use without flags
 DEMO_CACHES = ("latents-digits", "latents-digits-flow")
@@ -204,7 +205,7 @@ def check_not_cache(output_dir: str) -> None:
     """Stop with an error if the folder for several caches is a cache itself."""
     with explained(f"--output_dir {output_dir} can't be read"):
         fs, root = fsspec.url_to_fs(output_dir)
-        if fs.exists(f"{root}/cache.json"):
+        if has_file(fs, f"{root}/cache.json"):
             fail(
                 f"--output_dir {output_dir} is a cache itself: several --resolution need another "
                 "folder, where each gets a subfolder"
