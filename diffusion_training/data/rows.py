@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
+from huggingface_hub import DatasetCard
 
 from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import check_csv
@@ -263,12 +264,24 @@ def check_names(source: str, builder: datasets.DatasetBuilder) -> None:
         return
     images = filter(is_image, list_files_of_folder(source))
     left_out = {os.path.relpath(path, source) for path in images} - set(chosen)
-    if left_out:
+    if left_out and not names_files(source, builder):
         raise ValueError(
             f"`datasets` takes {amount(len(chosen), 'image')} for splits because of a word such as "
             f"'train' in the name, so {amount(len(left_out), 'image')} without one would be left "
             f"out: rename files such as {chosen[0]}, or keep each split in a folder of its own"
         )
+
+
+def names_files(source: str, builder: datasets.DatasetBuilder) -> bool:
+    """Whether a folder's README.md names the files of the splits, so that words do not count."""
+    card = Path(source, "README.md")
+    if not builder.builder_configs or not card.is_file():  # "imagefolder" itself reads no README.md
+        return False
+    configs = DatasetCard.load(card).data.to_dict().get("configs", [])
+    return any(
+        config["config_name"] == builder.config.name and "data_files" in config
+        for config in configs
+    )
 
 
 def find_files(address: str) -> tuple[str, list[str]]:
