@@ -304,7 +304,7 @@ from diffusion_training.errors import (
     in_one_sentence,
 )
 from diffusion_training.files import find_differences, lock_folder
-from diffusion_training.remote import open_folder, reading, remove, writing
+from diffusion_training.remote import has_file, open_folder, reading, remove, writing
 from diffusion_training.web.pictures import THREADS
 from diffusion_training.web.shards import (
     choose_items,
@@ -611,7 +611,7 @@ def main(args: Namespace) -> None:
             lock = lock_folder(
                 Path(root), args.output_dir, lambda names: "__download__" in names, "download"
             )
-        elif names and not fs.exists(settings_path):
+        elif names and not has_file(fs, settings_path):
             fail(
                 f"--output_dir {args.output_dir} holds {min(names)} and no download: "
                 "choose another folder"
@@ -621,7 +621,7 @@ def main(args: Namespace) -> None:
 
     # Read the tables, copy them if that is necessary now, and cut them into work items.
     settings, digests = describe_download(tables_fs, paths, args)
-    if fs.exists(settings_path):
+    if has_file(fs, settings_path):
         differences = find_differences(read_json(fs, settings_path), settings)
         if differences:
             fail(
@@ -649,7 +649,7 @@ def main(args: Namespace) -> None:
     # Download the missing shards.
     missing = choose_items(fs, folder, items, args.retry_failed)
     # A summary means that an earlier run has finished and searched for repeated files.
-    is_finished = not missing and fs.exists(summary_path)
+    is_finished = not missing and has_file(fs, summary_path)
     tqdm.write(f"{num_rows:,} rows in {len(items):,} shards, {len(missing):,} of them to do")
     if missing:
         remove(summary_path)  # valid only for a complete download

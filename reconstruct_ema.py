@@ -99,10 +99,11 @@ def main(args: Namespace) -> None:
     widths = args.sigma_rel or [read_best_width(run_dir)]
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
+    last = int(snapshots[-1].path.parent.name.removeprefix("step-"))
     for width in widths:
         folder = output_dir / f"sigma_rel-{width:g}"
         write_pipeline(run_dir, snapshots, width, folder)
-        print(f"The average of sigma_rel {width:g} is in {folder}")
+        print(f"The average of sigma_rel {width:g} at step {last} is in {folder}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Flags: a parser that reads @FILE, numbers with bounds, a demo's command line, run.args."""
 
 import argparse
+import contextlib
 import difflib
 import functools
 import gc
@@ -40,6 +41,16 @@ def is_address(path: str | Path) -> bool:
     return "://" in str(path)
 
 
+def read_words(path: str) -> list[str]:
+    """The words of a file as a shell would read them. Raises ValueError if it is not text."""
+    content = Path(path).read_bytes()
+    with contextlib.suppress(UnicodeDecodeError):
+        text = content.decode("utf-8-sig")
+        if "\0" not in text:
+            return shlex.split(text, comments=True)
+    raise ValueError("it is not a text file in UTF-8")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reads the flags in @FILE as a shell would, and suggests a flag after a typo.
 
@@ -54,12 +65,11 @@ class Parser(argparse.ArgumentParser):
             # of a start. `in_one_sentence` turns that on again.
             gc.disable()
         for word in self.typed:
+            if not word.startswith("@"):
+                words.append(word)
+                continue
             try:
-                if word.startswith("@"):
-                    text = os.fsdecode(Path(word[1:]).read_bytes())
-                    words += shlex.split(text, comments=True)
-                else:
-                    words.append(word)
+                words += read_words(word[1:])
             except (OSError, ValueError) as error:
                 self.error(f"{word} can't be read: {error}")
         parsed, unknown = super().parse_known_args(words, namespace)

@@ -935,6 +935,12 @@ def check_prior_args(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error(
             "--trigger needs words, and one --class_prompt that replaces them in the captions"
         )
+    for prompt in args.class_prompt or []:
+        if args.trigger in prompt if args.trigger else prompt == args.instance_prompt:
+            parser.error(
+                f"--class_prompt {prompt!r} is what the LoRA must learn: describe what must not "
+                "change, such as 'dog' for 'sks dog'"
+            )
 
 
 def check_metric_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

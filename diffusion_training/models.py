@@ -97,6 +97,20 @@ def hash_weight(weight: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def hash_rules(tokenizer: Any) -> str:
+    """A hash of all that decides which ids a tokenizer gives to the words of its vocabulary.
+
+    For example the order of merges: two tokenizers with the same vocabulary may differ in it.
+    """
+    # the last is an attribute of `CaptionBytes`
+    names = ("padding_side", "truncation_side", "pad_token", "chat_template", "rules")
+    rules = {name: getattr(tokenizer, name, None) for name in names}
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        rules |= json.loads(backend.to_str())
+        del rules["padding"], rules["truncation"]  # those of the last call
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
 def combine_hashes(digests: Iterable[str]) -> str:
     """Return the hash of a model from the hashes of its weights, in any order."""
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()

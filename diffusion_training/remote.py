@@ -29,6 +29,18 @@ def remove(path: str) -> None:
         fs.rm_file(path)
 
 
+def has_file(fs: AbstractFileSystem, path: str) -> bool:
+    """Whether a path exists. Raises an error if that is unknown, where `fs.exists` says no.
+
+    For example without permission, or when the network fails.
+    """
+    try:
+        fs.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def list_files(folder: str) -> list[str]:
     """Return the names of all files in a folder and its subfolders."""
     fs, root = fsspec.url_to_fs(folder.rstrip("/"))

@@ -47,12 +47,12 @@ def list_paths(folder: str) -> list[str]:
     return [str(path) for path in Path(folder).rglob("*")]
 
 
-def check_files(folder: str) -> None:
-    """Raise ValueError for a file in a local folder that `datasets` can't read, or never ends to.
+def check_files(paths: Iterable[str]) -> None:
+    """Raise ValueError for a file of a folder that `datasets` can't read, or never ends to.
 
     It hides all files of an archive in which one has such a name, and waits for pipes.
     """
-    for path in list_paths(folder):
+    for path in paths:
         if path.lower().endswith(TABLES) and Path(path).is_fifo():
             raise ValueError(f"{path} is a pipe: write a file")
         if path.lower().endswith(".zip") and zipfile.is_zipfile(path):
@@ -104,12 +104,12 @@ def count_references(args: Namespace) -> int:
     named = flags.get("conditioning_image_column") or flags.get("conditioning_data_dir")
     if named or "conditioning_image_column" not in flags:
         return len(named or [])
-    return int(has_reference_files(find_source(args)))
+    return int(has_reference_files(list_paths(find_source(args))))
 
 
-def has_reference_files(source: str) -> bool:
-    """Whether an image in a local folder has a reference beside it."""
-    return any(find_owner(path, REFERENCE) for path in list_paths(source))
+def has_reference_files(paths: Iterable[str]) -> bool:
+    """Whether an image of a folder has a reference beside it. paths: see `list_paths`."""
+    return any(find_owner(path, REFERENCE) for path in paths)
 
 
 def describe_files(paths: Iterable[str | None]) -> list[str]:
@@ -122,10 +122,10 @@ def describe_files(paths: Iterable[str | None]) -> list[str]:
     return content
 
 
-def has_caption_files(folder: str, extension: str) -> bool:
-    """Whether an image in a local folder has a caption file beside it: photo.txt for photo.jpg."""
-    paths = set(list_paths(folder))
-    return any(is_image(path) and split_suffix(path)[0] + extension in paths for path in paths)
+def has_caption_files(paths: Iterable[str], extension: str) -> bool:
+    """Whether an image of a folder has a caption file beside it: photo.txt for photo.jpg."""
+    known = set(paths)
+    return any(is_image(path) and split_suffix(path)[0] + extension in known for path in known)
 
 
 def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:

@@ -42,11 +42,13 @@ STEPS = 16  # of the side of a square reference
 MAX_RATIO = 4.0  # of the longer side of a reference to the shorter one
 
 
-def add_references(rows: Rows, args: Namespace) -> tuple[Rows, list[str]]:
+def add_references(rows: Rows, listed: Sequence[str], args: Namespace) -> tuple[Rows, list[str]]:
     """Add columns for references that are files. Returns (the rows, the columns of references).
 
     The files are photo.control.png beside photo.png, or have the image's name in the folders of
     --conditioning_data_dir. The fingerprint of the rows depends on them.
+
+    listed: the paths in a local folder.
     """
     source = find_source(args)
     if args.conditioning_image_column:
@@ -55,7 +57,7 @@ def add_references(rows: Rows, args: Namespace) -> tuple[Rows, list[str]]:
     for folder in folders:
         if f"{os.path.realpath(folder)}/".startswith(f"{source}/"):
             fail(f"--conditioning_data_dir {folder} lies in {source}, whose images are the results")
-    if not folders and not has_reference_files(source):
+    if not folders and not has_reference_files(listed):
         return rows, []
     if isinstance(rows, datasets.IterableDataset):
         fail(f"{source} has references in files, which --streaming can't read: leave it out")
@@ -68,7 +70,7 @@ def add_references(rows: Rows, args: Namespace) -> tuple[Rows, list[str]]:
         found = [index_folder(folder, owners) for folder in folders]
     else:
         owners = [split_suffix(path)[0] for path in paths]
-        found = [find_partners(list_paths(source), REFERENCE, "references")]
+        found = [find_partners(listed, REFERENCE, "references")]
     columns = [COLUMN, *(f"{COLUMN}_{number}" for number in range(2, len(found) + 1))]
     for name, files in zip(columns, found, strict=True):
         column = [files.get(owner) for owner in owners]

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
+from huggingface_hub import DatasetCard
 
 from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import check_csv
@@ -87,12 +88,13 @@ def load_rows(
     # the unconditional trainer has neither flag
     caption_column: Any = vars(args).get("caption_column")
     extension = "." + vars(args).get("caption_extension", ".txt").lstrip(".")
-    has_captions = has_caption_files(source, extension)
-    builder, rows = open_builder(source, has_captions, streaming, args)
-    rows, mask_column = separate_masks(rows, args)
+    listed = list_paths(source)  # once, because it takes seconds for 1e5 files
+    has_captions = has_caption_files(listed, extension)
+    builder, rows = open_builder(source, listed, has_captions, streaming, args)
+    rows, mask_column = separate_masks(rows, listed, args)
     references: Sequence[str] = ()
     if with_references:
-        rows, references = add_references(rows, args)
+        rows, references = add_references(rows, listed, args)
     names = [*others, mask_column or [], *references]
     wanted = [*dict.fromkeys(name for values in names for name in list_values(values))]
     if has_captions and caption_column in wanted:
@@ -155,9 +157,9 @@ def limit_rows(rows: Rows, args: Namespace) -> Rows:
 
 
 def open_builder(
-    source: str, has_captions: bool, streaming: bool, args: Namespace
+    source: str, listed: Sequence[str], has_captions: bool, streaming: bool, args: Namespace
 ) -> tuple[datasets.DatasetBuilder, Rows]:
-    """Open a data set; returns (its builder, its rows)."""
+    """Open a data set; returns (its builder, its rows). listed: the paths in a local folder."""
 
     def open_as(kind: str, files: list[str] | None = None) -> datasets.DatasetBuilder:
         folder = source if kind == "imagefolder" else None
@@ -173,14 +175,14 @@ def open_builder(
     with explained(f"{cache} can't be written to: give another folder with --cache_dir"):
         os.makedirs(cache, exist_ok=True)  # it is in the home folder, which may be read-only
     with explained(f"{source} can't be loaded as a data set"), listed_once(source):
-        check_files(source)
+        check_files(listed)
         if is_address(source):
             stream_tars_from_storage()
             builder = open_as(*find_files(source))
         else:
             # without "imagefolder", the caption files might be loaded as a data set of text
             builder = open_as("imagefolder" if has_captions else source)
-        if builder.name not in OF_IMAGES and any(map(is_image, list_paths(source))):
+        if builder.name not in OF_IMAGES and any(map(is_image, listed)):
             builder = open_as("imagefolder")
         if os.path.isdir(source):
             check_split(source, builder, args.dataset_split)
@@ -262,12 +264,24 @@ def check_names(source: str, builder: datasets.DatasetBuilder) -> None:
         return
     images = filter(is_image, list_files_of_folder(source))
     left_out = {os.path.relpath(path, source) for path in images} - set(chosen)
-    if left_out:
+    if left_out and not names_files(source, builder):
         raise ValueError(
             f"`datasets` takes {amount(len(chosen), 'image')} for splits because of a word such as "
             f"'train' in the name, so {amount(len(left_out), 'image')} without one would be left "
             f"out: rename files such as {chosen[0]}, or keep each split in a folder of its own"
         )
+
+
+def names_files(source: str, builder: datasets.DatasetBuilder) -> bool:
+    """Whether a folder's README.md names the files of the splits, so that words do not count."""
+    card = Path(source, "README.md")
+    if not builder.builder_configs or not card.is_file():  # "imagefolder" itself reads no README.md
+        return False
+    configs = DatasetCard.load(card).data.to_dict().get("configs", [])
+    return any(
+        config["config_name"] == builder.config.name and "data_files" in config
+        for config in configs
+    )
 
 
 def find_files(address: str) -> tuple[str, list[str]]:
@@ -333,12 +347,14 @@ def is_wanted(path: str | None) -> bool:
     return not any(find_owner(path, end) for end in (MASK, REFERENCE)) and not is_stray(path)
 
 
-def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
+def separate_masks(rows: Rows, listed: Sequence[str], args: Namespace) -> tuple[Rows, str | None]:
     """Take masks (photo.mask.png beside photo.jpg, with any suffix of images) out of the rows.
 
     They are added as a column "mask" if the script has --mask_column and it is not set, or set to
     "mask". Returns (the rows, the column of masks or None). The fingerprint of the rows depends on
     the masks.
+
+    listed: the paths in a local folder.
     """
     source = find_source(args)
     mask_column = vars(args).get("mask_column")
@@ -346,11 +362,7 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
         return rows, mask_column
     if isinstance(rows, datasets.IterableDataset):
-        if (
-            may_add
-            and mask_column is None
-            and any(find_owner(path, MASK) for path in list_paths(source))
-        ):
+        if may_add and mask_column is None and any(find_owner(path, MASK) for path in listed):
             fail(
                 f"{source} has masks beside the images, which --streaming can't read: leave it out"
             )
@@ -368,7 +380,7 @@ def separate_masks(rows: Rows, args: Namespace) -> tuple[Rows, str | None]:
         rows = rows.select(images)
     if not may_add or "mask" in rows.features:
         return rows, mask_column
-    masks = find_partners([*paths, *list_paths(source)], MASK, "masks")
+    masks = find_partners([*paths, *listed], MASK, "masks")
     if not masks:
         return rows, mask_column
     # the fingerprint of the rows covers masks in archives

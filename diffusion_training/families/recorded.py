@@ -56,7 +56,7 @@ from diffusion_training.families.recorded_text import (
 )
 from diffusion_training.families.reference_latents import make_blanks, split_references
 from diffusion_training.families.tape import Unrecordable
-from diffusion_training.models import load_weights
+from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 BLANK = 256, 256  # height and width in pixels of a reference in trials
@@ -158,12 +158,14 @@ class Recorded(Family):
         self, source: str | None, options: dict[str, Any], text_encoder: Any
     ) -> CaptionBytes:
         vocabulary = {}
+        rules = {}
         for name, part in text_encoder.others.items():
             tokenizer = getattr(part, "tokenizer", part)
             if hasattr(tokenizer, "get_vocab"):
                 words = json.dumps(sorted(tokenizer.get_vocab().items()))
                 vocabulary[name] = hashlib.sha256(words.encode()).hexdigest()
-        return CaptionBytes(vocabulary)
+                rules[name] = [hash_rules(tokenizer), getattr(part, "chat_template", None)]
+        return CaptionBytes(vocabulary, rules)
 
     def count_max_tokens(self, base: Base, text_encoders: Any, tokenizers: Any) -> int:
         return tokenizers[0].model_max_length

@@ -260,9 +260,10 @@ class CaptionBytes:
 
     model_max_length = MOST_BYTES
 
-    def __init__(self, vocabulary: dict[str, str]) -> None:
-        """vocabulary: what identifies the pipeline's tokenizers."""
+    def __init__(self, vocabulary: dict[str, str], rules: dict[str, list]) -> None:
+        """Hashes of the pipeline's tokenizers. rules: those of `hash_rules`, and templates."""
         self.vocabulary = vocabulary
+        self.rules = rules
 
     def get_vocab(self) -> dict[str, str]:
         return self.vocabulary

@@ -32,7 +32,7 @@ from diffusion_training.files import (
 )
 from diffusion_training.latents.columns import name_empty_files
 from diffusion_training.latents.passes import EncodedRows
-from diffusion_training.latents.plan import PlannedCache, name_shard
+from diffusion_training.latents.plan import PlannedCache, compare_settings, name_shard
 
 # Size of a record batch. A trainer opens all batches; the script that writes them holds one.
 BATCH_BYTES = 2**26
@@ -201,7 +201,7 @@ def open_cache(
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
-        differences = find_differences({name: cache.get(name) for name in settings}, settings)
+        differences = compare_settings(cache, settings)
     except Exception as error:
         fail(
             f"{name} is damaged ({type(error).__name__}: {error}): "

@@ -16,7 +16,7 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
 from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
 from diffusion_training.latents.columns import EMPTY
-from diffusion_training.models import compile_model, hash_weights, put_on_device
+from diffusion_training.models import compile_model, hash_rules, hash_weights, put_on_device
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,7 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
     }
     clip_skip = {"clip_skip": encoders.clip_skip} if encoders.clip_skip else {}
     text = "" if encoders.tokenizers.classes else "The quick brown fox, 123 times!"
+    rules: dict[str, str] = {}
     parts = zip(family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True)
     for suffix, text_encoder, tokenizer in parts:
         described[f"text_encoder{suffix}"] = {
@@ -276,7 +277,8 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
             "sha256": hash_weights(text_encoder),
         } | clip_skip
         described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer, text)
-    return described
+        rules[f"tokenizer{suffix}"] = hash_rules(tokenizer)
+    return described | {"tokenizer_rules": rules}
 
 
 def describe_prompts(encoders: Encoders, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:

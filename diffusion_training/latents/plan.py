@@ -18,8 +18,10 @@ from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.transforms import Transform, make_transform
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Encoders, Family
+from diffusion_training.files import find_differences
 from diffusion_training.latents.columns import EXTRA_COLUMNS, Column, list_columns, name_feature
 from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
+from diffusion_training.remote import has_file
 
 # The caches of the demos, which the trainers' demos use without flags
 DEMO_CACHES = ("latents-digits", "latents-digits-flow")
@@ -204,7 +206,7 @@ def check_not_cache(output_dir: str) -> None:
     """Stop with an error if the folder for several caches is a cache itself."""
     with explained(f"--output_dir {output_dir} can't be read"):
         fs, root = fsspec.url_to_fs(output_dir)
-        if fs.exists(f"{root}/cache.json"):
+        if has_file(fs, f"{root}/cache.json"):
             fail(
                 f"--output_dir {output_dir} is a cache itself: several --resolution need another "
                 "folder, where each gets a subfolder"
@@ -241,6 +243,15 @@ def describe_settings(
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
     settings["rows_per_shard"] = rows_per_shard
     return settings
+
+
+def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """The differences of cache.json and the settings that it should have, as sentences.
+
+    Caches of earlier versions have no "tokenizer_rules", which are then not compared.
+    """
+    known = {name: x for name, x in settings.items() if name in cache or name != "tokenizer_rules"}
+    return find_differences({name: cache.get(name) for name in known}, known)
 
 
 def name_shard(number: int, cache: dict[str, Any]) -> str:

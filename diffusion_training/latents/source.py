@@ -32,7 +32,6 @@ from diffusion_training.data.transforms import make_transform
 from diffusion_training.errors import amount, explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts
 from diffusion_training.families.names import FACTS
-from diffusion_training.files import find_differences
 from diffusion_training.latents.encoders import (
     Latents,
     check_sides,
@@ -45,6 +44,7 @@ from diffusion_training.latents.encoders import (
     place_scale,
     try_encoders,
 )
+from diffusion_training.latents.plan import compare_settings
 from diffusion_training.latents.reader import Cache, load_cache
 from diffusion_training.latents.shards import Shards, name_repair
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
@@ -414,7 +414,7 @@ def check_cache(
     args: Namespace,
 ) -> None:
     """Stop with an error if a cache is not as `described`, or lacks data that the flags need."""
-    if differences := find_differences({name: cache.get(name) for name in described}, described):
+    if differences := compare_settings(cache, described):
         advice = "give the models that it was made with"
         if is_shared(folder):  # models of the same name have changed
             advice = name_repair(folder)

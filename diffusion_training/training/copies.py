@@ -1,8 +1,9 @@
 """Copies of a run at --checkpoints_to, made in the background, and fetched to resume the run.
 
-At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/`, the
-files in RECORDS, and OWNER. Each folder of weights has a marker, a file that is written last and
-deleted first: a folder without it is an unfinished copy.
+At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/`,
+`posthoc_ema/` with its snapshots, the files in RECORDS, and OWNER. Checkpoints and best weights
+have a marker, a file that is written last and deleted first: a folder without it is an unfinished
+copy.
 """
 
 import contextlib
@@ -31,23 +32,28 @@ from diffusion_training.training.checkpoints import (
     find_samples,
     prune_checkpoints,
 )
+from diffusion_training.training.posthoc import FOLDER as SNAPSHOTS
+from diffusion_training.training.posthoc import find_snapshots
 
 OWNER = "checkpoints_to.owner"  # at the address: key and name of the run that writes there
 RECORDS = ("run.args", "metrics.jsonl", "report.html")
-ENDS = {  # of the names of markers, and of samples, which are single files
-    "checkpoint": "/trainer_state.json",
-    "best": "/held_out.json",
-    "samples/step": ".png",
-}
+ENDS = {"checkpoint": "/trainer_state.json", "best": "/held_out.json"}  # of the names of markers
 RETRY = 60.0  # seconds until a failed copy is tried again
 FETCHED = ".tmp-fetched"  # folder in --output_dir of machines that do not share it
 
 
 def find_whole(names: Iterable[str], kind: str) -> dict[int, str]:
-    """{step: name of its marker, or its samples} of the complete copies of a kind, oldest first."""
+    """{step: name of its marker} of the complete copies of a kind, oldest first."""
     pattern = rf"{kind}-(\d+){re.escape(ENDS[kind])}"
     matches = [match for name in names if (match := re.fullmatch(pattern, name))]
     return dict(sorted((int(match[1]), match[0]) for match in matches))
+
+
+def find_late(names: Iterable[str], reached: int) -> set[str]:
+    """The samples, and the files of snapshots, of steps after `reached`."""
+    pattern = rf"samples/step-(\d+)\.png|{SNAPSHOTS}/step-(\d+)/.+"
+    matches = [match for name in names if (match := re.fullmatch(pattern, name))]
+    return {match[0] for match in matches if int(match[1] or match[2]) > reached}
 
 
 def find_unfinished(names: set[str]) -> set[str]:
@@ -118,7 +124,7 @@ class TakenOverError(Exception):
 
 
 class Copies:
-    """Copies complete checkpoints, samples and records of a run in a thread.
+    """Copies complete checkpoints, samples, snapshots and records of a run in a thread.
 
     A failed copy is tried again later. The training never waits, except in `finish`.
 
@@ -212,7 +218,7 @@ class Copies:
             print(f"Copying to {self.url}, for at most {timeout:g} s", flush=True)
             self.thread.join(timeout)
         if not self.is_copied:
-            names = [path.relative_to(self.output_dir).as_posix() for path in self.find_new()]
+            names = [self.name_file(path) for path in self.find_new()]
             print(
                 f"Not copied to {self.url}: {', '.join(names) or 'the last records'}. The same "
                 f"command copies it, if {self.output_dir} still exists",
@@ -264,14 +270,15 @@ class Copies:
     def take(self, reached: int) -> None:
         """Take the address over.
 
-        Best weights and samples after the step `reached` are deleted: the run makes them anew.
+        Best weights, samples and snapshots after the step `reached` are deleted: the run makes them
+        anew.
         """
         self.store.write(OWNER, self.key)
         names = self.store.list()
-        for kind in ("best", "samples/step"):
-            for step, name in find_whole(names, kind).items():
-                if step > reached:
-                    self.store.delete(name)
+        best = find_whole(names, "best")
+        late = {name for step, name in best.items() if step > reached}
+        for name in sorted(late | find_late(names, reached)):
+            self.store.delete(name)
 
     def check(self) -> None:
         """Raise TakenOverError if another run has taken the address.
@@ -288,15 +295,22 @@ class Copies:
             raise TakenOverError
 
     def find_new(self) -> list[Path]:
-        """The checkpoints, newest first, and samples that are not at the address, but should be."""
+        """What is not at the address, but should be: checkpoints, newest first, and single files.
+
+        These are samples, and snapshots of --posthoc_ema.
+        """
         here = find_steps(self.output_dir)
         there = find_whole(self.there, "checkpoint")
         wanted = sorted({*here, *there}, reverse=True)[: self.limit]
-        samples = find_samples(self.output_dir)
+        files = [*find_samples(self.output_dir), *find_snapshots(self.output_dir)]
         return [
             *(here[step] for step in wanted if step not in there),
-            *(path for path in samples if f"samples/{path.name}" not in self.there),
+            *(path for path in files if self.name_file(path) not in self.there),
         ]
+
+    def name_file(self, path: Path) -> str:
+        """The name of a file at the address."""
+        return path.relative_to(self.output_dir).as_posix()
 
     def tidy(self) -> None:
         """List the address, and delete copies that nobody needs: they take the room of others.
@@ -318,8 +332,9 @@ class Copies:
         """Copy new files, but only one checkpoint. Returns whether there is another to copy.
 
         A checkpoint is chosen before records and best weights are copied, and copied after them,
-        so that a run resumed from it finds those that it had. Samples, too, are copied after them:
-        a resumed run that finds the samples of a step does not measure its held-out loss again.
+        so that a run resumed from it finds those that it had, and the snapshots. Samples, too, are
+        copied after records: a resumed run that finds the samples of a step does not measure its
+        held-out loss again.
         """
         self.tidy()
         with self.holding:
@@ -331,8 +346,8 @@ class Copies:
                     self.store.send(path, path.name)
             self.copy_best()
             for path in filter(Path.is_file, new):
-                self.store.send(path, f"samples/{path.name}")
-                self.there = self.there | {f"samples/{path.name}"}
+                self.store.send(path, self.name_file(path))
+                self.there = self.there | {self.name_file(path)}
             if self.held:
                 marker = self.held / "trainer_state.json"
                 self.copy_folder(marker, read_marker(marker), self.held.name)
@@ -381,15 +396,15 @@ def fetch_files(url: str, files: dict[str, Path]) -> None:
 
 
 def fetch_checkpoint(url: str, names: Iterable[str], step: int, output_dir: Path) -> None:
-    """Fetch checkpoint-N, and before it the records, samples and best weights up to its step.
+    """Fetch checkpoint-N, and before it records, samples, snapshots, best weights up to its step.
 
     The checkpoint is fetched completely or not at all, and compared with its checksums.
 
     names: those of the files at the address.
     """
     best = max((other for other in find_whole(names, "best") if other <= step), default=-1)
-    late = {name for other, name in find_whole(names, "samples/step").items() if other > step}
-    wanted = ("metrics.jsonl", "samples/step-", f"best-{best}/")
+    wanted = ("metrics.jsonl", "samples/step-", f"{SNAPSHOTS}/step-", f"best-{best}/")
+    late = find_late(names, step)
     with saving(output_dir, "records") as unfinished:
         if (here := output_dir / "samples").exists():  # they may hold files of the user
             shutil.copytree(here, unfinished / "samples", ignore_dangling_symlinks=True)

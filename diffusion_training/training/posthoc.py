@@ -7,7 +7,7 @@ images count in proportion to n ** gamma. Any such average is nearly a sum of th
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,6 +179,11 @@ def write_snapshot(output_dir: Path, step: int, files: Iterable[AverageFile]) ->
             sort_header(unfinished / path.name / name)  # its order is random
 
 
+def find_snapshots(output_dir: str | Path) -> list[Path]:
+    """The files of all snapshots of a run, in the order of their steps."""
+    return sorted(Path(output_dir, FOLDER).glob("step-*/*.safetensors"))
+
+
 def prune_snapshots(output_dir: Path, reached: int) -> None:
     """Delete snapshots after the step `reached`, where a resumed run begins; all of them for -1."""
     folder = output_dir / FOLDER
@@ -188,14 +193,27 @@ def prune_snapshots(output_dir: Path, reached: int) -> None:
     delete(folder / LOSSES)
 
 
-def report_missing(output_dir: Path, reached: int) -> None:
-    """Print if a run resumes at the step `reached` without the snapshots before it."""
-    steps = [int(path.name.removeprefix("step-")) for path in (output_dir / FOLDER).glob("step-*")]
-    if not any(step <= reached for step in steps):
+def check_snapshots(
+    output_dir: Path, reached: int, widths: Collection[float] | None, every: int
+) -> None:
+    """Check the snapshots of a run that resumes at the step `reached`.
+
+    widths: --posthoc_ema. every: steps between snapshots.
+
+    It stops with an error if they would end here: averages made of them would not be the result's.
+    It prints if the ones before this step are missing.
+    """
+    steps = [int(path.parent.name.removeprefix("step-")) for path in find_snapshots(output_dir)]
+    has_snapshots = any(step <= reached for step in steps)
+    if has_snapshots and not widths:
+        fail(
+            f"{output_dir} has snapshots of --posthoc_ema, which would end at step {reached}: give "
+            f"this flag again, or move {output_dir / FOLDER} away"
+        )
+    if widths and every <= reached and not has_snapshots:
         print(
             f"{output_dir} has no snapshots of --posthoc_ema up to step {reached}, so averages of "
-            f"large widths will not be exact: copy {FOLDER}/ there before the run resumes. "
-            "--checkpoints_to does not copy it"
+            f"large widths will not be exact: copy {FOLDER}/ there before the run resumes"
         )
 
 
@@ -233,7 +251,7 @@ class SnapshotFile(NamedTuple):
 def list_snapshots(output_dir: str | Path) -> list[SnapshotFile]:
     """The files of all snapshots of a run, in the order of their steps."""
     found = []
-    for path in sorted(Path(output_dir, FOLDER).glob("step-*/*.safetensors")):
+    for path in find_snapshots(output_dir):
         with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
             header = file.metadata()
             gamma = find_exponent(float(header["sigma_rel"]))

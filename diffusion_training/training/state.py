@@ -47,7 +47,7 @@ from diffusion_training.training.optimizers import make_lr_scheduler, make_optim
 from diffusion_training.training.posthoc import (
     WIDTHS,
     PosthocEma,
-    report_missing,
+    check_snapshots,
     write_losses,
     write_snapshot,
 )
@@ -146,8 +146,9 @@ class Training:
                 self.recorded,
             )  # fmt: skip
             self.posthoc.images = plan.state.get("posthoc_images", 0)
-            if launch.is_main and self.posthoc.averages and self.posthoc_every <= self.step:
-                report_missing(Path(args.output_dir), self.step)
+            if launch.is_main and not args.find_lr:
+                folder = Path(args.output_dir)
+                check_snapshots(folder, self.step, args.posthoc_ema, self.posthoc_every)
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)

@@ -19,7 +19,7 @@ from fsspec import AbstractFileSystem
 
 from diffusion_training.csv_files import MAX_ROW, UTF_16, check_csv, find_compression, find_suffix
 from diffusion_training.errors import explained, fail, print_once
-from diffusion_training.remote import expand, open_folder, writing
+from diffusion_training.remote import expand, has_file, open_folder, writing
 from diffusion_training.web.filters import TEXT, find_columns, find_non_number, make_filter
 
 SUFFIXES = (
@@ -65,9 +65,9 @@ def find_tables(fs: AbstractFileSystem, path: str) -> list[str]:
     if fs.isdir(path):
         found = fs.find(path, detail=True)
     else:
-        if fs.exists(path):  # reading a pipe might never end
-            raise ValueError("it is neither a file nor a folder")
         if not (match := re.search(r"[*\[]|\?(?!\w+=)", path)):  # not ?download=true
+            if has_file(fs, path):  # reading a pipe might never end
+                raise ValueError("it is neither a file nor a folder")
             raise FileNotFoundError("it does not exist")
         found = fs.glob(path, detail=True)
         folder = path[: path.rfind("/", 0, match.start())]
@@ -181,7 +181,7 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
     columns, where = options["columns"], options.get("where")
     fs, _ = fsspec.url_to_fs(copy)
     with explained(f"{source} can't be used"):
-        if not fs.exists(copy):
+        if not has_file(fs, copy):
             needed = list(dict.fromkeys([*columns, *find_columns(where)]))
             with open_table(source, needed) as (schema, batches), writing(copy) as file:
                 batches = filter_rows(batches, schema, where, columns, options.get("max_rows"))

@@ -110,6 +110,31 @@ def test_flag_files_may_have_comments_and_several_flags_per_line(parser, tmp_pat
     assert stop.value.code == 2 and "nowhere.args" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x89PNG\r\n--size=3",  # no UTF-8
+        b"GIF89a --name=\0",  # no command line has this character
+        "--size=3".encode("utf-16"),  # what PowerShell's > writes
+    ],
+)
+def test_an_argument_file_that_is_not_text_is_refused_in_a_sentence(
+    parser, tmp_path, capsys, content
+):
+    (tmp_path / "own.args").write_bytes(content)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"@{tmp_path}/own.args"])
+    assert capsys.readouterr().err.endswith(
+        "own.args can't be read: it is not a text file in UTF-8\n"
+    )
+
+
+def test_an_argument_file_may_begin_with_a_byte_order_mark(parser, tmp_path):
+    (tmp_path / "own.args").write_text("--size=3 --name='größer 猫'", encoding="utf-8-sig")
+    args = parser.parse_args([f"@{tmp_path}/own.args"])
+    assert (args.size, args.name) == (3, "größer 猫")
+
+
 def test_numbers_out_of_bounds_are_refused(parser, capsys):
     assert (
         parser.parse_args(["--size=64"]).size == 64 and parser.parse_args(["--rate=0"]).rate == 0.0

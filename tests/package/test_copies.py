@@ -345,6 +345,43 @@ def test_fetch_brings_checkpoint_records_samples_and_best_weights(
     assert "samples/step-0000003.png" in names
 
 
+def test_snapshots_are_copied_before_their_checkpoint_and_fetched_with_it(
+    out, make, tmp_path, monkeypatch, capsys
+):
+    def take_snapshot(step):
+        path = out / f"posthoc_ema/step-{step:07d}/unet-0.05.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"average of step {step}")
+
+    copies = make()
+    (out / "posthoc_ema").mkdir()
+    (out / "posthoc_ema/held_out.json").write_text("{}")  # measured again by a resumed run
+    take_snapshot(1), take_snapshot(2), take_snapshot(3), save(out, 2)
+    held = Hold(monkeypatch, "posthoc_ema/step-0000002", OSError("no network"))
+    copies.begin(-1)
+    held.reached.wait(20)
+    copies.close()
+    copies.thread.join(20)
+    assert list_steps() == []
+    held.free.set()
+    copies = make()
+    copies.begin(2)
+    finish(copies)
+    new = tmp_path / "new/out"
+    new.mkdir(parents=True)
+    make(folder=new).fetch("latest")
+    found = {path.relative_to(new).as_posix() for path in new.glob("posthoc_ema/**/*")}
+    steps = ("posthoc_ema/step-0000001", "posthoc_ema/step-0000002")
+    assert found == {*steps, *(f"{step}/unet-0.05.safetensors" for step in steps)}
+    assert (new / steps[1] / "unet-0.05.safetensors").read_text() == "average of step 2"
+    late = "posthoc_ema/step-0000003/unet-0.05.safetensors"
+    assert late in Store(copies.url).list()
+    resumed = make(folder=new)
+    resumed.begin(2)  # the run makes what came after checkpoint-2 anew
+    finish(resumed)
+    assert late not in Store(copies.url).list()
+
+
 def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
     out, make, tmp_path, monkeypatch
 ):

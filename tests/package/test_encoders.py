@@ -3,17 +3,22 @@
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import MODELS
 from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel
 from safetensors.torch import load_file, save_file
 
 import precompute_latents
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recorded import Recorded
 from diffusion_training.latents import encoders as module
 from diffusion_training.latents.encoders import encode_prompts
+from diffusion_training.latents.plan import compare_settings
+from diffusion_training.models import hash_rules
 
 
 def load(*argv, resolution=16, dtype=torch.float32):
@@ -220,7 +225,55 @@ def test_describe_models_shows_every_difference():
                 tokenizers[0].model_max_length = 7
         seen.append(module.describe_models(encoders))
     assert seen[0] == seen[-1] and len({json.dumps(described) for described in seen}) == 6
+    assert seen[4].pop("tokenizer_rules") != seen[0]["tokenizer_rules"]  # with another token
+    seen[4]["tokenizer_rules"] = seen[0]["tokenizer_rules"]
     where = [
         [name for name in seen[0] if described[name] != seen[0][name]] for described in seen[1:-1]
     ]
     assert where == [["vae"], ["vae"], ["text_encoder"], ["tokenizer"], ["tokenizer"]]
+
+
+def make_tokenizers(folder):
+    """The demo's tokenizer, and one that differs only in the order of two merges."""
+    first = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    first.save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    merges = content["model"]["merges"]
+    merges.insert(0, merges.pop(merges.index(["t", "h"])))  # before ["h", "a"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return first, transformers.CLIPTokenizer.from_pretrained(folder)
+
+
+def test_tokenizers_with_the_same_vocabulary_and_other_merges_differ(tmp_path):
+    first, other = make_tokenizers(tmp_path)
+    text = "The quick brown fox, 123 times!"
+    assert module.describe_tokenizer(first, text) == module.describe_tokenizer(other, text)
+    assert first("that").input_ids != other("that").input_ids
+    rules = hash_rules(first)
+    assert rules != hash_rules(other)
+    first(["a", "that"], padding="max_length", truncation=True, max_length=5)
+    assert hash_rules(first) == rules  # padding and truncation are those of a call
+    encoders = load()
+    before = module.describe_models(encoders)
+    encoders.tokenizers[:] = [other]
+    changes = compare_settings(before, module.describe_models(encoders))
+    assert [change.split()[0] for change in changes] == ["tokenizer_rules.tokenizer"]
+    del before["tokenizer_rules"]  # a cache of an earlier version
+    assert compare_settings(before, module.describe_models(encoders)) == []
+    before["vae"] = None
+    assert len(compare_settings(before, module.describe_models(encoders))) == 1
+
+
+def test_a_recorded_pipeline_is_known_by_the_merges_of_its_tokenizers(tmp_path):
+    first, other = make_tokenizers(tmp_path)
+
+    def hash_parts(**others):
+        return hash_rules(Recorded.load_tokenizer(None, None, {}, SimpleNamespace(others=others)))
+
+    assert hash_parts(tokenizer=first, feature_extractor=None) == hash_parts(tokenizer=first)
+    assert hash_parts(tokenizer=first) != hash_parts(tokenizer=other)
+    processors = [
+        SimpleNamespace(tokenizer=tokenizer, chat_template=template)
+        for tokenizer, template in ((first, "a"), (other, "a"), (first, "b"))
+    ]
+    assert len({hash_parts(processor=processor) for processor in processors}) == 3

@@ -145,6 +145,24 @@ def test_a_word_in_a_file_name_leaves_out_no_other_image(tmp_path, load, name):
     assert len(load(folder).rows) == 1  # all names have a word
 
 
+def test_images_that_a_readme_names_may_leave_out_others(tmp_path, load):
+    """Words in names decide nothing there. A README.md that names no files changes nothing."""
+    folder = Path(make_images(tmp_path / "images", 3))
+    (folder / "2.png").rename(folder / "train_2.png")
+    card = (
+        "---\nconfigs:\n- config_name: default\n  {}\n- config_name: b\n  data_files: '0*'\n---\n"
+    )
+    for content in ("---\nlicense: mit\n---\n", card.format("drop_labels: true")):
+        (folder / "README.md").write_text(content)
+        with pytest.raises(SystemExit, match="2 images without one would be left out"):
+            load(folder)
+    (folder / "README.md").write_text(card.format("data_files: 'train_*.png'"))
+    assert len(load(folder).rows) == 1
+    (folder / "train_2.txt").write_text("a dog")  # with captions in files, no README.md is read
+    with pytest.raises(SystemExit, match="2 images without one would be left out"):
+        load(folder)
+
+
 def test_files_of_other_splits_are_counted(tmp_path, load, capsys):
     for name in ("train", "test"):
         make_images(tmp_path / "images" / name, 2)

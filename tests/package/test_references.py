@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import MODELS, Script, make_klein
+from conftest import MODELS, Script, make_klein, patch
 from PIL import Image
 
 import precompute_latents
 from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.captions import transform_row
-from diffusion_training.data.folders import count_references
+from diffusion_training.data.folders import count_references, list_paths
 from diffusion_training.data.references import choose_reference_size, list_reference_columns
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
@@ -71,6 +71,16 @@ def test_a_control_file_is_the_reference_of_its_image_and_never_a_row(folder, ca
     draw(folder / "a.control.jpg")
     with pytest.raises(Refused, match="are references of the same image: delete one"):
         open_rows()
+
+
+def test_a_folder_is_listed_once_for_its_rows(folder, monkeypatch):
+    """With masks, captions and references in files; once more to count the references."""
+    draw(folder / "a.control.png")
+    draw(folder / "a.mask.png")
+    found = []
+    patch(monkeypatch, "list_paths", lambda path: found.append(path) or list_paths(path))
+    assert open_rows()[0] == 1
+    assert found == [str(folder)] * 2
 
 
 def test_folders_of_references_have_the_names_of_the_images(folder, tmp_path):

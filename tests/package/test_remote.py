@@ -3,12 +3,15 @@
 The address is in memory, so there is no server and no thread.
 """
 
+import argparse
 import os
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training import remote as module
+from diffusion_training.latents.plan import check_not_cache
+from diffusion_training.web.tables import list_tables
 
 
 @pytest.fixture(params=["disk", "address"])
@@ -177,3 +180,30 @@ def test_an_address_with_an_unknown_protocol_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(module.time, "sleep", None)
     with pytest.raises(SystemExit, match="nowhere://x can't be read .*Protocol not known"):
         module.read_bytes("nowhere://x")
+
+
+def test_what_can_not_be_looked_up_is_not_taken_for_missing(folder, monkeypatch):
+    """fsspec's `exists` says no. A cache or a download there would then be overwritten."""
+    fs, root, _ = module.open_folder(folder[0])
+    fs.pipe_file(f"{root}/cache.json", b"{}")
+    assert module.has_file(fs, f"{root}/cache.json") and not module.has_file(fs, f"{root}/a.json")
+    csv = f"{root}/urls.csv"
+    fs.pipe_file(csv, b"url")
+    args = argparse.Namespace(input=folder[0], dataset_name=None, output_dir=f"{root}-out")
+    assert csv in list_tables(args)[1]
+    forbidden = PermissionError("Forbidden")
+
+    def refuse(self, path, **options):
+        raise forbidden
+
+    for name in ("info", "isfile", "isdir"):  # the others take any error for a no
+        monkeypatch.setattr(type(fs), name, refuse if name == "info" else lambda *args: False)
+    with pytest.raises(PermissionError):
+        module.has_file(fs, csv)
+    for check, said in {
+        lambda: list_tables(args): f"--input {folder[0]} can't be read: Forbidden",
+        lambda: check_not_cache(folder[0]): "can't be read (Forbidden)",
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            check()
+        assert said in str(stop.value)

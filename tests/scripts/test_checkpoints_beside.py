@@ -1,5 +1,6 @@
 """Checkpoints are written beside the training: true copies, whole or absent, no error is lost."""
 
+import argparse
 import itertools
 import os
 import re
@@ -27,6 +28,7 @@ from conftest import (
 from diffusion_training.files import checksum_files
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training import checkpoints as checkpoints_module
+from diffusion_training.training.snapshot import make_snapshot
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 UNCONDITIONAL, TEXT = Script("train_unconditional"), Script("train_text_to_image")
@@ -112,6 +114,19 @@ def test_checkpoints_hold_the_values_of_their_step(
     for name in checkpoints(out):
         files = checksum_files(out / name)
         assert files == checksum_files(whole / name) and len(files) > 4
+
+
+@pytest.mark.parametrize(
+    "step, last, is_made",
+    [(0, 3, True), (0, 2, False), (3, 5, True), (3, 4, False), (4, 7, True), (4, 6, False)],
+)
+def test_a_run_has_a_copy_if_a_checkpoint_comes_before_its_last_step(step, last, is_made):
+    """Also if it is resumed at a step."""
+    launch = argparse.Namespace(is_main=True, device=torch.device("cpu"))
+    args = argparse.Namespace(find_lr=False, checkpointing_steps=2, optimizer="adamw")
+    args.max_train_steps = last
+    models = {"unet": torch.nn.Linear(2, 2)}
+    assert (make_snapshot(launch, models, models, step, args) is not None) == is_made
 
 
 def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):

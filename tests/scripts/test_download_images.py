@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
@@ -516,6 +517,27 @@ def test_download_images_reports_bad_tables_in_one_line(tmp_path):
     make_table(tmp_path / "empty.parquet", pa.array([], pa.string()))
     assert "empty.parquet holds no rows" in refused(tmp_path / "empty.parquet", out)
     assert not list(out.glob("*.parquet"))
+
+
+def test_a_download_whose_settings_can_not_be_looked_up_is_not_taken_for_none(
+    tmp_path, monkeypatch
+):
+    table = make_table(tmp_path / "urls.parquet", ["http://127.0.0.1/"] * 3)
+    settings = "memory://looked-up/__download__/settings.json"
+    fs, _ = fsspec.url_to_fs(settings)
+    fs.pipe_file(settings, b'{"another": "download"}')
+    fs.pipe_file("memory://looked-up/data.parquet", b"")
+    info = type(fs).info
+
+    def refuse(self, path, **options):
+        if path.endswith("settings.json"):
+            raise PermissionError("Forbidden")
+        return info(self, path, **options)
+
+    monkeypatch.setattr(type(fs), "info", refuse)
+    said = refused(table, "memory://looked-up")
+    assert "--output_dir memory://looked-up can't be written to (Forbidden)" in said
+    assert fs.cat_file(settings) == b'{"another": "download"}'
 
 
 def test_download_refuses_folders_with_other_files_and_changed_settings(

@@ -87,6 +87,20 @@ def test_a_resumed_run_keeps_its_widths(tmp_path, inputs, whole):
     assert "has no weights of unet_posthoc_0.2" in refused
 
 
+def test_a_run_resumed_without_the_flag_must_not_end_after_its_snapshots(tmp_path, inputs, whole):
+    """A later pipeline of these snapshots would be of another step than the run's result."""
+    shutil.copytree(whole, tmp_path / "out")
+    flags = list_flags(inputs, tmp_path / "out", "--max_train_steps=6", "--checkpointing_steps=5")
+    plain = [flag for flag in flags if flag not in WIDTHS and "posthoc" not in flag]
+    latest = "--resume_from_checkpoint=latest"
+    refused = train.refused(*plain, latest)
+    assert "has snapshots of --posthoc_ema, which would end at step 4: give this flag" in refused
+    assert read_snapshots(tmp_path / "out") == read_snapshots(whole)
+    (tmp_path / "out/posthoc_ema").rename(tmp_path / "elsewhere")
+    train(*plain, latest)
+    assert (tmp_path / "out/checkpoint-6").exists()
+
+
 def test_a_kill_between_two_files_of_a_snapshot_leaves_none_and_a_resumed_run_the_same(
     tmp_path, inputs, whole, monkeypatch
 ):
@@ -108,8 +122,9 @@ def test_a_kill_between_two_files_of_a_snapshot_leaves_none_and_a_resumed_run_th
         assert_same_weights(tmp_path / name, whole / name)
 
 
-def test_pipelines_of_any_width_are_written(tmp_path, whole):
+def test_pipelines_of_any_width_are_written(tmp_path, whole, capsys):
     reconstruct(whole, "--sigma_rel", "0.05", "0.2", "--output_dir", tmp_path)
+    assert "average of sigma_rel 0.2 at step 4 is in" in capsys.readouterr().out
     reconstruct(whole, "--output_dir", tmp_path / "best")
     best = json.loads((whole / "posthoc_ema/held_out.json").read_text())["best"]
     assert [path.name for path in (tmp_path / "best").iterdir()] == [f"sigma_rel-{best:g}"]

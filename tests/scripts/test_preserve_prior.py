@@ -242,11 +242,19 @@ def test_trigger_is_replaced_in_the_captions(tmp_path, flags, inputs, source, mo
         (["--rank=4", "--class_prompt=a"], "--class_prompt does nothing without --preserve_prior"),
         (["--rank=4", "--prior_every=2"], "--prior_every does nothing without --preserve_prior"),
         (["--rank=4", *PRIOR, "--trigger=dog"], "--trigger needs words, and one --class_prompt"),
+        (
+            ["--rank=4", "--preserve_prior", "--trigger=sks dog", "--class_prompt=a sks dog"],
+            "--class_prompt 'a sks dog' is what the LoRA must learn: describe what must not change",
+        ),
+        (
+            ["--rank=4", "--preserve_prior", "--class_prompt", "a", "b", "--instance_prompt=b"],
+            "--class_prompt 'b' is what the LoRA must learn",
+        ),
         (["--rank=4", *PRIOR, "--prior_every=0"], "argument --prior_every: 0 is not between 1"),
     ],
 )
 def test_bad_prior_flags_end_in_one_line(argv, sentence):
-    argv = ["--pretrained_model_name_or_path=sd", "--latents_dir=a", *argv]
+    argv = ["--pretrained_model_name_or_path=sd", "--train_data_dir=.", "--resolution=8", *argv]
     assert sentence in train.refused(*argv, status=2).splitlines()[-1]
 
 
