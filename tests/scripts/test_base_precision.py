@@ -55,6 +55,7 @@ FLAGS = {
     "lora_layers": "attention",
     "lora_dropout": 0.0,
     "use_dora": False,
+    "lora_type": "lora",
 }
 
 
