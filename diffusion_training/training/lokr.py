@@ -1,6 +1,7 @@
 """LoKr: an adapter whose weights are the Kronecker product of two small matrices, w1 and w2.
 
-arXiv:2309.14859. peft makes the adapters and names their weights; here they only compute otherwise.
+arXiv:2309.14859. peft makes the layers, and reads and names their weights. Here they get another
+forward pass.
 """
 
 from typing import Any
@@ -13,8 +14,8 @@ from peft.tuners.lokr import layer as peft_layers
 class Factored(torch.nn.Module):
     """Applies w1 and w2 one after the other.
 
-    peft makes their product, which is as large as the layer's weights, and keeps it for the
-    backward pass. It also draws a number in each call, and leaves the layer out if it is 0.
+    peft makes their product, which is as large as the layer's weights: more than twice the
+    operations. It also draws a number in each call, and leaves the layer out if it is 0.
     """
 
     base_layer: Any

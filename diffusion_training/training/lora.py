@@ -200,7 +200,8 @@ def load_lokr_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None
         raise ValueError(f"{layer} has factors of other sizes: pass its --lokr_factor, too")
     for part, factor in own.items():
         factor.copy_(weights[part])
-    own[LOKR_W1] *= file.scales[layer] / module.scaling["default"]
+    last = LOKR_W2 if LOKR_W2 in own else LOKR_W2_B
+    own[last] *= file.scales[layer] / module.scaling["default"]
 
 
 def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch.Tensor:
