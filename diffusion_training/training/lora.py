@@ -152,7 +152,8 @@ def load_network_weights(
             raise ValueError(f"it has {article} adapter at {layer}")
         is_lokr = any(LOKR_W1 in weights for weights in file.layers.values())
         if is_lokr != (model.adapter["peft_type"] == "LOKR"):
-            raise ValueError(f"it is a {'LoKr: add' if is_lokr else 'LoRA: leave out'} --lora_type")
+            fitting = "LoKr: add --lora_type lokr" if is_lokr else "LoRA: leave out --lora_type"
+            raise ValueError(f"it is a {fitting}")
         if not is_lokr:
             rank = max(len(weights[LORA_A]) for weights in file.layers.values())
             if rank != model.adapter["r"]:
