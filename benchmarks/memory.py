@@ -252,7 +252,12 @@ def count_numbers(module: torch.nn.Module) -> int:
 def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
     """Add the adapter of --rank 16 to the attention layers."""
     flags = argparse.Namespace(
-        rank=RANK, lora_alpha=None, lora_layers="attention", lora_dropout=0.0, use_dora=False
+        rank=RANK,
+        lora_type="lora",
+        lora_alpha=None,
+        lora_layers="attention",
+        lora_dropout=0.0,
+        use_dora=False,
     )
     layers = FAMILIES[model.family].choose_layers(denoiser, "attention")
     dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32

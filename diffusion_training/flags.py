@@ -77,6 +77,7 @@ IMAGES_ONLY = (
 )
 # flags that do nothing without --rank
 LORA_ONLY = (
+    "lora_type",
     "lora_alpha",
     "lora_layers",
     "lora_dropout",
@@ -614,6 +615,20 @@ def add_lora_flags(add: Add) -> None:
         help="train a LoRA of this rank, such as 16 (default: train the whole model)",
     )
     add(
+        "--lora_type",
+        choices=["lora", "lokr"],
+        default="lora",
+        help="lokr: train a LoKr, the Kronecker product of two small matrices, for ComfyUI and "
+        "diffusers 0.42 (arXiv:2309.14859)",
+    )
+    add(
+        "--lokr_factor",
+        type=number(1, 4096, int),
+        default=8,
+        help="with --lora_type lokr, size of the smaller matrix; the larger one has the size of "
+        "the layer, divided by it, and is trained whole if --rank is at least half of that",
+    )
+    add(
         "--lora_alpha",
         type=number(1e-3, 1e6),
         help="the LoRA's output is multiplied by alpha / rank: a larger alpha makes it stronger "
@@ -890,6 +905,12 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     base_precision = vars(args).get("base_precision")
     if base_precision == "nf4":
         check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
+    if vars(args).get("lora_type") == "lokr":
+        for name in ("use_dora", "lora_dropout"):
+            if vars(args)[name]:
+                parser.error(f"--{name} can't be combined with --lora_type lokr: leave one out")
+    elif "rank" in args and args.lokr_factor != parser.get_default("lokr_factor"):
+        parser.error("--lokr_factor does nothing without --lora_type lokr")
     if base_precision and args.use_dora:
         parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
     for name in LORA_ONLY if "rank" in args and args.rank is None else ():

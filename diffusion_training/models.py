@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -194,7 +195,7 @@ def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
     names: see `check_shapes`. For example, a transformer drops the text output of its last block.
     """
     for name, weight in model.named_parameters():
-        layer, _, adapter = name.partition(".lora_")
+        layer, *adapter = re.split(r"\.lo(?:ra|kr)_", name)
         if (f"{layer}.weight" if adapter else name) in names:
             weight.requires_grad_(False)
 

@@ -79,3 +79,30 @@ def apply_as_comfy(unet, file):
             adapted = adapted * (scale / (norm + torch.finfo(torch.float32).eps))
         weight.copy_(adapted)
     return unet
+
+
+@torch.no_grad()
+def apply_lokr_as_comfy(model, file, names):
+    """Add a LoKr file to weights as ComfyUI does at strength 1. Returns the keys that it reads.
+
+    names: {its name for a layer: the layer}. See comfy/weight_adapter/lokr.py.
+    """
+    read = set()
+    for name, layer in names.items():
+        parts = {key: value for key, value in file.items() if key.rpartition(".")[0] == name}
+        if not parts:
+            continue
+        read |= parts.keys()
+        part = {key.rpartition(".")[2]: value.float() for key, value in parts.items()}
+        scale = 1.0
+        w2 = part.get("lokr_w2")
+        if w2 is None:
+            w2 = part["lokr_w2_a"] @ part["lokr_w2_b"]
+            if "alpha" in part:
+                scale = part["alpha"] / len(part["lokr_w2_b"])
+        w1 = part["lokr_w1"]
+        if w2.dim() == 4:
+            w1 = w1[:, :, None, None]
+        weight = model.get_submodule(layer).weight
+        weight += scale * torch.kron(w1, w2).reshape(weight.shape)
+    return read

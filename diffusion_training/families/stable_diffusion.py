@@ -20,6 +20,10 @@ KOHYA_PARTS = {
     "lora_down.weight": "lora_A.weight",
     "lora_up.weight": "lora_B.weight",
     "dora_scale": "dora_scale",
+    "lokr_w1": "lokr_w1",
+    "lokr_w2": "lokr_w2",
+    "lokr_w2_a": "lokr_w2_a",
+    "lokr_w2_b": "lokr_w2_b",
 }
 
 

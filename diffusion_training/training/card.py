@@ -17,6 +17,7 @@ from diffusion_training.families.base import Family
 from diffusion_training.files import saving
 from diffusion_training.flags import METRICS
 from diffusion_training.training.checkpoints import find_samples
+from diffusion_training.training.lora_files import LORA_FILE
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.report import (
     About,
@@ -128,11 +129,19 @@ def describe_text_to_image(
     more = ""
     setup = [*setup, *family.usage_before(args.clip_skip)]
     if args.rank:
-        what = f"A LoRA of rank {args.rank} for the {part} of `{about.base}`,\n"
+        is_lokr = args.lora_type == "lokr"
+        kind = "LoKr" if is_lokr else "LoRA"
+        what = f"A {kind} of rank {args.rank} for the {part} of `{about.base}`,\n"
         what += f"trained on {trained_on}."
         source = str(about.base)
         more = f', variant="{args.variant}"' if args.variant else ""
-        setup = [f"pipeline.load_lora_weights({json.dumps(about.name)})", *setup]
+        line = f"pipeline.load_lora_weights({json.dumps(about.name)})"
+        if is_lokr:  # most pipelines' load_lora_weights refuses it
+            line = (
+                f"pipeline.{family.folder}.load_lora_adapter({json.dumps(about.name)}, "
+                f'prefix="{family.folder}", weight_name="{LORA_FILE}")  # diffusers 0.42 or newer'
+            )
+        setup = [line, *setup]
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
         call += f", image={files if references == 1 else f'[{files}]'}"

@@ -134,8 +134,10 @@ def describe_trained(models: Models) -> str:
     }
     total = sum(packed.get(id(weight), weight.numel()) for weight in weights)
     count = sum(weight.numel() for weight in weights if weight.requires_grad)
-    ranks = {model.adapter["r"] for model in models.values() if is_adapted(model)}
-    what = f"LoRA of rank {', '.join(map(str, sorted(ranks)))}: " if ranks else ""
+    kinds = {"LORA": "LoRA", "LOKR": "LoKr"}
+    adapters = [model.adapter for model in models.values() if is_adapted(model)]
+    names = {f"{kinds[each['peft_type']]} of rank {each['r']}: " for each in adapters}
+    what = "".join(sorted(names))
     of_all = f" of {format_count(total)}" if count < total else ""
     return f"{what}{format_count(count)}{of_all} weights"
 

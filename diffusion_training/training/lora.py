@@ -1,4 +1,4 @@
-"""LoRA: an adapter beside frozen layers, saved for resuming and in formats of other programs."""
+"""LoRA and LoKr: adapters beside frozen layers, saved for resuming and for other programs."""
 
 import json
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Models
@@ -15,6 +16,10 @@ from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import NOT_FINITE, is_finite, list_quantized, raise_for_keys
 from diffusion_training.training.lora_files import (
     DORA_SCALE,
+    LOKR_PARTS,
+    LOKR_W1,
+    LOKR_W2,
+    LOKR_W2_B,
     LORA_A,
     LORA_B,
     LORA_FILE,
@@ -37,20 +42,30 @@ def add_lora(
     """Freeze a model and put an adapter of --rank beside some of its layers.
 
     Only the adapters are trained, in float32. A is drawn from torch's generator, B starts at 0
-    (arXiv:2106.09685). Then the frozen weights are cast to `dtype`, except for quantized ones.
+    (arXiv:2106.09685). Of a LoKr, w1 is drawn, and w2 starts at 0 (arXiv:2309.14859). Then the
+    frozen weights are cast to `dtype`, except for quantized ones.
 
     layers: ends of the layers' names. base: hash of the weights. Stops with an error if a layer
     does not exist, does not support adapters, or is smaller than the rank.
     """
-    from peft import LoraConfig  # here and below, because the import takes a second
+    from peft import LoKrConfig, LoraConfig  # here and below, because the import takes a second
 
-    config = {
-        "r": args.rank,
-        "lora_alpha": args.lora_alpha or args.rank,
-        "use_dora": args.use_dora,
-        "target_modules": sorted(layers),
-        "lora_dropout": args.lora_dropout,
-    }
+    is_lokr = args.lora_type == "lokr"
+    config = {"r": args.rank}
+    if is_lokr:
+        config |= {
+            "alpha": args.lora_alpha or args.rank,
+            "decompose_factor": args.lokr_factor,
+            "target_modules": sorted(layers),
+            "init_weights": "lycoris",
+        }
+    else:
+        config |= {
+            "lora_alpha": args.lora_alpha or args.rank,
+            "use_dora": args.use_dora,
+            "target_modules": sorted(layers),
+            "lora_dropout": args.lora_dropout,
+        }
     model.requires_grad_(False)
     # In float32, whatever the file has: peft gives an adapter its layer's precision, and computes
     # DoRA's magnitudes (arXiv:2402.09353) from its weights.
@@ -59,7 +74,13 @@ def add_lora(
         if f".{name}".endswith(ends):
             module.float()
     with explained(f"--lora_layers {args.lora_layers}: can't add adapters of rank {args.rank}"):
-        model.add_adapter(LoraConfig(**config, init_lora_weights="gaussian"))
+        if is_lokr:
+            from diffusion_training.training.lokr import simplify_lokr
+
+            model.add_adapter(LoKrConfig(**config))
+            simplify_lokr(model)
+        else:
+            model.add_adapter(LoraConfig(**config, init_lora_weights="gaussian"))
         adapted = {
             name: module.base_layer
             for name, module in model.named_modules()
@@ -73,7 +94,7 @@ def add_lora(
                 own_rank = min(module.in_features, module.out_features)
             else:
                 own_rank = min(module.weight.flatten(1).shape)
-            if args.rank > own_rank:
+            if args.rank > own_rank and not is_lokr:
                 raise ValueError(f"the full rank of {name} is only {own_rank}")
     exact = getattr(model, "_keep_in_fp32_modules", None) or ()
     for name, weight in model.named_parameters():
@@ -84,7 +105,7 @@ def add_lora(
     for layer in quantized:
         layer.compute_dtype = dtype
     # a checkpoint must agree with this
-    model.adapter = {"peft_type": "LORA", **config, "base_sha256": base}
+    model.adapter = {"peft_type": args.lora_type.upper(), **config, "base_sha256": base}
     if quantized:
         model.adapter["quantization"] = quantized[0].quantization
 
@@ -123,17 +144,22 @@ def load_network_weights(
             if not is_finite(weight.float())
         ]
         raise_for_keys(NOT_FINITE, broken)
-    own = {key: layer for key, layer in model.named_modules() if getattr(layer, "lora_A", None)}
+    own = {key: layer for key, layer in model.named_modules() if hasattr(layer, "base_layer")}
     advice = "pass the --rank and --lora_layers that it was trained with"
     with explained(f"--network_weights {path} does not fit; {advice}"), torch.no_grad():
         for layer in sorted(file.layers.keys() ^ own.keys()):
             article = "an" if layer in file.layers else "no"
             raise ValueError(f"it has {article} adapter at {layer}")
-        rank = max(len(weights[LORA_A]) for weights in file.layers.values())
-        if rank != model.adapter["r"]:
-            raise ValueError(f"its rank is {rank}")
+        is_lokr = any(LOKR_W1 in weights for weights in file.layers.values())
+        if is_lokr != (model.adapter["peft_type"] == "LOKR"):
+            fitting = "LoKr: add --lora_type lokr" if is_lokr else "LoRA: leave out --lora_type"
+            raise ValueError(f"it is a {fitting}")
+        if not is_lokr:
+            rank = max(len(weights[LORA_A]) for weights in file.layers.values())
+            if rank != model.adapter["r"]:
+                raise ValueError(f"its rank is {rank}")
         for layer, module in own.items():
-            load_layer(module, layer, file)
+            (load_lokr_layer if is_lokr else load_layer)(module, layer, file)
     if file.num_left_out and is_local_main():
         print(
             f"--network_weights: {file.num_left_out} weights for text encoders are skipped, "
@@ -164,6 +190,19 @@ def load_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
         magnitude.copy_(read_magnitude(module, layer, file).reshape(magnitude.shape))
     elif weights.keys() & {MAGNITUDE, DORA_SCALE}:
         raise ValueError("it is a DoRA: add --use_dora")
+
+
+def load_lokr_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
+    """Load one layer of a LoKr file. Raises ValueError if it does not fit."""
+    weights = file.layers[layer]
+    factors = {part: getattr(module, part) for part in LOKR_PARTS}
+    own = {part: factor["default"] for part, factor in factors.items() if "default" in factor}
+    if {part: x.shape for part, x in own.items()} != {part: x.shape for part, x in weights.items()}:
+        raise ValueError(f"{layer} has factors of other sizes: pass its --lokr_factor, too")
+    for part, factor in own.items():
+        factor.copy_(weights[part])
+    last = LOKR_W2 if LOKR_W2 in own else LOKR_W2_B
+    own[last] *= file.scales[layer] / module.scaling["default"]
 
 
 def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch.Tensor:
@@ -204,12 +243,13 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def list_lora_b(models: dict[str, torch.nn.Module]) -> list[torch.Tensor]:
-    """Return B of all adapters of {name: model}: 0 until something is learned."""
+    """B of all adapters of {name: model}, of a LoKr w2 or its B: 0 until something is learned."""
+    parts = (".lora_B.", f".{LOKR_W2}.", f".{LOKR_W2_B}.")
     return [
         weight
         for model in models.values()
         for name, weight in model.named_parameters()
-        if ".lora_B." in name
+        if any(part in name for part in parts)
     ]
 
 
@@ -242,7 +282,8 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     if not is_adapted(model):
         fail(f"{folder} is a LoRA, but without --rank the whole model is trained: {advice}")
     before = json.loads((folder / "adapter_config.json").read_text())
-    before["lora_dropout"] = model.adapter["lora_dropout"]  # a resumed run may change it
+    if "lora_dropout" in model.adapter:
+        before["lora_dropout"] = model.adapter["lora_dropout"]  # a resumed run may change it
     differences = [
         "another base" if "sha256" in difference else difference
         for difference in find_differences(before, model.adapter)
@@ -275,29 +316,40 @@ def make_lora_files(models: Models, metadata: dict[str, str] | None) -> LoraFile
     rank. So alpha / rank is multiplied into the weights, and all of them reproduce the trained
     model at strength 1. The files are float16, as is usual.
 
-    metadata: the header of a second file, with kohya's names; None for no such file.
+    metadata: the header of a second file, with kohya's names; None for no such file. The first
+        file of a LoKr has in its header what diffusers can't read from the weights.
     """
     if not any(map(is_adapted, models.values())):
         return {}
     weights = {}
     kohya = {}
     header = dict(metadata or {})
+    about = {"format": "pt"}
     for name, model in models.items():
         if not is_adapted(model) or name.endswith("_ema"):
             continue
         averaged = models.get(f"{name}_ema", model)
-        rank = model.adapter["r"]
-        adapter = fold_scale(list_adapter(averaged), model.adapter["lora_alpha"] / rank)
+        settings = model.adapter
+        rank = settings["r"]
+        is_lokr = settings["peft_type"] == "LOKR"
+        alpha = settings["alpha" if is_lokr else "lora_alpha"]
+        adapter = fold_scale(list_adapter(averaged), alpha / rank)
         adapter = {key: value.half().cpu() for key, value in adapter.items()}
         weights |= {f"{name}.{key}": value for key, value in adapter.items()}
         if metadata is not None:
             kohya |= convert_to_kohya(adapter, averaged, f"lora_{name}_")
         header |= {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
-        if model.adapter["use_dora"]:
+        if is_lokr:
+            header["ss_network_module"] = "lycoris.kohya"
+            config = {"r": rank, "alpha": rank, "decompose_factor": settings["decompose_factor"]}
+            config["target_modules"] = settings["target_modules"]
+            named = {f"{name}.{key}": value for key, value in config.items()}
+            about[LORA_ADAPTER_METADATA_KEY] = json.dumps(named)
+        elif settings["use_dora"]:
             header["diffusion_training.dora_scale"] = "relative to the base"
         else:
             header["ss_network_module"] = "networks.lora"
-    files: LoraFiles = {LORA_FILE: (weights, {"format": "pt"})}
+    files: LoraFiles = {LORA_FILE: (weights, about)}
     if metadata is not None:
         files["pytorch_lora_weights_kohya.safetensors"] = kohya, header
     return files
@@ -317,18 +369,20 @@ def fold_scale(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torc
     """Multiply a scale into the weights of an adapter.
 
     A scale below 1 is shared by A and B, so that the largest numbers of both are equal. B alone
-    would become so small that it loses bits in float16.
+    would become so small that it loses bits in float16. In a LoKr, w1 has the place of A.
     """
     folded = dict(adapter)
+    others = {LORA_B: LORA_A, LOKR_W2: LOKR_W1, LOKR_W2_B: LOKR_W1}
     for name, b in adapter.items():
         layer, part = split_name(name)
-        if part != LORA_B:
+        if part not in others:
             continue
-        a = adapter[f"{layer}.{LORA_A}"]
+        other = f"{layer}.{others[part]}"
+        a = adapter[other]
         share = torch.tensor(1.0)
         if scale < 1 and a.any() and b.any():
             share = (scale * b.abs().max() / a.abs().max()).sqrt()
-        folded[f"{layer}.{LORA_A}"] = a * share
+        folded[other] = a * share
         folded[name] = b * (scale / share)
     return folded
 
@@ -351,6 +405,10 @@ def convert_to_kohya(
             converted[f"{kohya}.alpha"] = torch.tensor(len(value))
         elif part == LORA_B:
             converted[f"{kohya}.lora_up.weight"] = value
+        elif part in LOKR_PARTS:
+            converted[f"{kohya}.{part}"] = value
+            if part in (LOKR_W2, LOKR_W2_B):  # LyCORIS ignores it if w2 is whole
+                converted[f"{kohya}.alpha"] = torch.tensor(len(value) if part == LOKR_W2_B else 1)
         else:
             module = model.get_submodule(layer)
             quotient = norm_rows(module, adapted=False) / norm_rows(module, adapted=True)

@@ -23,6 +23,12 @@ LORA_A = "lora_A.weight"
 LORA_B = "lora_B.weight"
 MAGNITUDE = "lora_magnitude_vector"  # of DoRA, as PEFT and diffusers name it
 DORA_SCALE = "dora_scale"  # the same, as kohya's LyCORIS names it
+# The factors of a LoKr, as all programs name them. w2 is a product of two matrices, or whole.
+LOKR_W1 = "lokr_w1"
+LOKR_W2 = "lokr_w2"
+LOKR_W2_A = "lokr_w2_a"
+LOKR_W2_B = "lokr_w2_b"
+LOKR_PARTS = (LOKR_W1, LOKR_W2, LOKR_W2_A, LOKR_W2_B)
 # PEFT's settings that are read, or that do not change what the file does. All others must have
 # their defaults.
 KNOWN_SETTINGS = {
@@ -39,18 +45,19 @@ KNOWN_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 class LoraFile:
     """What a LoRA file does to a model.
 
-    layers: {layer: {LORA_A, LORA_B and, in a DoRA, MAGNITUDE or DORA_SCALE: tensor}}.
+    layers: {layer: {LORA_A, LORA_B and, in a DoRA, MAGNITUDE or DORA_SCALE: tensor}}; in a LoKr
+    {layer: {LOKR_W1, and LOKR_W2 or its two factors: tensor}}.
     """
 
     layers: dict[str, dict[str, torch.Tensor]]
-    scales: dict[str, float]  # {layer: factor of B @ A}
+    scales: dict[str, float]  # {layer: factor of B @ A, or of a LoKr's product}
     is_relative: bool  # whether dora_scale is relative to the base, see `convert_to_kohya`
     num_left_out: int  # weights for text encoders, which are skipped
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a weight: (layer, one of the four parts). Raises ValueError for others."""
-    for part in (LORA_A, LORA_B, MAGNITUDE, DORA_SCALE):
+    """Split the name of a weight: (layer, one of the parts). Raises ValueError for others."""
+    for part in (LORA_A, LORA_B, MAGNITUDE, DORA_SCALE, *LOKR_PARTS):
         if name.endswith(f".{part}"):
             return name.removesuffix(f".{part}"), part
     raise ValueError(f"it holds {name}, which is not used here")
@@ -68,10 +75,13 @@ def read_lora_file(
     if path.is_dir():
         path /= LORA_FILE
     with safe_open(path, "pt") as opened:
-        is_peft = any(key.startswith(PEFT_PREFIX) for key in opened.keys())
+        names = list(opened.keys())
         header = opened.metadata() or {}
-    if is_peft or path.name == PEFT_FILE:
+    is_lokr = any(".lokr_" in key for key in names)
+    if path.name == PEFT_FILE or any(key.startswith(PEFT_PREFIX) for key in names):
         weights, alphas, settings = read_peft_file(path, name)
+    elif is_lokr and all(key.startswith(f"{name}.") for key in names):  # ours
+        weights, alphas, settings = load_file(path), {}, {}
     else:
         weights, alphas, settings = read_lora(path, model)
     named = {key: value for key, value in weights.items() if not key.startswith("text_encoder")}
@@ -81,7 +91,7 @@ def read_lora_file(
     own = {leave_out_adapter(key): value for key, value in strip(named, name).items()}
     alphas = strip(alphas, name)
     settings = strip(settings, name)
-    if not any(f".{LORA_A}" in key for key in own):  # as diffusers wrote them before PEFT
+    if not is_lokr and not any(f".{LORA_A}" in key for key in own):  # of diffusers before PEFT
         own = convert_unet_state_dict_to_peft(own)
         alphas = convert_unet_state_dict_to_peft(alphas)
     alphas = {key.split(".lora_A.")[0].removesuffix(".alpha"): x for key, x in alphas.items()}
@@ -91,11 +101,13 @@ def read_lora_file(
         raise ValueError(f"it holds no LoRA for {name}")
     scales = {}
     for layer, parts in layers.items():
-        rank = len(parts[LORA_A])
-        if layer in alphas:
-            scales[layer] = float(alphas[layer]) / rank
+        inner = parts.get(LORA_A, parts.get(LOKR_W2_B))  # [rank, ...]
+        if inner is None:  # LyCORIS ignores alpha if w2 is whole
+            scales[layer] = 1.0
+        elif layer in alphas:
+            scales[layer] = float(alphas[layer]) / len(inner)
         else:
-            scales[layer] = read_scale(settings, layer, rank)
+            scales[layer] = read_scale(settings, layer, len(inner))
     return LoraFile(
         layers=layers,
         scales=scales,
@@ -117,13 +129,14 @@ def leave_out_adapter(key: str) -> str:
 
 
 def group_by_layer(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Group {name: weight} as {layer: {part: weight}}. Raises ValueError for an unknown part."""
+    """Group {name: weight} as {layer: {part: weight}}. Raises ValueError for other or no parts."""
     layers: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in weights.items():
         layer, part = split_name(key)
         layers.setdefault(layer, {})[part] = value
+    whole = ({LORA_A, LORA_B}, {LOKR_W1, LOKR_W2}, {LOKR_W1, LOKR_W2_A, LOKR_W2_B})
     for layer, parts in layers.items():
-        if not {LORA_A, LORA_B} <= parts.keys():
+        if not any(needed <= parts.keys() for needed in whole):
             raise ValueError(f"its layer {layer} has only {' and '.join(parts)}")
     return layers
 

@@ -81,7 +81,9 @@ def name_readers(args: Namespace, for_unet: bool) -> str:
         return f"{file} is for diffusers and ComfyUI."
     if not args.output_kohya_format:
         return f"{file} is for diffusers; other programs need --output_kohya_format."
-    programs = "ComfyUI" if args.use_dora else "ComfyUI, A1111 and sd-scripts"
+    programs = "ComfyUI, A1111 and sd-scripts"
+    if args.use_dora or args.lora_type == "lokr":
+        programs = "ComfyUI"
     return (
         f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
         f"{' (A1111 and sd-scripts do not support this DoRA)' if args.use_dora else ''}."

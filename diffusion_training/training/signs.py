@@ -117,7 +117,7 @@ def find_signs(
             "the learning rate is 0, so nothing is trained: see --learning_rate and --lr_scheduler"
         )
     elif step >= 100 and learned == 0:
-        signs["lora"] = "the LoRA still changes nothing, all its B are 0: is a gradient cut off?"
+        signs["lora"] = "the LoRA still changes nothing: is a gradient cut off?"
     elif is_late:
         had_time = step >= min(warmup + 1000, args.max_train_steps)
         losses = [record["loss"] for record in after]

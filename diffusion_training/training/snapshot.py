@@ -74,7 +74,7 @@ def list_saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights and buffers that `save_weights` writes, by their names in the model."""
     saved = model.state_dict()
     if is_adapted(model):
-        return {name: value for name, value in saved.items() if ".lora_" in name}
+        return {name: x for name, x in saved.items() if ".lora_" in name or ".lokr_" in name}
     return saved
 
 

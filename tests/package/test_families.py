@@ -611,7 +611,7 @@ def test_lora_layers_of_each_family_exist_in_its_model(opened):
 @pytest.mark.parametrize("which", ["attention", "all"])
 def test_a_saved_lora_is_read_back_also_by_the_pipeline(tmp_path, opened, which):
     family, flags = opened.family, {"rank": 2, "lora_alpha": 3, "use_dora": False}
-    args = Namespace(**flags, lora_dropout=0.0, lora_layers=which)
+    args = Namespace(**flags, lora_type="lora", lora_dropout=0.0, lora_layers=which)
     models = []
     for seed in (0, 1):
         model = copy.deepcopy(opened.denoiser)
@@ -685,9 +685,8 @@ def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, pro
     save_file({"x": torch.ones(1)}, tmp_path / "pytorch_lora_weights.safetensors")  # another file
     path = tmp_path / "lora.safetensors"
     save_file({key: value.clone() for key, value in weights.items()}, path)
-    args = Namespace(
-        rank=2, lora_alpha=3, use_dora=False, lora_dropout=0.0, lora_layers="attention"
-    )
+    flags = {"rank": 2, "lora_alpha": 3, "use_dora": False, "lora_type": "lora"}
+    args = Namespace(**flags, lora_dropout=0.0, lora_layers="attention")
     add_lora(model, family.choose_layers(model, "attention"), "base", torch.float32, args)
     load_network_weights(model, path, family.folder, family.read_lora)
     adapted = {name: m for name, m in model.named_modules() if getattr(m, "lora_A", None)}

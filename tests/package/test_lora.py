@@ -40,6 +40,7 @@ def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
         "lora_layers": "attention",
         "lora_dropout": 0.0,
         "use_dora": False,
+        "lora_type": "lora",
     } | flags
     unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
     torch.manual_seed(seed)

@@ -41,7 +41,7 @@ def base(tmp_path_factory):
 def adapt(unet, layers="attention", seed=0, **flags):
     """An adapter whose B matrices and magnitudes are random, as after training."""
     flags = {"rank": 4, "lora_alpha": None, "lora_dropout": 0.0, "use_dora": False} | flags
-    args = argparse.Namespace(**flags, lora_layers=layers)
+    args = argparse.Namespace(**{"lora_type": "lora", "lora_layers": layers} | flags)
     torch.manual_seed(seed)
     if isinstance(layers, str):
         layers = FAMILY.choose_layers(unet, layers)

@@ -55,6 +55,7 @@ FLAGS = {
     "lora_layers": "attention",
     "lora_dropout": 0.0,
     "use_dora": False,
+    "lora_type": "lora",
 }
 
 
@@ -203,6 +204,18 @@ def test_only_the_adapter_is_trained_and_copies_share_the_base(inputs, base_prec
         for one, other in zip(layers, list_quantized(copied), strict=True):
             name = {"int8": "scale", "nf4": "quant_state"}[base_precision]
             assert getattr(one, name) is getattr(other, name)
+
+
+@PRECISIONS
+def test_every_factor_of_a_lokr_beside_a_quantized_base_is_trained(inputs, base_precision):
+    unet, base_hash = load_unet(inputs, base_precision, torch.bfloat16)
+    flags = {"lora_type": "lokr", "lokr_factor": 4, "lora_layers": "all"}
+    unet = adapt(unet, base_hash, torch.bfloat16, **flags)
+    with torch.autocast("cpu", torch.bfloat16):
+        predict(unet).square().sum().backward()
+    for name, weight in unet.named_parameters():
+        assert weight.requires_grad == (".lokr_" in name) == (weight.grad is not None)
+        assert weight.grad is None or (weight.dtype, weight.grad.any()) == (torch.float32, True)
 
 
 @PRECISIONS

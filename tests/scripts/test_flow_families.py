@@ -3,11 +3,13 @@
 tests/package/test_families.py compares each family with its pipeline.
 """
 
+import copy
 import json
 import math
 import time
 
 import numpy as np
+import peft
 import pytest
 import torch
 from conftest import (
@@ -27,6 +29,7 @@ from conftest import (
 from diffusers import AutoencoderKLFlux2, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from other_programs import apply_lokr_as_comfy
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -255,6 +258,40 @@ def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags
     loaded = load_file(tmp_path / "again" / path.name)
     assert loaded.keys() == trained.keys()
     assert all(torch.equal(trained[key], loaded[key]) for key in trained)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "qwen-image" else pytest.param(n, marks=pytest.mark.long) for n in MAKE]
+)
+@pytest.mark.usefixtures("without_figures")
+def test_comfyui_computes_the_trained_lokr_of_a_transformer(
+    root, name, tmp_path, flags, monkeypatch
+):
+    """The model as ComfyUI changes its weights is the model with the checkpoint's adapter."""
+    monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
+    lokr = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
+    lokr += ["--lora_type=lokr", "--lokr_factor=2", "--lora_alpha=3", "--learning_rate=1e-2"]
+    train(*lokr, "--max_train_steps=2", "--gradient_checkpointing")
+    pipeline = DiffusionPipeline.from_pretrained(root / "base")
+    plain, applied = pipeline.transformer, copy.deepcopy(pipeline.transformer)
+    path = tmp_path / "out/pytorch_lora_weights.safetensors"
+    file = load_file(path)
+    names = {f"transformer.{layer}": layer for layer, _ in plain.named_modules()}
+    assert apply_lokr_as_comfy(applied, file, names) == file.keys()
+    adapter = tmp_path / "out/checkpoint-2/transformer_ema"
+    merged = peft.PeftModel.from_pretrained(copy.deepcopy(plain), adapter).merge_and_unload()
+    changed = 0
+    for (key, one), other in zip(applied.named_parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        changed += not torch.equal(one, plain.get_parameter(key))
+    assert changed > 4
+    if name != "qwen-image":  # diffusers' other pipelines refuse it
+        pytest.importorskip("diffusers", "0.42")
+        pipeline.load_lora_weights(tmp_path / "out")
+    again = [f"--network_weights={path}", "--max_train_steps=1", "--learning_rate=0"]
+    train(*lokr, *again, "--lora_alpha=2", f"--output_dir={tmp_path / 'again'}")
+    for key, value in load_file(tmp_path / "again" / path.name).items():
+        torch.testing.assert_close(value, file[key])
 
 
 def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots):

@@ -94,7 +94,8 @@ def test_compiled_model_has_the_same_prior_loss(tmp_path, flags):
 def make_unet(folder, base_precision=None, **flags):
     """The U-Net of `make_models` with a LoRA that changes its predictions."""
     options = {"rank": 2, "lora_alpha": None, "use_dora": False, "lora_dropout": 0.0}
-    args = SimpleNamespace(**options | {"lora_layers": "attention"} | flags)
+    options |= {"lora_type": "lora", "lora_layers": "attention"}
+    args = SimpleNamespace(**options | flags)
     device = torch.device("cpu")
     unet, _ = load_base(
         UNet2DConditionModel, str(folder), base_precision, device, torch.float32, subfolder="unet"

@@ -146,6 +146,26 @@ def test_a_lora_is_read_by_the_pipeline_and_changes_its_images(made):
 
 @new
 @pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_a_lokr_of_a_recorded_pipeline_trains_and_is_read_back(made, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
+    name, base, _, folder = made
+    flags = [*base, *list_flags(name, folder), "--rank=2", "--lora_layers=all", "--lora_type=lokr"]
+    train(*flags, f"--output_dir={folder / 'lokr'}", "--learning_rate=0.1", "--max_train_steps=3")
+    again = [f"--network_weights={folder / 'lokr'}", f"--output_dir={folder / 'again'}"]
+    train(*flags, *again, "--learning_rate=0", "--max_train_steps=1")
+    one, other = (load_file(folder / kind / LORA) for kind in ("lokr", "again"))
+    assert one.keys() == other.keys() and any(value.any() for value in one.values())
+    for key, value in one.items():
+        torch.testing.assert_close(value, other[key])
+    model = DiffusionPipeline.from_pretrained(folder / "base").transformer
+    model.load_lora_adapter(folder / "lokr", weight_name=LORA)
+    adapted = {name for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
+    assert {key.rpartition(".")[0] for key in one} == {f"transformer.{name}" for name in adapted}
+
+
+@new
+@pytest.mark.long
 def test_a_recorded_cache_trains_like_its_images(made):
     """Also as bytes of captions, which each step encodes."""
     name, base, data, folder = made

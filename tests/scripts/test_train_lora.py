@@ -52,6 +52,8 @@ pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
 FILE = "pytorch_lora_weights.safetensors"
 KOHYA = "pytorch_lora_weights_kohya.safetensors"
+LOKR = ["--lora_type=lokr", "--lokr_factor=2", "--lora_layers=all"]
+PRIOR = ["--preserve_prior", "--class_prompt", "a digit zero"]
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 
@@ -106,6 +108,7 @@ def contents(folder):
     (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
     (2, ["--use_dora", "--lora_dropout=0.1", "--gradient_checkpointing"]),
     (1, ["--lora_layers=all", "--optimizer=adamw8bit"]),
+    pytest.param(2, [*LOKR, "--mixed_precision=bf16", *PRIOR], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more):
     flags = [
@@ -322,6 +325,46 @@ def run_copied_code(out, monkeypatch):
     assert Image.open("image.png").size == (256, 256)  # enlarged
 
 
+@pytest.mark.usefixtures("without_figures")
+def test_lokr_trained_from_images_resumes_and_is_drawn_by_the_code_of_its_card(
+    tmp_path, flags, inputs, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
+    images = [flag for flag in flags if not flag.startswith("--latents_dir")]
+    images += [f"--train_data_dir={inputs / 'images'}", "--resolution=16", "--holdout=2"]
+    images += ["--gradient_checkpointing", "--validation_prompts", "a digit one"]
+    train(*images, *LOKR, "--guidance_scale=3")
+    assert re.search(r"\nTrains: LoKr of rank 2: [\d,]+ of ", capfd.readouterr().out)
+    assert "held_out_loss_ema" in metrics(tmp_path / "out")[-1]
+    card = (tmp_path / "out/README.md").read_text()
+    assert "A LoKr of rank 2 for the U-Net of `sd`" in card
+    assert f"`{FILE}` is for diffusers, `{KOHYA}` for ComfyUI." in card
+    (line,) = [line for line in card.splitlines() if line.startswith("pipeline.unet.load")]
+    again = ["--resume_from_checkpoint=out/checkpoint-2", "--output_dir=rest"]
+    train(*images, *LOKR, *again)
+    assert (tmp_path / "rest" / FILE).read_bytes() == (tmp_path / "out" / FILE).read_bytes()
+    adapters = list(Path("rest").glob("checkpoint-*/unet*/adapter_model.safetensors"))
+    assert len(adapters) == 2
+    for path in adapters:
+        assert path.read_bytes() == ("out" / path.relative_to("rest")).read_bytes()
+    pytest.importorskip("diffusers", "0.42")
+    pipeline = open_pipeline(inputs / "sd")
+    pipeline.unet.register_to_config(sample_size=8)
+    path = max((tmp_path / "out/samples").iterdir())
+    grid = np.array(Image.open(path).convert("RGB")).astype(int)
+    differences = []
+    for code in ("", line):
+        exec(code, {"pipeline": pipeline})
+        generator = torch.Generator().manual_seed(step_seed("sample", 0, 0))
+        (image,) = pipeline(
+            "a digit one", generator=generator, guidance_scale=3, num_inference_steps=2
+        ).images
+        image = np.array(image.resize((64, 64), Image.NEAREST)).astype(int)
+        differences.append(np.abs(grid[:64, -68:-4] - image).max())
+    assert differences[0] > 20 and differences[1] <= 1
+
+
 @pytest.mark.parametrize("more", [["--lora_layers=all"], ["--use_dora"]])
 def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(tmp_path, flags, inputs, more):
     train(*flags, *more)
@@ -402,7 +445,7 @@ def test_lora_training_works_with_compile(tmp_path, flags):
 def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
     monkeypatch.setattr(Accelerator, "backward", lambda self, loss: None)
     train(*flags, "--max_train_steps=101", "--logging_steps=50", "--checkpointing_steps=200")
-    said = "Worth a look: the LoRA still changes nothing, all its B are 0"
+    said = "Worth a look: the LoRA still changes nothing: is a gradient cut off?"
     assert capfd.readouterr().err.count(said) == 1
 
 
@@ -414,6 +457,16 @@ def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
             "--rank needs a pretrained U-Net: leave --unet",
         ),
         (["--rank=0"], "0 is not between 1 and 4096"),
+        (["--rank=4", "--lokr_factor=4"], "--lokr_factor does nothing without --lora_type lokr"),
+        (["--lora_type=lokr"], "--lora_type does nothing without --rank"),
+        (
+            ["--rank=4", "--lora_type=lokr", "--use_dora"],
+            "--use_dora can't be combined with --lora",
+        ),
+        (
+            ["--rank=4", "--lora_type=lokr", "--lora_dropout=0.1"],
+            "--lora_dropout can't be combined",
+        ),
         (["--use_dora"], "--use_dora does nothing without --rank"),
         (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
