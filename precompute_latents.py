@@ -281,7 +281,7 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
 
 def shorten(value: torch.Tensor) -> torch.Tensor:
     """A tensor in the type of its column; a mask stays bool."""
-    short = {torch.float32: torch.float16, torch.int64: torch.int32}
+    short = {torch.float32: torch.float16, torch.bfloat16: torch.float16, torch.int64: torch.int32}
     return value.to(short.get(value.dtype, value.dtype))
 
 

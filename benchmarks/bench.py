@@ -274,7 +274,8 @@ def run(script, argv, steps=None, forbid_syncs=False):
     the first record (--logging_steps 10) is an error.
 
     Returns {"first": seconds from the start of the process to the end of step 1, "step": mean
-    seconds per step after the third, "rss": peak memory in MiB, "gpu": peak GPU memory in GiB}.
+    seconds per step after the third, "first_cpu" and "cpu": the same in processor time, without
+    loader processes, "rss": peak memory in MiB, "gpu": peak GPU memory in GiB}.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, begin = Path(folder, "steps"), time.time()
@@ -299,14 +300,16 @@ def run(script, argv, steps=None, forbid_syncs=False):
             if process.returncode or not log.exists():
                 output.seek(0)
                 sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
-        times, peaks = zip(
+        times, used, peaks = zip(
             *(map(float, line.split()) for line in log.read_text().splitlines()), strict=True
         )
     warm = min(3, len(times) - 1)
-    step = (times[-1] - times[warm]) / max(1, len(times) - 1 - warm)
+    steps = max(1, len(times) - 1 - warm)
     return {
         "first": times[0] - begin,
-        "step": step,
+        "first_cpu": used[0],
+        "step": (times[-1] - times[warm]) / steps,
+        "cpu": (used[-1] - used[warm]) / steps,
         "rss": usage.ru_maxrss / 1024,
         "gpu": peaks[-1],
     }
@@ -407,7 +410,8 @@ def child(log, steps, forbid_syncs, script, *argv):
         if gpu and number in (4, last):  # the timing begins and ends here
             gpu.synchronize()
         with open(log, "a") as file:
-            file.write(f"{time.time()} {gpu.max_memory_allocated() / 2**30 if gpu else math.nan}\n")
+            peak = gpu.max_memory_allocated() / 2**30 if gpu else math.nan
+            file.write(f"{time.time()} {time.process_time()} {peak}\n")
         if gpu and forbid_syncs == "True":
             gpu.set_sync_debug_mode("error" if 5 <= number < 9 else "default")
         if number == last:

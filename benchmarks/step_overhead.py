@@ -3,16 +3,23 @@
     python benchmarks/step_overhead.py                          # some minutes on 2 cores
     python benchmarks/step_overhead.py --size sd2 --mixed_precision bf16 --batch_size 64 \\
         --steps 60                                              # on a GPU
+    python benchmarks/step_overhead.py --alike --batch_size 2 --rounds 4 --steps 20
 
 The bare loop does a forward pass, a mean squared error, a backward pass and a step of fused AdamW,
 on tensors that are already on the device. Both trainers run as users run them: with data from a
 cache (or images), noise, EMA, clipping, records and checks. Bare loop and trainer take turns; the
 ratio is that of the medians. At the end the time of a step is split by part.
+
+With --alike the bare loop of train_text_to_image.py also reads the cache with the trainer's reader,
+draws noise, clips and averages. Then processor time is compared, in pairs of a bare loop and a
+trainer that run one after the other, and the ratio is the median of theirs.
 """
 
 import contextlib
+import copy
 import functools
 import importlib
+import itertools
 import statistics
 import sys
 import tempfile
@@ -26,10 +33,37 @@ import bench
 TRAINERS = ("train_text_to_image", "train_unconditional")
 
 
+def read_inputs(args, cache, device):
+    """Yield (noisy latents, timesteps, noise, condition) of batches of a latent cache."""
+    import torch
+    from diffusers import DDPMScheduler
+
+    from diffusion_training.latents.reader import CachedLatents
+    from diffusion_training.loading import load_batches
+
+    dataset = CachedLatents({"": cache}, seed=0, random_flip=False)
+    rows = itertools.cycle(range(len(dataset)))
+    keys = ([(0, next(rows), 1.0) for _ in range(args.train_batch_size)] for _ in itertools.count())
+    scheduler = DDPMScheduler.from_pretrained(
+        args.pretrained_model_name_or_path, subfolder="scheduler"
+    )
+    for batch in load_batches(dataset, keys, 0, device):
+        moments = batch["latents"].float().unflatten(1, batch["latents_shape"])
+        mean, std = moments.chunk(2, dim=1)
+        latents = 0.18215 * (mean + std * torch.randn(mean.shape, device=device))
+        noise = torch.randn(latents.shape, device=device)
+        timesteps = torch.randint(1000, (len(latents),), device=device)
+        prompts = batch["prompt_embeds"].float()
+        prompts = prompts.unflatten(1, cache.settings["prompt_embeds_shape"])
+        noisy = scheduler.add_noise(latents, noise, timesteps)
+        yield noisy, timesteps, noise, {"encoder_hidden_states": prompts}
+
+
 def bare(name, *argv):
-    """Run the bare loop with the flags of a trainer."""
+    """Run the bare loop with the flags of a trainer. --alike must be the first of them."""
     import torch
     import torch.nn.functional as F
+    from torch.optim.swa_utils import get_ema_multi_avg_fn
 
     from diffusion_training.families.opening import open_base
     from diffusion_training.latents.encoders import Latents
@@ -38,7 +72,8 @@ def bare(name, *argv):
     from diffusion_training.models import put_on_device
 
     script = importlib.import_module(name)
-    args = script.parse_args(argv)
+    is_alike = argv[0] == "--alike"
+    args = script.parse_args(argv[is_alike:])
     device = bench.find_device()
     if device.type == "cpu":
         keep_memory()  # as the trainer does
@@ -52,6 +87,8 @@ def bare(name, *argv):
             empty_prompt={"prompt_embeds": torch.zeros(tokens, width)},
             resolution=resolution,
             bucket_step=None,
+            classes=[],
+            references={},
         )
         predict = functools.partial(script.predict_noise, base.family)
         launch = SimpleNamespace(has_weights=True, device=device, dtype=torch.float32)
@@ -73,12 +110,21 @@ def bare(name, *argv):
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
         args.mixed_precision, torch.float32
     )
-    for _ in range(args.max_train_steps):
+    inputs = itertools.repeat((images, timesteps, noise, condition))
+    if is_alike:
+        inputs = read_inputs(args, load_cache(args.latents_dir[0]), device)
+        average = copy.deepcopy(unet).requires_grad_(False)
+    for noisy, times, target, given in itertools.islice(inputs, args.max_train_steps):
         with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-            prediction = unet(images, timesteps, **condition).sample
-        F.mse_loss(prediction.float(), noise).backward()
+            prediction = unet(noisy, times, **given).sample
+        F.mse_loss(prediction.float(), target).backward()
+        if is_alike:
+            torch.nn.utils.clip_grad_norm_(unet.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
+        if is_alike:
+            means, weights = [*average.parameters()], [*unet.parameters()]
+            get_ema_multi_avg_fn(0.999)(means, weights, None)
     if gpu := bench.find_gpu():
         gpu.synchronize()
 
@@ -174,13 +220,41 @@ def make_flags(folder, cli):
     )
 
 
+def compare_alike(cli):
+    """Compare the processor time of a step with that of a bare loop that does the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = TRAINERS[0]
+        flags = make_flags(Path(folder), cli)[name]
+
+        def run_trainer():
+            out = f"--output_dir={tempfile.mkdtemp(dir=folder)}/out"
+            return bench.run(bench.ROOT / f"{name}.py", [*flags, out], cli.steps)
+
+        def run_bare():
+            return bench.run(__file__, [name, "--alike", *flags], cli.steps)
+
+        rounds = bench.interleaved({"bare": run_bare, "trainer": run_trainer}, cli.rounds)
+    bare, trainer = ([1000 * each["cpu"] for each in rounds[kind]] for kind in rounds)
+    ratios = [one / other for one, other in zip(bare, trainer, strict=True)]
+    header = ["", "bare loop, CPU ms per step", "trainer, CPU ms per step", "bare loop / trainer"]
+    row = [f"`{name}.py`", bench.spread(bare, "{:.0f}"), bench.spread(trainer, "{:.0f}")]
+    title = f"{cli.size}, batch {cli.batch_size}, the same average, clipping, noise and reader"
+    bench.show(title, header, [[*row, bench.spread(ratios, "{:.3f}")]])
+
+
 def main(argv=None):
     parser = bench.make_parser(__doc__, batch_size=12, steps=10)
     parser.add_argument(
         "--resolution", type=int, default=256, help="pixels of the images in the latent cache"
     )
+    parser.add_argument(
+        "--alike", action="store_true", help="the bare loop also reads, draws, clips and averages"
+    )
     cli = parser.parse_args(argv)
     print(bench.machine())
+    if cli.alike:
+        compare_alike(cli)
+        return
     with tempfile.TemporaryDirectory() as folder:
         rows, parts = [], {}
         for name, argv in make_flags(Path(folder), cli).items():

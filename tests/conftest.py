@@ -730,7 +730,7 @@ def start(function, num_processes=1, log=os.devnull):
     return pids
 
 
-def finish(pids, timeout=100):
+def finish(pids, timeout=300):
     """Wait for processes of `start`; returns their exit statuses."""
     deadline, codes = time.time() + timeout, []
     for pid in pids:
@@ -763,7 +763,7 @@ def forked(monkeypatch):
     return calls
 
 
-def wait_until(condition, timeout=60):
+def wait_until(condition, timeout=300):
     deadline = time.time() + timeout
     while not condition():
         if time.time() > deadline:

@@ -200,6 +200,7 @@ def test_step_overhead_times_the_parts_of_a_step_and_a_bare_loop(tmp_path):
         assert all(parts.values()), parts  # each patched function was called
         if name == step_overhead.TRAINERS[0]:
             step_overhead.bare(name, *argv)
+            step_overhead.bare(name, "--alike", *argv)
     measured = bench.run(step_overhead.__file__, [name, *argv], steps=6)
     assert 0 < measured["step"] < measured["first"] and measured["rss"] > 100
 

@@ -297,6 +297,12 @@ def test_only_the_first_process_of_a_machine_loads_the_models_in_float32(
     assert (tmp_path / "1").read_text() == "torch.bfloat16\n"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_of_every_precision_are_stored_as_float16(dtype):
+    """Text encoders of recorded pipelines, such as Chroma's, may give bfloat16."""
+    assert script.shorten(torch.ones(2, dtype=dtype)).dtype == torch.float16
+
+
 def test_are_finite_judges_like_torchs_isfinite():
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
     assert torch.equal(script.are_finite(every[:, None]), every.isfinite())
