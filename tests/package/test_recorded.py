@@ -17,6 +17,7 @@ from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.denoiser_call import UnknownCall, reshape_noise
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
+from diffusion_training.families.pipeline_code import list_pipeline_settings
 from diffusion_training.families.recorded import Recorded
 from diffusion_training.families.tape import Tape, Unrepeatable
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
@@ -344,3 +345,11 @@ def test_a_tape_refuses_what_it_can_not_repeat(function, reason):
 def test_a_pipeline_that_draws_other_noise_is_refused():
     with pytest.raises(UnknownCall, match=r"noise of the shape \[5\]"):
         reshape_noise(torch.zeros(4), (5,))
+
+
+def test_settings_of_a_pipeline_are_what_is_no_part_of_it():
+    parts = {"vae": ["diffusers", "AutoencoderKL"], "image_encoder": [None, None], "old": None}
+    index = {"_class_name": "X", "is_distilled": False, "ratios": [1, 2], "shift": 3.0}
+    assert list_pipeline_settings(parts | index) == {
+        name: value for name, value in index.items() if name != "_class_name"
+    }
