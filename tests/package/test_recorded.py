@@ -17,6 +17,7 @@ from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.denoiser_call import Unrecordable, reshape_noise
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
+from diffusion_training.families.pipeline_code import list_pipeline_settings
 from diffusion_training.families.recorded import Recorded
 from diffusion_training.families.tape import Tape
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
@@ -99,6 +100,12 @@ def in_order(family, noise, velocity):
 
 
 FEW = ("flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
+GUIDANCE = {  # the flags of guidance 2.5 in samples; hunyuan_image draws without
+    "flux": {"true_cfg_scale": 2.5, "guidance_scale": 1.0},
+    "chroma": {"guidance_scale": 2.5},
+    "krea2": {"guidance_scale": 1.5},  # it counts from 0
+    "hunyuan_image": {},
+}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +118,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
     pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
     family = encoders.family
     assert pickle.loads(pickle.dumps(family)).findings == family.findings
+    assert name not in FEW or family.guidance_args(2.5) == GUIDANCE[name]
     noise = draw_noise(encoders, 1)
     ours = []
     for caption in CAPTIONS:
@@ -359,3 +367,11 @@ def test_a_tape_leaves_out_operations_of_which_only_values_are_read():
 def test_a_pipeline_that_draws_other_noise_is_refused():
     with pytest.raises(Unrecordable, match=r"noise of the shape \[5\]"):
         reshape_noise(torch.zeros(4), (5,))
+
+
+def test_settings_of_a_pipeline_are_what_is_no_part_of_it():
+    parts = {"vae": ["diffusers", "AutoencoderKL"], "image_encoder": [None, None], "old": None}
+    index = {"_class_name": "X", "is_distilled": False, "ratios": [1, 2], "shift": 3.0}
+    assert list_pipeline_settings(parts | index) == {
+        name: value for name, value in index.items() if name != "_class_name"
+    }

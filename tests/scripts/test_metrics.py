@@ -34,7 +34,7 @@ from diffusion_training.data import captions
 from diffusion_training.flags import METRICS
 from diffusion_training.training.best import read_best
 from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
-from diffusion_training.training.metrics import Metrics, choose_trained
+from diffusion_training.training.metrics import Metrics, choose_trained, to_pixels
 from diffusion_training.training.networks import load_network
 from diffusion_training.training.report import advise_step
 
@@ -393,6 +393,18 @@ def test_figures_of_equal_sets():
     assert measure_kid(features[::2], features[1::2])[0] == pytest.approx(0, abs=1)
     assert cosines(features, features).diagonal().min() == pytest.approx(1)
     assert average(torch.ones(5), 10) == (1.0, [1.0, 1.0])
+
+
+def test_samples_become_colour_images_of_bytes():
+    ramp = np.linspace(0, 1, 6).reshape(2, 3, 1)
+    grey = to_pixels(ramp)
+    assert grey.dtype == torch.uint8 and grey.shape == (3, 2, 3)
+    assert grey[2].tolist() == [[0, 51, 102], [153, 204, 255]]
+    colours = to_pixels(np.concatenate([ramp, ramp * 0, ramp / 2], axis=2))
+    assert torch.equal(colours[0], grey[0]) and colours[1:, 0, 2].tolist() == [0, 51]
+    for count in (2, 4):
+        with pytest.raises(SystemExit, match=f"grey or colour images, not {count} channels"):
+            to_pixels(np.zeros((2, 2, count)))
 
 
 def compare(fake, trained):
