@@ -19,6 +19,7 @@ from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
 from diffusion_training.families.pipeline_code import list_pipeline_settings
 from diffusion_training.families.recorded import Recorded
+from diffusion_training.families.recorded_text import CaptionBytes, decode_texts
 from diffusion_training.families.tape import Tape, Unrepeatable
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 
@@ -364,3 +365,10 @@ def test_settings_of_a_pipeline_are_what_is_no_part_of_it():
     assert list_pipeline_settings(parts | index) == {
         name: value for name, value in index.items() if name != "_class_name"
     }
+
+
+def test_captions_are_bytes_that_a_mask_counts():
+    texts = ["ab", "\u00e9", ""]
+    tokens = CaptionBytes({}, {})(texts, padding="max_length")
+    assert tokens.attention_mask.sum(dim=1).tolist() == [2, 2, 0]
+    assert decode_texts(tokens.input_ids) == texts
