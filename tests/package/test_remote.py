@@ -71,6 +71,13 @@ def test_a_failed_write_leaves_the_earlier_file(folder):
     assert files() == {"a": b"before"}
 
 
+def test_braces_name_ranges_and_lists():
+    """A range includes its last number, and keeps the zeros."""
+    assert module.expand("a{08..10}.tar") == ["a08.tar", "a09.tar", "a10.tar"]
+    assert module.expand("{a,b}/{1..2}") == ["a/1", "a/2", "b/1", "b/2"]
+    assert module.expand("{a}") == ["{a}"]
+
+
 def test_open_folder_returns_a_path_that_its_files_share(folder, tmp_path, monkeypatch):
     url, files = folder
     fs, path, name = module.open_folder(url + "/")

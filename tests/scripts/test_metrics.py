@@ -395,6 +395,16 @@ def test_figures_of_equal_sets():
     assert average(torch.ones(5), 10) == (1.0, [1.0, 1.0])
 
 
+def test_fewer_samples_of_a_lora_are_measured(monkeypatch):
+    network = SimpleNamespace(embed_texts=print, name="clip")
+    monkeypatch.setattr(Metrics, "load", lambda self, flag: network)
+    unset = {"metric_steps": None, "checkpointing_steps": 5, "num_metric_images": None}
+    for flags, count in (({"rank": 4}, 64), ({}, 512), ({"rank": 4, "num_metric_images": 9}, 9)):
+        args = SimpleNamespace(**{"validation_metrics": ["clip-t"]} | unset | flags)
+        metrics = Metrics(None, None, np.arange(3), {1: 1, 2: 0}, args)
+        assert (metrics.count, metrics.every, metrics.real) == (count, 5, [2, 1])
+
+
 def test_samples_become_colour_images_of_bytes():
     ramp = np.linspace(0, 1, 6).reshape(2, 3, 1)
     grey = to_pixels(ramp)
