@@ -41,8 +41,8 @@ class Tape(TorchDispatchMode):
     """The operations of a function of tensors on which its results depend.
 
     Calling it repeats them. A tensor that does not depend on the inputs is a constant, which is
-    copied to each device once. So are values that the function reads, and tensors that it changes
-    in place: whether they are the same for other inputs is for the caller to check.
+    copied to each device once. So are values that the function reads: whether they are the same
+    for other inputs is for the caller to check.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
         self.steps: list[Step] = []
         self.constants: list[torch.Tensor] = []
         with torch.inference_mode(False), torch.no_grad(), self:
-            results = function(*inputs)
+            results = torch.func.functionalize(function)(*inputs)  # without changes in place
         tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         self.results = [self.refer(tensor) for tensor in tensors]
         needed = set(self.results)
@@ -79,9 +79,6 @@ class Tape(TorchDispatchMode):
         given, spec = tree_flatten((args, kwargs or {}))
         result = operation(*args, **(kwargs or {}))
         if not any(isinstance(x, torch.Tensor) and id(x) in self.slots for x in given):
-            return result
-        if operation._schema.is_mutable:
-            self.slots.pop(id(args[0]), None)
             return result
         tensors = tree_leaves(result)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
