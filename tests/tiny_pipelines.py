@@ -54,8 +54,8 @@ def make_clip_tokenizer():
     return transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 
 
-def make_clip(width=WIDTH, projection=None, layers=2):
-    options = {"hidden_size": width, "num_hidden_layers": layers}
+def make_clip(width=WIDTH, projection=None, layers=2, **options):
+    options |= {"hidden_size": width, "num_hidden_layers": layers}
     if projection is None:
         config = transformers.CLIPTextConfig.from_pretrained(MODELS / "text_encoder", **options)
         return transformers.CLIPTextModel(config)
@@ -116,6 +116,7 @@ def make_gemma2(tokenizer):
 
 MAKE = {}
 EDIT = {}  # pipelines that edit images
+REFUSED = {}  # pipelines that can't be recorded
 
 
 def pipeline(function, among=MAKE):
@@ -132,6 +133,9 @@ def pipeline(function, among=MAKE):
 
     among[name] = make
     return function
+
+
+refused = partial(pipeline, among=REFUSED)
 
 
 def make_flux_transformer(**options):
@@ -475,6 +479,78 @@ def make_ovis_image():
         vae=make_vae(),
         text_encoder=make_qwen3(tokenizer),
         tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+@pipeline
+def make_ernie_image():
+    tokenizer = make_chat_tokenizer(256)
+    text = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "head_dim": 16, "image_size": 32, "patch_size": 16}
+    config = transformers.Mistral3Config(
+        text_config=transformers.MistralConfig(**text),
+        vision_config=transformers.PixtralVisionConfig(**vision),
+    )
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+    )
+    vae.bn.running_mean.normal_(0, 0.2)
+    vae.bn.running_var.uniform_(0.5, 2)
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_layers=2,
+        ffn_hidden_size=32,
+        in_channels=16,
+        out_channels=16,
+        text_in_dim=32,
+        rope_axes_dim=(4, 6, 6),
+    )
+    return diffusers.ErnieImagePipeline(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=transformers.Mistral3Model(config),
+        tokenizer=tokenizer,
+        scheduler=make_scheduler(),
+    )
+
+
+@refused
+def make_hidream():
+    tokenizer = make_chat_tokenizer(64)
+    clip = make_clip_tokenizer()
+    llama = make_chat_tokenizer(64)
+    config = make_qwen_config(llama, 2) | {"head_dim": 16}
+    transformer = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        caption_channels=[WIDTH, 32],
+        text_emb_dim=20,
+        axes_dims_rope=(4, 6, 6),
+        max_resolution=(32, 32),
+        llama_layers=[0, 1],
+    )
+    return diffusers.HiDreamImagePipeline(
+        scheduler=make_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_clip(32, 8, 3, max_position_embeddings=248),
+        tokenizer=clip,
+        text_encoder_2=make_clip(16, 12, 3, max_position_embeddings=248),
+        tokenizer_2=clip,
+        text_encoder_3=make_t5(tokenizer),
+        tokenizer_3=tokenizer,
+        text_encoder_4=transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)),
+        tokenizer_4=llama,
         transformer=transformer,
     )
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from diffusion_training.families.mask_values import MaskValues, is_whole_numbers
+from diffusion_training.families.mask_values import is_whole_numbers, on_meta
 from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
 from diffusion_training.families.reference_latents import make_blanks
@@ -236,7 +236,7 @@ class DenoiserCalls:
             values = self.list_values(call, noisy.shape, lengths, prompts)
             pairs = zip(arguments, values, strict=True)
             arguments = [value if is_whole_numbers(value) else one for one, value in pairs]
-            context = MaskValues()
+            context = on_meta()
         with context:
             output = model(**tree_unflatten(arguments, call.spec))[0]
         return self.read(output, noisy.shape, lengths)

@@ -1,6 +1,9 @@
 """Values of masks in a model on the meta device, which some models read to cut padding."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,3 +55,17 @@ def as_positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None
         else:
             positions.append(index)
     return positions
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Call a model on the meta device, with `MaskValues`. torch has no autocast for this device."""
+    autocast = torch.autocast
+
+    def skip(device_type: str, *args: Any, **options: Any) -> Any:
+        if device_type == "meta":
+            return contextlib.nullcontext()
+        return autocast(device_type, *args, **options)
+
+    with MaskValues(), patch.object(torch, "autocast", skip):
+        yield

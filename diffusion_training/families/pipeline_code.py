@@ -17,12 +17,13 @@ import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from diffusion_training.families.reference_latents import ReferenceShapes, encode_reference
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
-# arguments of pipelines that would change the size, or hand an object to the denoiser
-OFF = {"use_resolution_binning": False, "use_kv_cache": False}
+# arguments of pipelines that would change the size or rewrite captions, or hand on an object
+OFF = {"use_resolution_binning": False, "use_kv_cache": False, "use_pe": False}
 
 
 class Stopped(Exception):
@@ -76,7 +77,7 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
     ) -> Any:
         self.run.velocity, self.run.sample = model_output, sample
         self.run.reach("step")
-        return (sample,)
+        return SchedulerOutput(prev_sample=sample)
 
 
 def watch_pipeline(pipeline_class: Any) -> Any:

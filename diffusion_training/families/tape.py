@@ -41,19 +41,24 @@ class Tape(TorchDispatchMode):
     """The operations of a function of tensors on which its results depend.
 
     Calling it repeats them. A tensor that does not depend on the inputs is a constant, which is
-    copied to each device once. So are values that the function reads, and tensors that it changes
-    in place: whether they are the same for other inputs is for the caller to check.
+    copied to each device once. So are values that the function reads: whether they are the same
+    for other inputs is for the caller to check.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
         """Only the tensors among the results of the function are repeated."""
         super().__init__()
-        self.slots = {id(tensor): Slot(i) for i, tensor in enumerate(inputs)}
-        self.kept = list(inputs)  # so that no other tensor gets their ids
-        self.steps: list[Step] = []
-        self.constants: list[torch.Tensor] = []
-        with torch.inference_mode(False), torch.no_grad(), self:
-            results = function(*inputs)
+        # the second has no changes in place, but can't make lists of tensors
+        for variant in (function, torch.func.functionalize(function)):
+            self.slots = {id(tensor): Slot(i) for i, tensor in enumerate(inputs)}
+            self.kept = list(inputs)  # so that no other tensor gets their ids
+            self.steps: list[Step] = []
+            self.constants: list[torch.Tensor] = []
+            self.has_changes = False
+            with torch.inference_mode(False), torch.no_grad(), self:
+                results = variant(*inputs)
+            if not self.has_changes:
+                break
         tensors = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         self.results = [self.refer(tensor) for tensor in tensors]
         needed = set(self.results)
@@ -80,9 +85,7 @@ class Tape(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         if not any(isinstance(x, torch.Tensor) and id(x) in self.slots for x in given):
             return result
-        if operation._schema.is_mutable:
-            self.slots.pop(id(args[0]), None)
-            return result
+        self.has_changes |= operation._schema.is_mutable
         tensors = tree_leaves(result)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
             return result

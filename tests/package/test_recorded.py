@@ -9,6 +9,7 @@ import tiny_pipelines
 import torch
 from conftest import make_klein, make_qwen_image, make_z_image, randomize
 from diffusers import DiffusionPipeline
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 import precompute_latents
 from diffusion_training.data.captions import tokenize
@@ -63,7 +64,7 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
 
     def step(velocity, timestep, sample, **options):
         seen.append(velocity)
-        return (sample,)
+        return SchedulerOutput(prev_sample=sample)
 
     def draw(shape, *args, **options):
         return noise.reshape(shape)
@@ -128,7 +129,8 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
         prompts = encode(encoders, [caption])
         time = torch.tensor([0.5])
         ours.append(family.predict(pipeline.transformer, noise, time, prompts))
-        theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch)
+        size = {"height": SIDE} if name == "ernie_image" else {}
+        theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **size)
         assert torch.equal(ours[-1], in_order(family, noise, theirs).float())
     assert not torch.equal(*ours)
     (sampled,) = family.call_args(prompts, prompts, 2.5)["prompt"]
@@ -350,17 +352,23 @@ def test_a_tape_repeats_operations_on_other_tensors_and_devices():
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x * x.sum().item(),
-        lambda x: x.clone() if x.any() else torch.ones(3),
-        lambda x: torch.zeros(3).copy_(x),
-        lambda x: (x + 1).mul_(x),
-    ],
+    "function", [lambda x: x * x.sum().item(), lambda x: x.clone() if x.any() else torch.ones(3)]
 )
 def test_a_tape_keeps_what_it_can_not_repeat_as_it_was(function):
     tape, others = Tape(function, [torch.zeros(3)]), torch.rand(3)
     assert not torch.equal(tape(others)[0], function(others))
+
+
+def test_a_tape_repeats_changes_in_place_on_new_tensors():
+    def function(x):
+        padded = torch.zeros(5)
+        padded[1:4] = x
+        return padded.mul_(2)
+
+    tape, others = Tape(function, [torch.zeros(3)]), torch.rand(3)
+    for _ in range(2):
+        assert torch.equal(tape(others)[0], function(others))
+    assert torch.equal(tape(torch.zeros(3))[0], torch.zeros(5))
 
 
 def test_a_tape_leaves_out_operations_of_which_only_values_are_read():
