@@ -60,7 +60,7 @@ latents.reader cluster.remote_cache
 latents.filtered latents.shared latents.stream
 latents.source
 latents.encoding
-training.lora_files training.sharding training.distances training.networks
+training.lora_files training.lokr training.sharding training.distances training.networks
 training.signs training.lora training.progress training.optimizers training.objective
 training.replicas training.samples training.pipelines training.hub training.denoiser
 training.prior training.metrics
