@@ -10,7 +10,6 @@ from diffusion_training.training.posthoc import (
     correlate,
     find_exponent,
     list_snapshots,
-    parse_args,
     prune_snapshots,
     reconstruct,
     solve,
@@ -105,13 +104,6 @@ def test_a_run_that_resumes_without_its_snapshots_says_so(tmp_path, capsys):
     assert not capsys.readouterr().out
     check_snapshots(tmp_path, 2, [0.05, 0.1], 2)
     assert "no snapshots of --posthoc_ema up to step 2" in capsys.readouterr().out
-
-
-def test_the_help_names_the_module_and_its_page(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    said = capsys.readouterr().out
-    assert said.startswith("usage: posthoc.py") and "-m diffusion_training.training.posthoc" in said
 
 
 def test_snapshots_after_the_checkpoint_of_a_resumed_run_are_deleted(tmp_path):
