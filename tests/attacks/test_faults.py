@@ -1030,9 +1030,8 @@ def test_changed_values_in_model_configs_are_refused_or_work(targets, name, coun
 # ------------------------------------------------------------------- long runs
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(300, marks=pytest.mark.ci), pytest.param(20000, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("count", [300, 20000])
 def test_memory_open_files_and_step_time_do_not_grow_with_steps(targets, count):
     """They are measured in ten parts of a run."""
     target, path, step = targets(NAMES[1]), targets(NAMES[1]).folder / "growth", itertools.count()

@@ -288,6 +288,7 @@ def test_memory_counts_match_published_models():
     assert {model.family for model in memory.MODELS.values()} == FAMILIES.keys()
 
 
+@pytest.mark.long
 def test_counted_activations_equal_saved_tensors(monkeypatch):
     """torch's hooks count the same in float32. In 16 bits norms still compute in float32."""
     small = {**memory.SD2, "block_out_channels": [64, 64], "attention_head_dim": 8}

@@ -176,8 +176,8 @@ def test_masked_pixels_add_nothing_to_the_loss(tmp_path, data):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("num_processes, source", [
-    (1, "images"),
     (2, "cache"),
+    pytest.param(1, "images", marks=pytest.mark.long),
     pytest.param(1, "cache", marks=pytest.mark.long),
     pytest.param(2, "images", marks=pytest.mark.long),
 ])  # fmt: skip

@@ -51,7 +51,7 @@ def show_layers(pipeline):
     vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder
 
 
-@pytest.mark.parametrize("kind", ["sd", "sdxl"])
+@pytest.mark.parametrize("kind", [pytest.param("sd", marks=pytest.mark.long), "sdxl"])
 def test_clip_skip_gives_the_embeddings_of_the_pipeline(tmp_path, kind):
     folder = make_sdxl(tmp_path) if kind == "sdxl" else make_models(tmp_path)
     for suffix in ("", "_2")[: 1 + (kind == "sdxl")]:  # three layers, so that SDXL keeps one

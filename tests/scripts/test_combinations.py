@@ -100,7 +100,7 @@ def test_dry_run_row_size_matches_the_cache(inputs, capfd):
 @pytest.mark.parametrize("num_processes, source, more", [
     pytest.param(1, "cache", [], marks=pytest.mark.long),
     (2, "cache", ["--lora_dropout=0.1"]),
-    (1, "images", ["--use_dora"]),
+    pytest.param(1, "images", ["--use_dora"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_all_features_together_resume_bit_identically(
     tmp_path, request, flags, num_processes, source, more

@@ -207,7 +207,9 @@ def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tm
     assert np.abs(grid[:64, -68:-4] - image).max() <= 1
 
 
-@pytest.mark.parametrize("name", ["flux2-klein", "qwen-image"])
+@pytest.mark.parametrize(
+    "name", ["flux2-klein", pytest.param("qwen-image", marks=pytest.mark.long)]
+)
 @pytest.mark.usefixtures("without_figures")
 def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
     """On two processes: full training of klein, and a LoRA for Qwen-Image."""

@@ -275,11 +275,12 @@ def test_regional_compilation_works_or_is_refused(tmp_path, flags):
     "name, launcher, env, threads",
     [
         ("precompute", ["--num_processes=1"], {}, len(os.sched_getaffinity(0))),
-        (
+        pytest.param(
             "text",
             ["--num_processes=2", "--multi_gpu", "--main_process_port=0"],
             {"OMP_NUM_THREADS": "1"},
             1,
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -498,7 +498,7 @@ def test_accelerate_launch_with_two_processes_writes_the_same_cache(tmp_path, fl
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_precompute_latents_memory_does_not_grow_with_the_rows(tmp_path):
     digits = datasets.load_dataset(str(ROOT / "demo/digits"), split="train")
     peaks = []

@@ -1414,7 +1414,7 @@ def room_for_one_encoder_without_a_task():
     set_encoder_memory(7)
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_encoders=2", setup=room_for_one_encoder)
     assert code == 0 and contents(tmp_path / "out") == whole, said

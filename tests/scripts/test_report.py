@@ -181,6 +181,7 @@ def test_failed_report_keeps_the_old_one_and_the_run_continues(
     assert (tmp_path / "out/report.html").read_text() == before
 
 
+@pytest.mark.long
 def test_report_can_be_made_again_from_a_copied_folder(tmp_path):
     """On another machine, without the data and the cache."""
     save(write_run(tmp_path, 3))

@@ -918,7 +918,7 @@ def test_bad_flow_arguments_end_in_one_line(argv, sentence):
 # ------------------------------------------------------------------- launching, and the demo
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_accelerate_launch_trains_flow_on_one_and_two_processes(tmp_path, cached):
     argv = [*cached, "--mixed_precision=bf16", "--max_train_steps=2"]
     two = ["--multi_gpu", "--num_processes=2", "--main_process_port=0"]

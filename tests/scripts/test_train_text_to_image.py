@@ -962,7 +962,7 @@ def test_bad_text_to_image_arguments_end_in_one_line(argv, sentence):
     assert "--pretrained_model_name_or_path is needed" in error
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeypatch):
     """Training from a cache spends at most 4 % of the main thread's time outside the model.
 
