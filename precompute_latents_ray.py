@@ -168,7 +168,6 @@ from diffusion_training.errors import (
     in_one_sentence,
 )
 from diffusion_training.families.opening import open_base
-from diffusion_training.files import find_differences
 from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
@@ -179,7 +178,7 @@ from diffusion_training.latents.cache import (
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
-from diffusion_training.latents.plan import PlannedCache, plan_caches
+from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import send
 from diffusion_training.remote import reading, remove
@@ -335,7 +334,7 @@ class Encoder:
         self.encoders = load_encoders(base, torch.float32)
         described = describe_models(self.encoders)
         settings = self.job.caches[0].settings
-        if differences := find_differences({name: settings[name] for name in described}, described):
+        if differences := compare_settings(settings, described):
             raise ValueError(
                 f"the models on this node differ from the driver's ({', '.join(differences)})"
             )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, cast
 
 import diffusers
@@ -269,7 +270,8 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
     }
     clip_skip = {"clip_skip": encoders.clip_skip} if encoders.clip_skip else {}
     text = "" if encoders.tokenizers.classes else "The quick brown fox, 123 times!"
-    rules: dict[str, str] = {}
+    libraries = [f"{name} {version(name)}" for name in ("tokenizers", "transformers")]
+    rules = {"libraries": ", ".join(libraries)}
     parts = zip(family.suffixes, encoders.text_encoders, encoders.tokenizers, strict=True)
     for suffix, text_encoder, tokenizer in parts:
         described[f"text_encoder{suffix}"] = {

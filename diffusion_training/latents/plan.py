@@ -248,9 +248,13 @@ def describe_settings(
 def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """The differences of cache.json and the settings that it should have, as sentences.
 
-    Caches of earlier versions have no "tokenizer_rules", which are then not compared.
+    "tokenizer_rules" are compared only if the same versions of the libraries wrote them, because
+    another version may write equal rules in another form. Caches of before have none.
     """
-    known = {name: x for name, x in settings.items() if name in cache or name != "tokenizer_rules"}
+    known = dict(settings)
+    rules = cache.get("tokenizer_rules", {})
+    if rules.get("libraries") != settings["tokenizer_rules"]["libraries"]:
+        del known["tokenizer_rules"]
     return find_differences({name: cache.get(name) for name in known}, known)
 
 
