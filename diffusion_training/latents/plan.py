@@ -251,9 +251,9 @@ def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[st
     "tokenizer_rules" are compared only if the same versions of the libraries wrote them, because
     another version may write equal rules in another form. Caches of before have none.
     """
+    before, now = (each.get("tokenizer_rules", {}) for each in (cache, settings))
     known = dict(settings)
-    rules = cache.get("tokenizer_rules", {})
-    if rules.get("libraries") != settings["tokenizer_rules"]["libraries"]:
+    if before.get("libraries") != now.get("libraries"):
         del known["tokenizer_rules"]
     return find_differences({name: cache.get(name) for name in known}, known)
 
