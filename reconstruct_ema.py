@@ -61,6 +61,7 @@ from diffusion_training.training.posthoc import (
     SnapshotFile,
     list_snapshots,
     read_best_width,
+    read_step,
     reconstruct,
 )
 
@@ -99,7 +100,7 @@ def main(args: Namespace) -> None:
     widths = args.sigma_rel or [read_best_width(run_dir)]
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    last = int(snapshots[-1].path.parent.name.removeprefix("step-"))
+    last = read_step(snapshots[-1].path.parent)
     for width in widths:
         folder = output_dir / f"sigma_rel-{width:g}"
         write_pipeline(run_dir, snapshots, width, folder)

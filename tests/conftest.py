@@ -305,12 +305,8 @@ def make_z_image(folder):
     return folder
 
 
-def make_klein(folder, is_distilled=False):
-    """A FLUX.2 klein pipeline: 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE."""
-    tokenizer = make_chat_tokenizer(64)
-    torch.manual_seed(0)
-    config = make_qwen_config(tokenizer, 28) | {"head_dim": 16}
-    text_encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+def make_flux2_vae():
+    """FLUX.2's VAE, with a scale per channel."""
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -320,6 +316,16 @@ def make_klein(folder, is_distilled=False):
     )
     vae.bn.running_mean.normal_(0, 0.2)
     vae.bn.running_var.uniform_(0.5, 2)
+    return vae
+
+
+def make_klein(folder, is_distilled=False):
+    """A FLUX.2 klein pipeline: 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE."""
+    tokenizer = make_chat_tokenizer(64)
+    torch.manual_seed(0)
+    config = make_qwen_config(tokenizer, 28) | {"head_dim": 16}
+    text_encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
+    vae = make_flux2_vae()
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16,
         num_layers=2,

@@ -11,6 +11,7 @@ from conftest import (
     MODELS,
     make_chat_tokenizer,
     make_dynamic_scheduler,
+    make_flux2_vae,
     make_qwen_config,
     randomize,
 )
@@ -493,15 +494,7 @@ def make_ernie_image():
         text_config=transformers.MistralConfig(**text),
         vision_config=transformers.PixtralVisionConfig(**vision),
     )
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-    )
-    vae.bn.running_mean.normal_(0, 0.2)
-    vae.bn.running_var.uniform_(0.5, 2)
+    vae = make_flux2_vae()
     transformer = diffusers.ErnieImageTransformer2DModel(
         hidden_size=32,
         num_attention_heads=2,

@@ -249,7 +249,7 @@ def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[st
     """The differences of cache.json and the settings that it should have, as sentences.
 
     "tokenizer_rules" are compared only if the same versions of the libraries wrote them, because
-    another version may write equal rules in another form. Caches of before have none.
+    another version may write equal rules in another form. Older caches have none.
     """
     before, now = (each.get("tokenizer_rules", {}) for each in (cache, settings))
     known = dict(settings)

@@ -179,6 +179,11 @@ def write_snapshot(output_dir: Path, step: int, files: Iterable[AverageFile]) ->
             sort_header(unfinished / path.name / name)  # its order is random
 
 
+def read_step(snapshot: Path) -> int:
+    """The step of a snapshot, from the name of its folder."""
+    return int(snapshot.name.removeprefix("step-"))
+
+
 def find_snapshots(output_dir: str | Path) -> list[Path]:
     """The files of all snapshots of a run, in the order of their steps."""
     return sorted(Path(output_dir, FOLDER).glob("step-*/*.safetensors"))
@@ -188,7 +193,7 @@ def prune_snapshots(output_dir: Path, reached: int) -> None:
     """Delete snapshots after the step `reached`, where a resumed run begins; all of them for -1."""
     folder = output_dir / FOLDER
     for path in folder.glob("step-*"):
-        if int(path.name.removeprefix("step-")) > reached:
+        if read_step(path) > reached:
             delete(path)
     delete(folder / LOSSES)
 
@@ -203,7 +208,7 @@ def check_snapshots(
     It stops with an error if they would end here: averages made of them would not be the result's.
     It prints if the ones before this step are missing.
     """
-    steps = [int(path.parent.name.removeprefix("step-")) for path in find_snapshots(output_dir)]
+    steps = [read_step(path.parent) for path in find_snapshots(output_dir)]
     has_snapshots = any(step <= reached for step in steps)
     if has_snapshots and not widths:
         fail(
