@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import time
 import types
 
 import numpy as np
@@ -244,6 +245,8 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     def copy_at_step_3(*given):
         """Copy the folder as a kill would leave it: without step 3, with checkpoint-2."""
         if given[5].number == 3 and not (tmp_path / "killed").exists():
+            while not (tmp_path / "out/checkpoint-2").exists():  # it is written beside the steps
+                time.sleep(0.01)
             shutil.copytree(tmp_path / "out", tmp_path / "killed")
         return step(*given)
 
