@@ -172,9 +172,6 @@ def main(argv=None):
             for setting in gpu_settings.SETTINGS if gpu else ():
                 start = [gpu_settings.__file__, setting, ours]
                 table.add(where, setting, batch, flops, start, with_ema, ("ours", speed))
-            if resolution == cli.resolutions[-1] and not cli.no_compile:  # compiling takes minutes
-                compiled = [*with_ema, "--compile"]
-                table.add(where, "with --compile", batch, flops, [ours], compiled, ("ours", speed))
             data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--use_ema"]
             pixels = [pretrained, *data, f"--resolution={resolution}"]
             flags = [*pixels, "--report_to=none"]
@@ -192,9 +189,12 @@ def main(argv=None):
             flags = [f"--mixed_precision={cli.mixed_precision}", f"--batch_size={batch}"]
             flags += ["--center_crop", pretrained, *data[:2], f"--resolution={resolution}"]
             count = len(list(images.glob("*.jpg")))
-            speed = time_encoding(flags, folder / f"encoded-{resolution}", count)
-            encoding.append([where, speed])
+            encoded = time_encoding(flags, folder / f"encoded-{resolution}", count)
+            encoding.append([where, encoded])
             print(encoding[-1], flush=True)
+            if resolution == cli.resolutions[-1] and not cli.no_compile:  # compiling takes minutes
+                compiled = [*with_ema, "--compile"]
+                table.add(where, "with --compile", batch, flops, [ours], compiled, ("ours", speed))
     what = f"{cli.size}, {cli.mixed_precision}"
     bench.show(f"Text to image, {what}", table.HEADER, table.rows)
     bench.show(f"precompute_latents.py, running, {what}", ["", "images/s"], encoding)

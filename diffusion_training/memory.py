@@ -103,6 +103,25 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
     return held, held
 
 
+def put_decoder(vae: Any, device: torch.device) -> None:
+    """Put a VAE on a device. It decodes one image at a time, on the CPU if a GPU lacks the memory.
+
+    A whole batch may need more memory than a training step.
+    """
+    vae.to(device).enable_slicing()
+    decode = type(vae).decode
+
+    def decode_where_it_fits(latents: torch.Tensor, *given: Any, **options: Any) -> Any:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return decode(vae, latents, *given, **options)
+        print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
+        vae.to("cpu")
+        images = decode(vae, latents.cpu(), *given, **options)[0]
+        return (images.to(latents.device),)
+
+    vae.decode = decode_where_it_fits
+
+
 def find_largest(
     accelerator: Accelerator,
     device: torch.device,

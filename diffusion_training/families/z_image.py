@@ -26,6 +26,7 @@ class ZImage(Family):
     model = "ZImageTransformer2DModel"
     embeds_width = "cap_feat_dim"
     max_tokens = 512
+    resolution = 1024
     needs_lengths = True
     other_layers = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 

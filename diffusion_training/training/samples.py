@@ -23,6 +23,7 @@ from diffusion_training.files import saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
+from diffusion_training.memory import put_decoder
 from diffusion_training.order import step_seed
 
 
@@ -218,8 +219,7 @@ def draw_share(
 
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
-    # decode one image at a time: a batch may need more memory than training
-    pipeline.vae.to(device).enable_slicing()
+    put_decoder(pipeline.vae, device)
     pipeline.set_progress_bar_config(disable=True)
     training = model.training
     model.eval()  # without dropout
