@@ -47,7 +47,15 @@ def copy_beside():
     loading.send_to_device = send_beside
 
 
+def keep_layout():
+    """Leave models in torch's own memory layout. Trainers choose channels_last on a GPU."""
+    from diffusion_training import models
+
+    models.put_on_device = lambda model, device: model.to(device)
+
+
 SETTINGS = {
+    "torch's memory layout": keep_layout,
     "cudnn.benchmark": choose_convolutions,
     "expandable segments": expand_segments,
     "copies on a stream of their own": copy_beside,

@@ -5,6 +5,7 @@ import gc
 import math
 import multiprocessing
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,13 @@ def put_decoder(vae: Any, device: torch.device) -> None:
     A whole batch may need more memory than a training step.
     """
     vae.to(device).enable_slicing()
-    decode = type(vae).decode
+    decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
 
-    def decode_where_it_fits(latents: torch.Tensor, *given: Any, **options: Any) -> Any:
+    def decode_where_it_fits(latents: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
         with contextlib.suppress(torch.OutOfMemoryError):
-            return decode(vae, latents, *given, **options)
+            return decode(find(), latents, **options | {"return_dict": False})
         print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
-        vae.to("cpu")
-        images = decode(vae, latents.cpu(), *given, **options)[0]
+        images = decode(find().to("cpu"), latents.cpu(), **options | {"return_dict": False})[0]
         return (images.to(latents.device),)
 
     vae.decode = decode_where_it_fits

@@ -27,6 +27,7 @@ from pathlib import Path
 os.environ.update(
     OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true"
 )
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that has used a GPU can't be forked
 gc.disable()  # until the first test
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "demo/models"

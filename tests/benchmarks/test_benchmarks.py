@@ -35,6 +35,7 @@ import memory
 import peers
 import precompute_speed
 import quality
+import recipes_on_gpu
 import step_overhead
 import storage
 
@@ -306,6 +307,38 @@ def test_counted_activations_equal_saved_tensors(monkeypatch):
     assert 0.5 < half / exact < 0.95 and checkpointed < 0.7 * exact
     assert count(None, "no", False, 2) == pytest.approx(2 * exact, rel=0.02)
     assert count(16, "bf16", False, 1) < half
+
+
+@pytest.fixture
+def small_models(monkeypatch):
+    """In place of two published models, small ones of the same families."""
+    vae = dict(memory.KL, block_out_channels=(8, 8, 8, 8), norm_num_groups=4)
+    unet = dict(memory.SDXL, block_out_channels=[32, 32, 32], attention_head_dim=4)
+    unet["transformer_layers_per_block"] = 1
+    klein = dict(memory.KLEIN, num_layers=1, num_single_layers=1, num_attention_heads=2)
+    flux2 = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
+    for name, config, kind in (
+        ("SDXL", unet, ("AutoencoderKL", vae)),
+        ("FLUX.2 klein 4B", klein, ("AutoencoderKLFlux2", flux2)),
+    ):
+        model = dataclasses.replace(memory.MODELS[name], config=config, vae=kind, side=64)
+        monkeypatch.setitem(memory.MODELS, name, model)
+    monkeypatch.setattr(recipes_on_gpu, "SHORT", [*recipes_on_gpu.SHORT, "--resolution=64"])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("small_models")
+def test_recipes_on_gpu_measures_a_lora_and_a_whole_model(capsys):
+    recipes_on_gpu.main(["--recipes", "sdxl_lora_12gb", "klein_4b_full_48gb"])
+    lora, whole = capsys.readouterr().out.splitlines()[-2:]
+    assert re.fullmatch(r"\| sdxl_lora_12gb \| 0.0 \| 6.5 \| 0.0 \| 9.1 \| 0.0 \|  \| .* \|", lora)
+    assert re.fullmatch(r"\| klein_4b_full_48gb \| 0.0 \| 42.9 \| 0.0 \|  \| 0.0 .* \|", whole)
+
+
+def test_recipes_on_gpu_knows_the_model_of_each_recipe():
+    without = {name for name in recipes_on_gpu.RECIPES if not recipes_on_gpu.find_model(name)}
+    assert without == {"unet_64_8gb"}
+    assert set(recipes_on_gpu.NAMES.values()) <= memory.MODELS.keys()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])

@@ -1,0 +1,46 @@
+"""Decoding where a GPU lacks the memory."""
+
+import gc
+import weakref
+
+import pytest
+import tiny_pipelines
+import torch
+
+from diffusion_training.memory import put_decoder
+
+
+class FullGpu:
+    """The VAE of a test, on a device that has no room for decoding."""
+
+    def to(self, device):
+        self.where = device
+        return self
+
+    def decode(self, latents, **options):
+        if self.where != "cpu":
+            raise torch.OutOfMemoryError("full")
+        return super().decode(latents, **options)
+
+
+@pytest.mark.parametrize("device, said", [("gpu", True), ("cpu", False)])
+def test_a_vae_decodes_on_the_cpu_if_a_gpu_lacks_the_memory(device, said, capsys):
+    plain = tiny_pipelines.make_vae().eval()
+    plain.enable_slicing()
+    vae = type("Vae", (FullGpu, type(plain)), {}).from_config(plain.config).eval()
+    vae.load_state_dict(plain.state_dict())
+    latents = torch.randn(2, 4, 4, 4)
+    put_decoder(vae, device)
+    assert vae.use_slicing
+    with torch.no_grad():
+        expected = plain.decode(latents).sample
+        assert torch.equal(vae.decode(latents, return_dict=False)[0], expected)
+    assert ("decoded on the CPU" in capsys.readouterr().out) == said
+    assert vae.where == "cpu"
+    known = weakref.ref(vae)
+    gc.disable()  # pytest's own collection must not hide a cycle, which would keep it on the GPU
+    try:
+        del vae
+        assert known() is None
+    finally:
+        gc.enable()
