@@ -6,7 +6,6 @@ tests/package/test_families.py compares each family with its pipeline.
 import copy
 import json
 import math
-import time
 
 import numpy as np
 import peft
@@ -17,14 +16,11 @@ from conftest import (
     PRX,
     Script,
     checkpoints,
-    kill,
     make_klein,
     make_masked,
     make_qwen_image,
     make_z_image,
     metrics,
-    start,
-    wait_until,
 )
 from diffusers import AutoencoderKLFlux2, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -218,10 +214,7 @@ def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
     whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
     train.fork(*argv, whole, num_processes=2)
     argv += [killed, "--resume_from_checkpoint=latest"]
-    pids = start(lambda: train(*argv), 2)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
+    train.kill_after_checkpoint(tmp_path / "killed", *argv, num_processes=2)
     train.fork(*argv, num_processes=2)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda folder: int(folder.split("-")[1]))

@@ -237,9 +237,7 @@ def test_streaming_trainers_resume_exactly(tmp_path, trainer, raw):
         argv += [f"--train_data_dir={raw}/tars/{{008..010}}.tar", "--caption_column=txt"]
     script.fork(*argv, num_processes=num_processes)
     again = [*argv, f"--output_dir={tmp_path / 'again'}", "--resume_from_checkpoint=latest"]
-    pids = start(lambda: script(*again), num_processes)
-    wait_until(lambda: (tmp_path / "again/checkpoint-2").exists())
-    kill(pids)
+    script.kill_after_checkpoint(tmp_path / "again", *again, num_processes=num_processes)
     assert "Resuming from" in script.fork(*again, num_processes=num_processes)
     model = "unet" if script is train_text_to_image else "transformer"
     assert_same_weights(tmp_path / "trained" / model, tmp_path / "again" / model)
