@@ -29,7 +29,7 @@ SHORT = {
     "--num_validation_images 1 --report_to none",
     "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 "
     "--num_validation_images 1 --report_to none",
-    "precompute_latents.py": "",
+    "precompute_latents.py": "--max_train_samples 400",
     "reconstruct_ema.py": "",
     "precompute_latents_ray.py": "--dry_run",  # its own tests start Ray
 }
@@ -109,7 +109,7 @@ def run(words, folder, inputs):
         def judge():
             sys.path.insert(0, str(ROOT / "benchmarks"))
             module = importlib.import_module("evaluate_samples")
-            module.train_classifier = functools.partial(module.train_classifier, steps=50)
+            module.train_classifier = functools.partial(module.train_classifier, steps=20)
             flags = words[words.index("benchmarks/evaluate_samples.py") + 1 :]
             module.main([*flags, "--num_samples=32", "--num_inference_steps=2"])
 

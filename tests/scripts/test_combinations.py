@@ -292,7 +292,14 @@ def caches(tmp_path_factory):
     return find
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run.values()))
+# The first four rows have each value of each column, and all rows have each pair of two values
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=[pytest.mark.long] * (number >= 6), id="-".join(run.values()))
+        for number, run in enumerate(RUNS)
+    ],
+)
 def test_each_row_of_the_feature_table_trains(tmp_path, run, caches):
     out = tmp_path / "out"
     flags = itertools.chain.from_iterable(FLAGS[name][kind] for name, kind in run.items())

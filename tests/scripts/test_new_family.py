@@ -354,6 +354,7 @@ def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
     assert len(expected) >= 6 and losses(tmp_path / "out") == pytest.approx(expected, rel=5e-4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, num_processes=2):
     argv = [*cached, "--num_train_epochs=4", "--checkpointing_steps=2", "--holdout=2"]

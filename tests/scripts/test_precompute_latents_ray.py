@@ -341,6 +341,7 @@ def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
     assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
 
 
+@pytest.mark.long
 def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, without_ray):
     """Random crops, images of two shapes, embeddings and tokens.
 
@@ -375,7 +376,9 @@ def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, without_r
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-@pytest.mark.parametrize("make", [make_klein, make_qwen_image])
+@pytest.mark.parametrize(
+    "make", [pytest.param(make_klein, marks=pytest.mark.long), make_qwen_image]
+)
 def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, without_ray, make):
     """Latents in patches with a scale per channel; ids without padding, or with a template."""
     base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"

@@ -127,7 +127,12 @@ def test_resuming_at_an_earlier_checkpoint_restores_its_best(tmp_path, flags, lo
 
 
 @pytest.mark.parametrize(
-    "name, at", [("log_validation", 3), ("save_pipeline", None), ("keep_best", 2)]
+    "name, at",
+    [
+        ("log_validation", 3),
+        ("save_pipeline", None),
+        pytest.param("keep_best", 2, marks=pytest.mark.long),
+    ],
 )
 def test_save_best_after_a_kill_equals_an_uninterrupted_run(
     tmp_path, flags, losses, monkeypatch, name, at

@@ -197,7 +197,7 @@ def test_streaming_skips_failed_rows_and_refuses_changed_data(tmp_path, flags, c
     )
 
 
-@pytest.fixture(params=["train_text_to_image", "train_flow"])
+@pytest.fixture(params=[pytest.param("train_text_to_image", marks=pytest.mark.long), "train_flow"])
 def trainer(request, tmp_path, flags):
     """(a script that trains from images and captions, flags of 4 steps of 4 images)."""
     argv = [

@@ -420,7 +420,9 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("source, num_processes", [("images", 1), ("cache", 2)])
+@pytest.mark.parametrize(
+    "source, num_processes", [pytest.param("images", 1, marks=pytest.mark.long), ("cache", 2)]
+)
 def test_text_to_image_run_killed_and_resumed_is_bit_identical(
     tmp_path, flags, source, num_processes
 ):
@@ -448,7 +450,10 @@ def test_text_to_image_run_killed_and_resumed_is_bit_identical(
     assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(7 / (2 * num_processes))
 
 
-@pytest.mark.parametrize("optimizer, num_processes", [("adafactor", 1), ("adamw8bit", 2)])
+@pytest.mark.parametrize(
+    "optimizer, num_processes",
+    [("adafactor", 1), pytest.param("adamw8bit", 2, marks=pytest.mark.long)],
+)
 def test_adafactor_and_8bit_adamw_resume_bit_identically(
     tmp_path, cached, optimizer, num_processes
 ):

@@ -262,8 +262,13 @@ def test_saved_scheduler_keeps_ddim_v_prediction_and_zero_snr(tmp_path, flags):
     assert config.prediction_type == "v_prediction" and config.rescale_betas_zero_snr
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("single_gpu", marks=pytest.mark.long),
+        pytest.param("multi_gpu", marks=pytest.mark.ci),
+    ],
+)
 def test_accelerate_configs_launch(name, tmp_path, flags):
     """Launched in a separate process. Without a GPU, multi_gpu runs its two processes over gloo.
 
@@ -329,7 +334,9 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("num_processes, accumulation", [(1, 3), (2, 1)])
+@pytest.mark.parametrize(
+    "num_processes, accumulation", [pytest.param(1, 3, marks=pytest.mark.long), (2, 1)]
+)
 def test_unconditional_run_killed_and_resumed_is_bit_identical(
     tmp_path, flags, accumulation, num_processes
 ):
