@@ -174,7 +174,7 @@ def start(table, output, *flags, env=None):
     return subprocess.Popen(list(map(str, command)), env={**os.environ, **(env or {})}, **options)
 
 
-def wait_for_end(process, code=0, timeout=200):
+def wait_for_end(process, code=0, timeout=600):
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
     return output

@@ -118,7 +118,7 @@ def serve(folder):
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
-            signal.alarm(150)  # stops a run that hangs
+            signal.alarm(500)  # stops a run that hangs
             answer = run(argv, setup and globals()[setup])
             signal.alarm(0)
     disconnect()
@@ -635,7 +635,7 @@ def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
     process = start(drive, log=tmp_path / "log")
     record = "bucket/latents/unfinished/data-00002-of-00004.arrow.json"
     killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)
-    wait_until(killed, 150)
+    wait_until(killed, 500)
     kill(process)
     made = objects(bucket, "bucket/latents")
     # a shard whose record is not there yet is made again

@@ -118,7 +118,7 @@ def list_unconditional(folder):
         "cached": Run(UNCONDITIONAL, [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]),
         "records and checkpoints": Run(
             UNCONDITIONAL,
-            [*base, *TRAIN, "--logging_steps=1", "--checkpointing_steps=1"]
+            [*base, *STEPS, "--use_ema", "--logging_steps=1", "--checkpointing_steps=1"]
             + ["--posthoc_ema", "0.05", "0.1"],
             [wait_for_record()],
         ),
