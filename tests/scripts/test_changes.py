@@ -325,7 +325,10 @@ def test_controlnet_change_trains_sdxl_and_continues_a_controlnet(root, tmp_path
     assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
 
 
-@pytest.mark.parametrize("name, trainer", [("labels", "unconditional"), ("repa", "flow")])
+@pytest.mark.parametrize(
+    "name, trainer",
+    [("labels", "unconditional"), pytest.param("repa", "flow", marks=pytest.mark.long)],
+)
 def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
     change = CHANGES[NAMES.index(name)]
     kind = "images"

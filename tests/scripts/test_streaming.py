@@ -146,7 +146,7 @@ def test_streaming_from_a_bucket_gives_the_rows_of_a_copy_on_disk(tmp_path, flag
     assert "is an address: give --streaming, or copy the data to a disk" in said
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_streaming_cache_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes, monkeypatch
 ):
