@@ -47,6 +47,7 @@ from tqdm import tqdm  # noqa: E402
 
 from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.errors import SIGNALS  # noqa: E402
+from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
 
 torch.set_num_threads(1)
 # If autograd's first call comes after torch.compile, it starts threads, and no fork can train.
@@ -624,13 +625,40 @@ class Script:
         """Flags of a run that takes a second; later ones override these."""
         return [*QUICK[self.file_name], f"--output_dir={output_dir}", *map(str, more)]
 
-    def kill_after_checkpoint(self, folder, *flags, num_processes=1, delay=0.1):
-        """Run the script in forked processes and kill them `delay` s after a new checkpoint."""
-        before = checkpoints(folder) if folder.exists() else set()
-        pids = start(lambda: self(*flags, f"--output_dir={folder}"), num_processes)
-        wait_until(lambda: folder.exists() and checkpoints(folder) - before)
-        time.sleep(delay)
-        kill(pids)
+    def kill_after_checkpoint(self, folder, *flags, num_processes=1, until=lambda: True, delay=0):
+        """Run the script in forked processes, and kill them one step after their first checkpoint.
+
+        In this step they wait for the whole checkpoint, for `until`, and for the kill; or, with a
+        `delay`, they go on for some seconds. Returns what they printed.
+        """
+        every = self.module.parse_args([*map(str, flags)]).checkpointing_steps
+        take_step = self.module.train_step
+        reached = folder.with_name(f"{folder.name}-reached")
+        before = []
+
+        def take_step_and_wait(*args):
+            sums = take_step(*args)
+            before.append(set(find_checkpoints(folder)))
+            if len(before) == every + 1:
+                wait_until(lambda: set(find_checkpoints(folder)) - before[0])
+                wait_until(until)
+                reached.touch()
+                wait_until(lambda: delay)
+            return sums
+
+        def run():
+            self.module.train_step = take_step_and_wait
+            self(*flags, f"--output_dir={folder}")
+
+        with tempfile.NamedTemporaryFile("r") as log:
+            pids = start(run, num_processes, log.name)
+            wait_until(lambda: reached.exists() or any(map(has_ended, pids)))
+            time.sleep(delay)
+            kill(pids)
+            said = log.read()
+        assert reached.exists(), said
+        reached.unlink()
+        return said
 
 
 def launch(*argv, env=None):
@@ -768,6 +796,11 @@ def forked(monkeypatch):
 
     monkeypatch.setattr("diffusion_training.latents.shared.make_cache", run)
     return calls
+
+
+def has_ended(pid):
+    """Whether a process of `start` has ended, which `finish` or `kill` can still ask."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def wait_until(condition, timeout=300):

@@ -23,7 +23,7 @@ from conftest import ROOT, finish, patch, start
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
@@ -58,7 +58,7 @@ def find_place():
     while frame is not None:
         code = frame.f_code
         if is_ours(code.co_filename):
-            path = os.path.relpath(code.co_filename, ROOT)
+            path = code.co_filename.removeprefix(f"{ROOT}/")
             places.append((path, frame.f_lineno, code.co_name))
         frame = frame.f_back
     of_code = [place for place in places if not place[0].startswith("tests/")]
@@ -167,7 +167,7 @@ def run_operator(function, args, kwargs):
         return convert(function, *args, **kwargs)
     if name == "aten::copy_":
         return copy(*args, **kwargs)
-    values, structure = tree_flatten((args, kwargs))
+    values = list_values([*args, *kwargs.values()])
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if name in INDEXING:
         check_indexing(name, args)
@@ -179,10 +179,9 @@ def run_operator(function, args, kwargs):
     if name in WAITING and not (name == "aten::repeat_interleave" and kwargs.get("output_size")):
         count_wait(name)
     wrapped = {id(value.numbers): value for value in tensors if is_on_gpu(value)}
-    on_cpu, options = tree_unflatten(map(unwrap, values), structure)
-    result = function(*on_cpu, **options)
+    result = function(*unwrap(args), **{key: unwrap(value) for key, value in kwargs.items()})
     if name in PRODUCING:
-        count_product(name, next(x.dtype for x in tree_leaves(result) if x is not None))
+        count_product(name, next(x.dtype for x in list_values([result]) if x is not None))
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != NAME:
         return result
@@ -192,7 +191,20 @@ def run_operator(function, args, kwargs):
     return wrap_all(result, wrapped)
 
 
+def list_values(values):
+    """The values and those in lists of them. It is much faster than torch's pytree."""
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += list_values(value)
+        else:
+            found.append(value)
+    return found
+
+
 def unwrap(value):
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(unwrap, value))
     if is_on_gpu(value):
         return value.numbers
     is_device = isinstance(value, torch.device) and value.type == NAME

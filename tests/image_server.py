@@ -40,11 +40,11 @@ BAD = {
 }
 SLOW = ("stall", "mute", "drip")  # those that last until a timeout
 # Flags of download_images.py for this server
-FAST = [
+FLAGS = [
     "--timeout",
-    "2",
+    "60",
     "--idle_timeout",
-    "1",
+    "60",
     "--max_bytes",
     "1000000",
     "--allow_private_addresses",

@@ -59,7 +59,7 @@ from conftest import (
 from diffusers import DDPMScheduler
 from PIL import Image
 
-from diffusion_training.training import costs, report
+from diffusion_training.training import costs, report, state
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
@@ -479,7 +479,7 @@ def die():
 @cases(
     100,
     {NAMES[0]: 4},
-    {NAMES[1]: 4, SIZES: 2, FLOW: 3},
+    {NAMES[1]: 4},
     [*NAMES, *OTHERS, ADAPTED, SIZES, SIDES, FLOW, *STREAMS, BEST, REMOTE],
 )
 def test_runs_killed_at_any_event_resume_to_the_same_bits(targets, name, count):
@@ -553,7 +553,7 @@ def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, co
     )
 
 
-@cases(25, {NAMES[1]: 3}, names=[*NAMES[:2], *OTHERS])
+@cases(25, {NAMES[1]: 2}, names=[*NAMES[:2], *OTHERS])
 def test_a_killed_data_loader_process_ends_the_run_with_one_error(targets, name, count):
     target = targets(name)
 
@@ -573,7 +573,7 @@ def test_a_killed_data_loader_process_ends_the_run_with_one_error(targets, name,
     attack(target, moments, kill_loader, judge, left_out=".*", argv=["--num_train_epochs=8"])
 
 
-@cases(100, {NAMES[0]: 4}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
+@cases(100, {NAMES[0]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
 def test_disk_errors_at_any_file_change_end_with_one_sentence(targets, name, count):
     """No space, over quota, device error, no permission."""
     target = targets(name)
@@ -588,7 +588,7 @@ def test_disk_errors_at_any_file_change_end_with_one_sentence(targets, name, cou
     attack(target, target.moments(count, of_files=True), raise_disk_error, judge)
 
 
-@cases(100, {NAMES[0]: 4}, {NAMES[1]: 2}, [*NAMES, *OTHERS, *NEWER])
+@cases(100, {NAMES[0]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
 def test_lack_of_memory_threads_or_file_descriptors_skips_no_row(targets, name, count):
     """The errors come before any call or file change. A rerun ends with the same bits."""
     target, left_out = targets(name), r"report\.(html|json)|.*\.(args|png)"
@@ -651,12 +651,7 @@ def damage(path, how, other):
         path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "flip": flipped}[how])
 
 
-@cases(
-    10**9,
-    {},
-    {NAMES[0]: 4, NAMES[1]: 4, "its cache": 4},
-    [*NAMES, "its cache", ADAPTED, FLOW, BEST],
-)
+@cases(10**9, {}, {NAMES[0]: 4, NAMES[1]: 4}, [*NAMES, "its cache", ADAPTED, FLOW, BEST])
 def test_damaged_files_are_repaired_or_refused(targets, name, count):
     """Damage each file in six ways, mostly large files first.
 
@@ -671,8 +666,10 @@ def test_damaged_files_are_repaired_or_refused(targets, name, count):
     shutil.rmtree(target.out, ignore_errors=True)
     if name == NAMES[0]:
         target.run()
-    else:  # with two checkpoints, and something left to do
-        assert target.run(happen=at("train_step", 7, die))[0] == [-signal.SIGKILL]
+    else:  # with two checkpoints, which are written at once, and something left to do
+        write_at_once = lambda: setattr(state, "make_snapshot", lambda *args: None)
+        codes, _ = target.run(happen=at("train_step", 7, die), before=write_at_once)
+        assert codes == [-signal.SIGKILL]
     folder, good = (
         target.folder / ("cache" if name == "its cache" else "out"),
         target.folder / "good",
@@ -811,7 +808,7 @@ def make_caption(rng):
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(120, marks=pytest.mark.ci), pytest.param(1000, marks=pytest.mark.long)]
+    "count", [pytest.param(80, marks=pytest.mark.ci), pytest.param(1000, marks=pytest.mark.long)]
 )
 def test_odd_images_and_captions_are_used_or_listed_as_skipped(targets, tmp_path, count):
     rng = random.Random(count)
@@ -935,7 +932,7 @@ def list_flags(script):
     return found
 
 
-@cases(10**9, {NAMES[2]: 6})
+@cases(10**9, {NAMES[2]: 3})
 def test_numeric_flags_at_their_limits_are_refused_or_work(targets, name, count, capsys):
     """Run one step with each flag at its limits, if the parser accepts the value.
 
@@ -987,7 +984,7 @@ def limit_memory_and_ignore_warnings():
     limit_memory()
 
 
-@cases(150, {NAMES[2]: 6})
+@cases(150, {NAMES[2]: 3})
 def test_changed_values_in_model_configs_are_refused_or_work(targets, name, count):
     """Replace values in the models' JSON files with null, 0, -1, "x", [], true, a large number."""
     target, verdicts = targets(name), Verdicts()

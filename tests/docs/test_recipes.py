@@ -50,8 +50,15 @@ MAKE = {
         ("docs/training.md", None, ["sdxl"]),
         ("docs/models.md", None, ["z-image", "z-image LoRA"]),
         # the page says that these take the same commands
-        ("docs/models.md", KLEIN, ["flux2-klein", "flux2-klein LoRA"]),
-        ("docs/models.md", "Qwen/Qwen-Image", ["qwen-image", "qwen-image LoRA"]),
+        pytest.param(
+            "docs/models.md", KLEIN, ["flux2-klein", "flux2-klein LoRA"], marks=pytest.mark.long
+        ),
+        pytest.param(
+            "docs/models.md",
+            "Qwen/Qwen-Image",
+            ["qwen-image", "qwen-image LoRA"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_recipe_of_a_page_trains(tmp_path, monkeypatch, capsys, page, model, expected):

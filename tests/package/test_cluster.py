@@ -74,7 +74,7 @@ def test_connect_fails_at_once_if_no_ray_is_at_the_address(calls, monkeypatch, w
         SystemExit, match=rf"Ray can't be started or found at {address} \(.*refused"
     ):
         module.connect(address if way == "flag" else None, [])
-    assert time.time() - begin < 5 and not calls  # Ray itself would look for minutes
+    assert time.time() - begin < 60 and not calls  # Ray itself would look for minutes
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -6,6 +6,7 @@ import collections
 import datetime
 import io
 import ipaddress
+import math
 import socket
 import ssl
 import tempfile
@@ -13,10 +14,10 @@ import threading
 import time
 
 import pytest
-from conftest import free_port
+from conftest import free_port, wait_until
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
+from image_server import BAD, FLAGS, GOOD, SLOW, ImageServer, make_image
 from test_laws import law
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs requirements-ray.txt")
@@ -43,11 +44,11 @@ def good_urls(server, count, kind="image"):
 
 
 def fetch(urls, *flags):
-    """Return [file or None], [failure or None] for the URLs, with FAST and these flags."""
+    """Return [file or None], [failure or None] for the URLs, with FLAGS and these flags."""
     with tempfile.TemporaryFile() as spool:
         urls = dict(enumerate(urls))
         images, failures, received = asyncio.run(
-            module.fetch_rows(urls, spool, make_args(*FAST, *flags))
+            module.fetch_rows(urls, spool, make_args(*FLAGS, *flags))
         )
         assert received >= sum(image["last"] - image["first"] for image in images.values())
         assert (
@@ -93,17 +94,21 @@ def test_requests_that_time_out_are_tried_again(server, monkeypatch):
     flags = ["--timeout", 0.6, "--idle_timeout", 0.3]
     _, failures = fetch([f"{server.url}/{kind}/{i}" for i, kind in enumerate(SLOW)], *flags)
     assert failures == [{"reason": "timed out", "tries": 3}] * 3
-    assert (
-        1.8 <= time.monotonic() - start < 6
-    )  # the host that sends drop by drop is never idle, but reaches --timeout
+    # the host that sends drop by drop is never idle, but reaches --timeout
+    assert time.monotonic() - start >= 1.8
     assert [server.requests[f"/{kind}/{i}"] for i, kind in enumerate(SLOW)] == [3] * 3
 
 
 def test_per_host_and_connections_limit_parallel_requests(server):
-    server.delay = 0.05
     for flags, most in ((["--per_host", 3], 3), (["--per_host", 50, "--connections", 7], 7)):
-        server.most = 0
-        files, _ = fetch(good_urls(server, 40), *flags)
+        server.most, server.held = 0, 0  # no answer until there are so many requests at a time
+
+        def answer(most=most):
+            wait_until(lambda: server.open == most)
+            server.held = math.inf
+
+        threading.Thread(target=answer).start()
+        files, _ = fetch(good_urls(server, 40), "--timeout", 100, "--idle_timeout", 100, *flags)
         assert files == [make_image(i) for i in range(40)] and server.most == most
 
 
@@ -111,18 +116,21 @@ def test_slow_hosts_do_not_delay_other_hosts(server):
     """A row waits only for a free connection to its own host, and never for another's retry."""
     stalled = ImageServer()
     try:
-        urls = [
-            f"{stalled.url.replace('127.0.0.1', 'localhost')}/mute/{i}" for i in range(8)
-        ] + good_urls(server, 50)
+        stalled.held = 0  # no answer before all images of the other host were requested
+
+        def answer():
+            wait_until(lambda: server.requests.total() == 50)
+            stalled.held = math.inf
+
+        threading.Thread(target=answer).start()
+        urls = good_urls(stalled, 8) + good_urls(server, 50)
+        urls = [url.replace("127.0.0.1", "localhost") for url in urls[:8]] + urls[8:]
         flags = (
-            "--connections 8 --per_host 4 --retries 0 --allow_private_addresses 127.0.0.0/8 ::1"
+            "--connections 8 --per_host 4 --retries 0 --timeout 100 --idle_timeout 100 "
+            "--allow_private_addresses 127.0.0.0/8 ::1"
         ).split()
-        soon = []
-        threading.Timer(0.9, lambda: soon.append(server.requests.total())).start()
-        files, failures = fetch(urls, *flags)
-        assert failures[:8] == [{"reason": "timed out", "tries": 1}] * 8
-        assert files[8:] == [make_image(i) for i in range(50)]
-        assert soon == [50]  # all available images, before the first silent request timed out
+        files, _ = fetch(urls, *flags)
+        assert files == [make_image(i) for i in (*range(8), *range(50))]
     finally:
         stalled.close()
 
@@ -141,8 +149,8 @@ def test_retries_wait_as_long_as_retry_after_asks(server):
     files, _ = fetch([f"{server.url}/busy/1"])
     assert files == [make_image(1)] and time.monotonic() - start >= 1
     assert reasons([f"{server.url}/busy/2"], "--retries", 0) == ["HTTP 429"]
-    headers = {"Retry-After": module.email.utils.formatdate(time.time() + 60, usegmt=True)}
-    assert 55 < module.read_retry_after(headers) <= 60
+    headers = {"Retry-After": module.email.utils.formatdate(time.time() + 6000, usegmt=True)}
+    assert 5000 < module.read_retry_after(headers) <= 6000
     found = [module.read_retry_after({"Retry-After": value}) for value in ("7", "", "soon", "-1")]
     assert found == [7, None, None, None]
 
@@ -201,7 +209,7 @@ def test_a_full_disk_raises_instead_of_failing_the_image(server):
             raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(module.fetch_rows({0: f"{server.url}/image/1"}, Full(), make_args(*FAST)))
+        asyncio.run(module.fetch_rows({0: f"{server.url}/image/1"}, Full(), make_args(*FLAGS)))
 
 
 @pytest.mark.parametrize("values, found", [
@@ -451,7 +459,7 @@ def test_waits_between_tries_double_up_to_a_minute_with_random_jitter(server, mo
 
 
 def test_requests_name_the_user_agent_and_count_received_bytes(server):
-    args = make_args(*FAST)
+    args = make_args(*FLAGS)
     urls = dict(enumerate(good_urls(server, 2, "chunked")))
     *_, received = asyncio.run(module.fetch_rows(urls, io.BytesIO(), args))
     assert received == len(make_image(0)) + len(make_image(1))
@@ -470,9 +478,13 @@ def test_only_redirect_statuses_are_followed_and_all_hops_share_a_timeout(server
     )
     assert found == [None] * 5 + ["HTTP 300", "HTTP 304"]
     assert reasons([f"{server.url}/moved-302"]) == ["HTTP 302"]
-    server.delay = 0.35
-    assert reasons([f"{server.url}/hop/7"], "--timeout", 0.6, "--retries", 0) == ["timed out"]
-    assert server.requests["/image/7"] == 1  # the redirect was followed before the timeout
+    for timeout in (0.6, 6, 60):  # seconds, more on a machine that is too busy for the first
+        server.delay = 0.6 * timeout
+        flags = ["--timeout", timeout, "--idle_timeout", timeout, "--retries", 0]
+        assert reasons([f"{server.url}/hop/7"], *flags) == ["timed out"]
+        if server.requests["/image/7"]:  # the redirect was followed before the timeout
+            break
+    assert server.requests["/image/7"]
 
 
 def test_bodies_up_to_max_bytes_are_accepted_and_compressed_ones_refused(server):
@@ -496,7 +508,7 @@ def test_directive_values_do_not_opt_out_and_past_retry_after_means_now():
 
 def test_host_names_are_looked_up_in_parallel(server, monkeypatch):
     """Otherwise a name server that is slow for some hosts would delay all."""
-    together = threading.Barrier(12, timeout=10)
+    together = threading.Barrier(12, timeout=100)
 
     def look_up(host, *args, **kwargs):
         together.wait()
@@ -504,7 +516,7 @@ def test_host_names_are_looked_up_in_parallel(server, monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     urls = [f"http://{i}.test:{server.port}/image/{i}" for i in range(12)]
-    assert reasons(urls, "--connections", 12, "--timeout", 20) == [None] * 12
+    assert reasons(urls, "--connections", 12, "--timeout", 200) == [None] * 12
 
 
 def test_thread_limits_raise_and_unknown_errors_fail_only_the_row(server, monkeypatch):

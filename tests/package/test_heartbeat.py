@@ -21,7 +21,7 @@ from diffusion_training.launch import accelerator_options, make_launch
 
 @pytest.fixture
 def quick(monkeypatch):
-    patch(monkeypatch, "BEAT", 0.1)  # 1.7 seconds of silence
+    patch(monkeypatch, "BEAT", 0.15)  # 2.6 seconds of silence
 
 
 def start_machines(folder, seconds, after=lambda rank: None):
@@ -45,17 +45,17 @@ def start_machines(folder, seconds, after=lambda rank: None):
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_silent_machine_ends_the_job_in_one_sentence(tmp_path, quick, stopped):
     """This includes machine 0, whose store then does not even answer."""
-    pids = start_machines(tmp_path, 60)
+    pids = start_machines(tmp_path, 600)
     wait_until(lambda: (tmp_path / f"met-{stopped}").exists())
     time.sleep(1)  # they have received each other's beats
     os.killpg(pids[stopped], signal.SIGSTOP)
     try:
-        assert finish([pids[1 - stopped]], 20) == [PEER_ENDED]
+        assert finish([pids[1 - stopped]], 200) == [PEER_ENDED]
     finally:
         kill(pids)
     said = (tmp_path / "log").read_text()
     assert (
-        f"machine {stopped} ({os.uname().nodename}) has been silent for 2 seconds; "
+        f"machine {stopped} ({os.uname().nodename}) has been silent for 3 seconds; "
         "saved files are complete"
     ) in said
     assert "Traceback" not in said and "the end" not in said
@@ -66,7 +66,7 @@ def test_machines_paused_together_continue_together(tmp_path, quick):
     pids = start_machines(tmp_path, 3)
     wait_until(lambda: (tmp_path / "met-1").exists())
     time.sleep(1)
-    for number, wait in (signal.SIGSTOP, 3), (signal.SIGCONT, 0):
+    for number, wait in (signal.SIGSTOP, 4), (signal.SIGCONT, 0):
         for pid in pids:
             os.killpg(pid, number)
         time.sleep(wait)
@@ -75,7 +75,7 @@ def test_machines_paused_together_continue_together(tmp_path, quick):
 
 def test_a_machine_that_is_busy_or_finishes_last_is_not_ended(tmp_path, quick):
     def work(rank):
-        deadline = time.time() + 3 * (rank == 0)
+        deadline = time.time() + 4 * (rank == 0)
         while time.time() < deadline:  # in Python, which holds the GIL, or outside
             hashlib.sha256(bytes(2**20))
             sum(range(100_000))

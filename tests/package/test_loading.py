@@ -60,8 +60,7 @@ def load_in_process(tmp_path, keys, workers):
 
     (tmp_path / "log").unlink(missing_ok=True)
     codes = finish(
-        start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log"),
-        timeout=30,
+        start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log")
     )
     return codes, (tmp_path / "log").read_text()
 
@@ -100,7 +99,7 @@ def test_a_loader_process_reads_a_fixed_number_of_batches_ahead(given, most):
     taken = []
     batches = load_batches(Items(), (taken.append(i) or 0.0 for i in range(99)), 1, CPU, given)
     next(batches)
-    wait_until(lambda: len(taken) >= most + 1, 10)
+    wait_until(lambda: len(taken) >= most + 1)
     time.sleep(0.1)
     assert len(taken) == most + 1
     batches.close()
@@ -117,7 +116,7 @@ def test_a_signal_during_the_fork_of_loaders_leaves_no_traceback(tmp_path):
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
         main(argparse.Namespace(train_batch_size=1))
 
-    codes = finish(start(run, log=tmp_path / "log"), timeout=30)
+    codes = finish(start(run, log=tmp_path / "log"))
     said = (tmp_path / "log").read_text()
     assert codes == [143] and "Stopped by SIGTERM" in said
     assert "Traceback" not in said and "Exception ignored" not in said
@@ -158,10 +157,10 @@ def test_a_killed_loader_process_ends_the_run_and_leaves_no_orphan(tmp_path):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     assert len(children) == 2
     os.kill(int(children[0]), signal.SIGKILL)
-    assert finish([pid], timeout=30) == [1], (tmp_path / "log").read_text()
+    assert finish([pid]) == [1], (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
     assert "a process that loads data was killed" in log and "Traceback" not in log
-    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children), timeout=10)
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
 def test_loader_processes_ignore_signals_and_end_with_the_trainer(tmp_path):
@@ -176,10 +175,7 @@ def test_loader_processes_ignore_signals_and_end_with_the_trainer(tmp_path):
         fail("the loss is not finite")
 
     pids = start(lambda: main(argparse.Namespace(train_batch_size=1)), log=tmp_path / "log")
-    assert (
-        finish(pids, timeout=30) == [1]
-        and "the loss is not finite" in (tmp_path / "log").read_text()
-    )
+    assert finish(pids) == [1] and "the loss is not finite" in (tmp_path / "log").read_text()
     kill(pids)
 
 

@@ -380,9 +380,7 @@ def test_a_truncated_stream_ends_in_one_sentence(tmp_path, load, workers):
     main = in_one_sentence(
         lambda args: list(load_batches(Items(), rows, workers, torch.device("cpu")))
     )
-    assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log"), timeout=30) == [
-        1
-    ]
+    assert finish(start(lambda: main(argparse.Namespace()), log=tmp_path / "log")) == [1]
     log = (tmp_path / "log").read_text()
     assert (
         "unexpected end of data; files saved before are complete" in log and "Traceback" not in log

@@ -64,7 +64,7 @@ def train_flags(tmp_path, models, out="out", *flags):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [make_models, make_sdxl])
+@pytest.mark.parametrize("make", [pytest.param(make_models, marks=pytest.mark.long), make_sdxl])
 def test_cache_with_buckets_and_masks_trains_like_its_images(tmp_path, data, make):
     models = make(tmp_path)
     cache = make_cache(tmp_path, models, "--center_crop")
@@ -176,9 +176,9 @@ def test_masked_pixels_add_nothing_to_the_loss(tmp_path, data):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("num_processes, source", [
-    (2, "cache"),
+    (1, "cache"),
     pytest.param(1, "images", marks=pytest.mark.long),
-    pytest.param(1, "cache", marks=pytest.mark.long),
+    pytest.param(2, "cache", marks=pytest.mark.long),
     pytest.param(2, "images", marks=pytest.mark.long),
 ])  # fmt: skip
 def test_bucketed_run_stopped_and_resumed_is_bit_identical(tmp_path, data, source, num_processes):

@@ -292,9 +292,12 @@ def test_int8_layer_has_the_gradient_of_its_restored_weights():
 @pytest.mark.parametrize("name, num_processes, more, base_precision", [
     pytest.param(
         "sd", 1, ["--lora_layers=all", "--lora_dropout=0.1", "--optimizer=adamw8bit"], *NF4.values,
-        marks=NF4.marks,
+        marks=[*NF4.marks, pytest.mark.long],
     ),
-    pytest.param("z-image", 2, ["--gradient_checkpointing"], *NF4.values, marks=NF4.marks),
+    pytest.param(
+        "z-image", 2, ["--gradient_checkpointing"], *NF4.values,
+        marks=[*NF4.marks, pytest.mark.long],
+    ),
     ("z-image", 1, ["--num_inference_steps=1"], "int8"),
     pytest.param("sd", 1, ["--lora_layers=all"], "int8", marks=pytest.mark.long),
     pytest.param("z-image", 2, ["--gradient_checkpointing"], "int8", marks=pytest.mark.long),

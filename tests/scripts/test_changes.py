@@ -227,8 +227,14 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
     assert [name for name in NAMES if len(sizes[name]) == 3] == ["huber", "module", "perceptual"]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name, trainer, kind", [*list_runs()])
+def mark(name, trainer, kind):
+    """In each test run, the flow trainer shows a change of several trainers."""
+    is_shown = name in ("huber", "module", "perceptual", "repa") and trainer != "flow"
+    is_shown |= (name, kind) == ("inpainting", "images")
+    return pytest.param(name, trainer, kind, marks=pytest.mark.long if is_shown else pytest.mark.ci)
+
+
+@pytest.mark.parametrize("name, trainer, kind", [mark(*run) for run in list_runs()])
 def test_documented_changes_train_and_resume_to_the_same_bits(
     root, tmp_path, monkeypatch, name, trainer, kind
 ):
@@ -319,7 +325,10 @@ def test_controlnet_change_trains_sdxl_and_continues_a_controlnet(root, tmp_path
     assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
 
 
-@pytest.mark.parametrize("name, trainer", [("labels", "unconditional"), ("repa", "flow")])
+@pytest.mark.parametrize(
+    "name, trainer",
+    [("labels", "unconditional"), pytest.param("repa", "flow", marks=pytest.mark.long)],
+)
 def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
     change = CHANGES[NAMES.index(name)]
     kind = "images"

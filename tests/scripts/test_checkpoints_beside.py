@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from conftest import (
     Script,
     checkpoints,
     finish,
+    has_ended,
     kill,
     make_captioned,
     make_images,
@@ -29,6 +31,7 @@ from diffusion_training.files import checksum_files
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training import checkpoints as checkpoints_module
 from diffusion_training.training.snapshot import make_snapshot
+from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 UNCONDITIONAL, TEXT = Script("train_unconditional"), Script("train_text_to_image")
@@ -132,7 +135,12 @@ def test_a_run_has_a_copy_if_a_checkpoint_comes_before_its_last_step(step, last,
 def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
     """The thread meets the error in step 8; the checkpoint before and the records stay."""
     train = UNCONDITIONAL
-    save, take_step = torch.save, train.module.train_step
+    save, take_step, agree = torch.save, train.module.train_step, Training.agree
+
+    def agree_after_the_error(training):
+        if training.writing and training.step == 8:
+            wait_until(training.writing.done)
+        agree(training)
 
     def run():
         number = itertools.count()
@@ -147,11 +155,10 @@ def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
             step = args[5].number + 1
             if os.environ["RANK"] == "1":
                 Path(tmp_path, f"begun-{step}").touch()
-            elif step == 8:
-                time.sleep(0.5)  # the error is there at the end of this step
             return take_step(*args)
 
         torch.save, train.module.train_step = fill, note
+        Training.agree = agree_after_the_error
         train(*flags, "--max_train_steps=20", "--checkpointing_steps=3")
 
     codes = finish(start(run, 2, tmp_path / "log"))
@@ -168,50 +175,55 @@ def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
 def test_a_run_that_fails_finishes_its_checkpoint(tmp_path, flags, monkeypatch):
     save_weights = checkpoints_module.save_weights
     take_step = UNCONDITIONAL.module.train_step
+    failed = []
 
-    def save_slowly(*args):
-        time.sleep(0.3)
+    def save_late(*args):
+        wait_until(lambda: failed)
         save_weights(*args)
 
     def fail_in_step_3(*args):
         if args[5].number == 2:
+            failed.append(0)
             raise OSError(5, "the data can't be read")
         return take_step(*args)
 
-    patch(monkeypatch, "save_weights", save_slowly)
+    patch(monkeypatch, "save_weights", save_late)
     monkeypatch.setattr(UNCONDITIONAL.module, "train_step", fail_in_step_3)
     assert "the data can't be read" in UNCONDITIONAL.refused(*flags)
     assert checkpoints(tmp_path / "out") == {"checkpoint-2"}
 
 
-def run_slowly(train, *flags):
-    """Run with a thread that takes a while to write, so that kills meet it."""
-    save = torch.save
+def kill_while_writing(folder, moment, train, flags, num_processes):
+    """Kill a run while it writes a checkpoint; returns whether it still did.
 
-    def save_slowly(*args):
+    The newest whole checkpoint is never older than before.
+
+    moment: the number of the file before which the thread waits for the kill; or the seconds until
+    the kill, in which the thread writes slowly.
+    """
+    before = find_newest(folder)
+    reached, save, numbers = folder.with_name("reached"), torch.save, itertools.count()
+
+    def save_late(*args):
+        if isinstance(moment, int) and next(numbers) == moment:
+            reached.touch()
+            signal.pause()
         time.sleep(0.1)
         save(*args)
 
-    torch.save = save_slowly
-    train(*flags)
+    def run():
+        torch.save = save_late
+        train(*flags)
 
-
-def kill_while_writing(folder, delay, train, flags, num_processes):
-    """Kill a run `delay` s after it has begun to write a checkpoint; returns whether it still was.
-
-    The newest whole checkpoint is never older than before.
-    """
-    before = find_newest(folder)
-    pids = start(lambda: run_slowly(train, *flags), num_processes)
+    pids = start(run, num_processes)
     unfinished = folder / ".tmp-saving-checkpoint"
-    wait_until(lambda: unfinished.exists() or os.waitid(os.P_PID, pids[0], PEEK))
-    time.sleep(delay)
+    begun = reached if isinstance(moment, int) else unfinished
+    wait_until(lambda: begun.exists() or has_ended(pids[0]))
+    time.sleep(0 if isinstance(moment, int) else moment)
     kill(pids)
+    reached.unlink(missing_ok=True)
     assert find_newest(folder) >= before
     return unfinished.exists()
-
-
-PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 def find_newest(folder):
@@ -249,8 +261,8 @@ def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
     rng = np.random.default_rng(0)
     met = 0
     for number in range(1, count + 1):
-        delay = rng.uniform(0, 0.4)
-        met += kill_while_writing(out, delay, train, resuming, num_processes)
+        moment = 3 - number if count == 3 else rng.uniform(0, 0.4)
+        met += kill_while_writing(out, moment, train, resuming, num_processes)
         if name == "copies" and number % 2:  # the machine is lost with its disk
             shutil.rmtree(out)
         if number % 3 == 0:
@@ -263,7 +275,7 @@ def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
                 assert checksum_files(copies / "checkpoint-12") == files
                 shutil.rmtree(copies)
             shutil.rmtree(out)
-    assert met >= count / 2
+    assert met >= (3 if count == 3 else count / 2)
     assert (whole / part).is_dir()
 
 

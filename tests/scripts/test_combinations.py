@@ -98,8 +98,8 @@ def test_dry_run_row_size_matches_the_cache(inputs, capfd):
 
 
 @pytest.mark.parametrize("num_processes, source, more", [
-    pytest.param(1, "cache", [], marks=pytest.mark.long),
-    (2, "cache", ["--lora_dropout=0.1"]),
+    (1, "cache", []),
+    pytest.param(2, "cache", ["--lora_dropout=0.1"], marks=pytest.mark.long),
     pytest.param(1, "images", ["--use_dora"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_all_features_together_resume_bit_identically(
@@ -144,7 +144,7 @@ def test_all_features_together_train_alike_from_cache_and_images(tmp_path, flags
         assert len(one) >= 1 and one == pytest.approx(other, rel=2e-2), name
 
 
-@pytest.mark.parametrize("more", [[], ["--use_dora"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--use_dora"], marks=pytest.mark.long)])
 def test_sdxl_lora_file_redraws_the_samples_in_the_pipeline(
     tmp_path, flags, cache, inputs, more, monkeypatch
 ):
@@ -292,7 +292,14 @@ def caches(tmp_path_factory):
     return find
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: "-".join(run.values()))
+# The first four rows have each value of each column, and all rows have each pair of two values
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=[pytest.mark.long] * (number >= 6), id="-".join(run.values()))
+        for number, run in enumerate(RUNS)
+    ],
+)
 def test_each_row_of_the_feature_table_trains(tmp_path, run, caches):
     out = tmp_path / "out"
     flags = itertools.chain.from_iterable(FLAGS[name][kind] for name, kind in run.items())

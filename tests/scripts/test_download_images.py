@@ -32,7 +32,7 @@ import pytest
 from conftest import ROOT, Script, wait_until
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
-from image_server import BAD, FAST, GOOD, SLOW, ImageServer, make_image
+from image_server import BAD, FLAGS, GOOD, SLOW, ImageServer, make_image
 
 ray = pytest.importorskip("ray", reason="needs requirements-ray.txt")
 pytest.importorskip("aiohttp", reason="needs requirements-ray.txt")
@@ -151,11 +151,11 @@ def good_urls(server, count, kind="image"):
 
 
 def run(table, output, *flags):
-    download("--input", table, "--output_dir", output, *FAST, *flags)
+    download("--input", table, "--output_dir", output, *FLAGS, *flags)
 
 
 def refused(table, output, *flags):
-    return download.refused("--input", table, "--output_dir", output, *FAST, *flags)
+    return download.refused("--input", table, "--output_dir", output, *FLAGS, *flags)
 
 
 def start(table, output, *flags, env=None):
@@ -167,14 +167,14 @@ def start(table, output, *flags, env=None):
         table,
         "--output_dir",
         output,
-        *FAST,
+        *FLAGS,
         *flags,
     ]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": "/"}
     return subprocess.Popen(list(map(str, command)), env={**os.environ, **(env or {})}, **options)
 
 
-def wait_for_end(process, code=0, timeout=200):
+def wait_for_end(process, code=0, timeout=600):
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, output
     return output
@@ -933,6 +933,10 @@ def test_ten_thousand_downloads_survive_failures_and_kills(local_ray, server, tm
         "id",
         "--per_host",
         "64",
+        "--timeout",
+        "2",
+        "--idle_timeout",
+        "1",
         "--address",
         local_ray,
     ]

@@ -24,8 +24,17 @@ def loads(monkeypatch):
     return loaded
 
 
-@pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("kind", ["unet", "lora", "transformer"])
+@pytest.mark.parametrize(
+    "kind, cached",
+    [
+        ("unet", False),
+        ("lora", True),
+        ("transformer", True),
+        pytest.param("unet", True, marks=pytest.mark.long),
+        pytest.param("lora", False, marks=pytest.mark.long),
+        pytest.param("transformer", False, marks=pytest.mark.long),
+    ],
+)
 def test_sampling_loads_no_text_encoder(tmp_path, loads, kind, cached):
     """It is loaded once for the data and once for a saved pipeline, for any number of samples."""
     make_captioned(tmp_path / "images", 6)

@@ -28,7 +28,7 @@ from conftest import (
     start,
     wait_until,
 )
-from image_server import FAST, ImageServer
+from image_server import FLAGS, ImageServer
 
 boto3 = pytest.importorskip("boto3", reason="no S3 server: pip install -r requirements-dev.txt")
 pytest.importorskip("ray", reason="needs requirements-ray.txt")
@@ -134,7 +134,7 @@ def test_the_guides_five_commands_give_the_same_results_after_kills(
         "similarity": [0.1 if i % 4 == 3 else 0.5 for i in range(NUM_ROWS)],
     }
     pq.write_table(pa.table(table), tmp_path / "urls.parquet")
-    download = ["--input=urls.parquet", "--where=similarity > 0.3", *FAST, "--num_cpus=2"]
+    download = ["--input=urls.parquet", "--where=similarity > 0.3", *FLAGS, "--num_cpus=2"]
 
     # 1. A trial
     assert finish(fork(download_images, *download, "--limit=3", "--output_dir=trial")) == [0], (

@@ -6,7 +6,6 @@ tests/package/test_families.py compares each family with its pipeline.
 import copy
 import json
 import math
-import time
 
 import numpy as np
 import peft
@@ -17,14 +16,11 @@ from conftest import (
     PRX,
     Script,
     checkpoints,
-    kill,
     make_klein,
     make_masked,
     make_qwen_image,
     make_z_image,
     metrics,
-    start,
-    wait_until,
 )
 from diffusers import AutoencoderKLFlux2, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -43,6 +39,10 @@ MAKE = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_q
 precompute = Script("precompute_latents")
 train = Script("train_flow")
 each_family = pytest.mark.parametrize("name", MAKE)
+# klein takes longest, and tests/package/test_families.py compares it with its pipeline
+two_families = pytest.mark.parametrize(
+    "name", ["z-image", "qwen-image", pytest.param("flux2-klein", marks=pytest.mark.long)]
+)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_flow_family_caches_record_their_features(root, name):
     assert isinstance(scale, float) if name == "z-image" else len(scale) == 16
 
 
-@each_family
+@two_families
 @pytest.mark.usefixtures("without_figures")
 def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags):
     """The data has several sizes, masks, several captions, mirrored images, dropped captions."""
@@ -173,7 +173,7 @@ def test_embeddings_beyond_float16_are_refused_before_encoding(root, name, tmp_p
 # ------------------------------------------------------------------- full training
 
 
-@each_family
+@two_families
 def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tmp_path, flags):
     prompts = ["a digit one", "a digit two"]
     cached = [*flags, f"--latents_dir={root / 'embeddings'}"]
@@ -218,10 +218,7 @@ def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
     whole, killed = [f"--output_dir={tmp_path / folder}" for folder in ("whole", "killed")]
     train.fork(*argv, whole, num_processes=2)
     argv += [killed, "--resume_from_checkpoint=latest"]
-    pids = start(lambda: train(*argv), 2)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
+    train.kill_after_checkpoint(tmp_path / "killed", *argv, num_processes=2)
     train.fork(*argv, num_processes=2)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda folder: int(folder.split("-")[1]))
@@ -237,7 +234,7 @@ def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
 # ------------------------------------------------------------------- LoRAs
 
 
-@each_family
+@two_families
 @pytest.mark.usefixtures("without_figures")
 def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]

@@ -103,7 +103,7 @@ def test_held_out_loss_is_independent_of_batch_size_and_process_count(tmp_path, 
     assert held_out(tmp_path / "often")[-1] == held_out(tmp_path / "once")[-1]
 
 
-@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_resuming_measures_the_held_out_loss_that_a_kill_prevented(
     tmp_path, flags, monkeypatch, num_processes
 ):

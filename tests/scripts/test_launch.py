@@ -217,8 +217,8 @@ def test_launcher_accumulation_steps_work_like_the_flag(tmp_path, flags):
 
 
 @pytest.mark.parametrize("name, config", [
-    ("unconditional", {"dynamo_mode": "reduce-overhead"}), ("text", {"dynamo_use_fullgraph": True}),
-    ("precompute", {"dynamo_use_dynamic": False}),
+    pytest.param("unconditional", {"dynamo_mode": "reduce-overhead"}, marks=pytest.mark.long),
+    ("text", {"dynamo_use_fullgraph": True}), ("precompute", {"dynamo_use_dynamic": False}),
 ])  # fmt: skip
 def test_all_dynamo_keys_reach_torch_compile(tmp_path, flags, name, config):
     """Only the trained model or the encoders are compiled, in place, so weights keep names."""

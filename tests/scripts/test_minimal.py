@@ -183,17 +183,24 @@ QUICK = [
     (FLOW, ONE, DROPOUT),
 ]
 SLOW = [
-    (UNCONDITIONAL, TWO, ["--random_flip"]),
     (UNCONDITIONAL, ONE, [*BF16, *EPSILON, "--lr_scheduler=linear"]),
     (TEXT, TWO, [*DROPOUT, *V_PREDICTION, "--lr_scheduler=cosine"]),
-    (TEXT, ONE, [*DROPOUT, *BF16, "--seed=3"]),
     (FLOW, TWO, [*DROPOUT, "--shift=3", "--lr_scheduler=cosine"]),
+]  # fmt: skip
+SLOWER = [
+    (UNCONDITIONAL, TWO, ["--random_flip"]),
+    (TEXT, ONE, [*DROPOUT, *BF16, "--seed=3"]),
     (FLOW, ONE, [*DROPOUT, *BF16, "--shift=1.7"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name, batches, flags", QUICK + [pytest.param(*case, marks=pytest.mark.ci) for case in SLOW]
+    "name, batches, flags",
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.ci) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in SLOWER),
+    ],
 )
 def test_minimal_twin_trains_to_the_same_bits_as_its_big_script(
     tmp_path, inputs, name, batches, flags, monkeypatch
@@ -314,8 +321,14 @@ def kill_and_resume(name, folder, flags, num_processes, moments):
     assert "Resuming from" in log.read_text() and not list(folder.glob(".unfinished-*"))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name, num_processes", [(UNCONDITIONAL, 2), (TEXT, 1), (FLOW, 1)])
+@pytest.mark.parametrize(
+    "name, num_processes",
+    [
+        pytest.param(UNCONDITIONAL, 2, marks=pytest.mark.long),
+        pytest.param(TEXT, 1, marks=pytest.mark.long),
+        pytest.param(FLOW, 1, marks=pytest.mark.ci),
+    ],
+)
 def test_minimal_twin_killed_at_random_ends_with_the_same_bits(
     tmp_path, inputs, name, num_processes
 ):
@@ -341,8 +354,13 @@ def test_minimal_twin_killed_many_times_ends_with_the_same_bits(
     assert_same_bits(tmp_path / "big", tmp_path / "twin", 100)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name, number", [(TEXT, signal.SIGTERM), (UNCONDITIONAL, signal.SIGINT)])
+@pytest.mark.parametrize(
+    "name, number",
+    [
+        pytest.param(TEXT, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(UNCONDITIONAL, signal.SIGINT, marks=pytest.mark.ci),
+    ],
+)
 def test_signal_to_one_process_ends_a_minimal_run_with_a_checkpoint(tmp_path, inputs, name, number):
     """One of two processes gets the signal. The run then resumes to the same bits."""
     flags = [*data_flags(name, inputs), *EXACT, "--train_batch_size=3", "--lr_scheduler=constant"]

@@ -5,7 +5,6 @@ flow matching. The scripts cache, train (fully and as a LoRA), resume and draw w
 """
 
 import json
-import time
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,9 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    kill,
     make_captioned,
     make_masked,
     metrics,
-    start,
-    wait_until,
 )
 from diffusers import (
     AutoencoderKL,
@@ -358,6 +354,7 @@ def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
     assert len(expected) >= 6 and losses(tmp_path / "out") == pytest.approx(expected, rel=5e-4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, num_processes=2):
     argv = [*cached, "--num_train_epochs=4", "--checkpointing_steps=2", "--holdout=2"]
@@ -365,10 +362,7 @@ def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, nu
     whole, killed = [f"--output_dir={tmp_path / name}" for name in ("whole", "killed")]
     train.fork(*argv, whole, num_processes=num_processes)
     argv += [killed, "--resume_from_checkpoint=latest"]
-    pids = start(lambda: train(*argv), num_processes)
-    wait_until(lambda: (tmp_path / "killed").exists() and checkpoints(tmp_path / "killed"))
-    time.sleep(0.1)
-    kill(pids)
+    train.kill_after_checkpoint(tmp_path / "killed", *argv, num_processes=num_processes)
     train.fork(*argv, num_processes=num_processes)
     assert checkpoints(tmp_path / "whole") == checkpoints(tmp_path / "killed") != set()
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))

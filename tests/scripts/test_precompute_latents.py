@@ -385,17 +385,24 @@ def test_a_killed_cache_run_resumes_to_the_same_bytes(tmp_path, flags, num_proce
 
 def test_sigterm_ends_the_cache_run_and_leaves_complete_shards(tmp_path, flags):
     encode = script.encode
+    written = lambda: list((tmp_path / "out").glob("data-*"))
 
-    def slow(*args):
-        time.sleep(0.1)
+    calls = []
+
+    def encode_and_wait(*args):
+        """The last of five batches waits for a shard, and then for the signal."""
+        calls.append(0)
+        if len(calls) == 5:
+            wait_until(written)
+            time.sleep(300)
         return encode(*args)
 
     def run():
-        script.encode = slow
+        script.encode = encode_and_wait
         precompute(*flags, "--dataloader_num_workers=1")
 
     pids = start(run, log=tmp_path / "log")
-    wait_until(lambda: list((tmp_path / "out").glob("data-*")))
+    wait_until(written)
     os.kill(pids[0], signal.SIGTERM)
     assert finish(pids) == [143]
     assert "continues from here" in (tmp_path / "log").read_text()

@@ -118,7 +118,7 @@ def serve(folder):
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
-            signal.alarm(150)  # stops a run that hangs
+            signal.alarm(500)  # stops a run that hangs
             answer = run(argv, setup and globals()[setup])
             signal.alarm(0)
     disconnect()
@@ -341,6 +341,7 @@ def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
     assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
 
 
+@pytest.mark.long
 def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, without_ray):
     """Random crops, images of two shapes, embeddings and tokens.
 
@@ -375,7 +376,9 @@ def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, without_r
         assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
 
 
-@pytest.mark.parametrize("make", [make_klein, make_qwen_image])
+@pytest.mark.parametrize(
+    "make", [pytest.param(make_klein, marks=pytest.mark.long), make_qwen_image]
+)
 def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, without_ray, make):
     """Latents in patches with a scale per channel; ids without padding, or with a template."""
     base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"
@@ -632,7 +635,7 @@ def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
     process = start(drive, log=tmp_path / "log")
     record = "bucket/latents/unfinished/data-00002-of-00004.arrow.json"
     killed = lambda: MARKS < set(os.listdir(tmp_path)) and bucket.exists(record)
-    wait_until(killed, 150)
+    wait_until(killed, 500)
     kill(process)
     made = objects(bucket, "bucket/latents")
     # a shard whose record is not there yet is made again

@@ -279,6 +279,7 @@ def test_sdxl_cache_trains_like_its_images(tmp_path, images, flags, flip, crop, 
         assert torch.equal(told[kind], told["images"])
 
 
+@pytest.mark.long
 def test_sdxl_run_killed_and_resumed_is_bit_identical(tmp_path, flags):
     make_captioned(tmp_path / "images", 7)
     flags = [

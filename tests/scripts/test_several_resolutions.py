@@ -120,7 +120,7 @@ def test_overflow_at_one_resolution_leaves_the_other_unchanged(tmp_path, flags, 
     assert again == [0, 10] and alone[8]["empty_prompt.npy"] == alone[16]["empty_prompt.npy"]
 
 
-@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_run_of_several_resolutions_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes
 ):

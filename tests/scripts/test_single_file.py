@@ -75,7 +75,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-@pytest.mark.parametrize("family", ["sd", "xl"])
+@pytest.mark.parametrize("family", [pytest.param("sd", marks=pytest.mark.long), "xl"])
 def test_a_single_file_base_trains_and_caches_to_the_bits_of_its_folder(bases, tmp_path, family):
     folder, path = bases[family]
     config = f"--single_file_config={folder}"

@@ -12,7 +12,7 @@ import test_precompute_latents_ray as on_ray  # skips these tests if there is no
 import torch
 import transformers
 from conftest import MODELS, ROOT, make_captioned
-from image_server import FAST, ImageServer, make_image
+from image_server import FLAGS, ImageServer, make_image
 from PIL import Image
 from test_changes import apply, change_text, run
 from test_download_images import make_table, read_failures, read_rows, run_items_without_ray
@@ -73,7 +73,7 @@ def test_a_stage_filters_downloaded_images(tmp_path, stage, monkeypatch):
     )
     server = ImageServer()
     table = make_table(tmp_path / "urls.parquet", [f"{server.url}/image/{i}" for i in range(9)])
-    flags = [f"--input={table}", f"--output_dir={tmp_path / 'out'}", "--keep_columns", "id", *FAST]
+    flags = [f"--input={table}", f"--output_dir={tmp_path / 'out'}", "--keep_columns", "id", *FLAGS]
     images = [Image.open(io.BytesIO(make_image(i))).convert("RGB") for i in range(9)]
     make_filter(tmp_path / "filter", images)
     faults = [stage.find_fault(make_image(i)) for i in range(9)]

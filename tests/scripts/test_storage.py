@@ -18,7 +18,7 @@ from conftest import (
     checkpoints,
     finish,
     free_port,
-    kill,
+    has_ended,
     make_captioned,
     make_models,
     metrics,
@@ -129,17 +129,13 @@ def test_a_killed_run_that_reads_in_ranges_resumes_bit_identically(tmp_path, sto
         "--resume_from_checkpoint=latest",
     ]
     killed, most = tmp_path / "killed", 0
-    pids = start(
-        lambda: train(*flags, f"--output_dir={killed}"), num_processes, tmp_path / "first.log"
-    )
-    wait_until(lambda: killed.exists() and checkpoints(killed))
-    kill(pids)
+    train.kill_after_checkpoint(killed, *flags, num_processes=num_processes)
     left = [path for path in (tmp_path / "shards").glob("run-*") if path.is_dir()]
     assert len(left) == num_processes
     pids = start(
         lambda: train(*flags, f"--output_dir={killed}"), num_processes, tmp_path / "second.log"
     )
-    while os.waitid(os.P_PID, pids[0], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while not has_ended(pids[0]):
         most = max(most, folder_bytes(tmp_path / "shards"))
         time.sleep(0.005)
     assert {*finish(pids)} == {0}, (tmp_path / "second.log").read_text()

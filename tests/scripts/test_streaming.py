@@ -146,7 +146,7 @@ def test_streaming_from_a_bucket_gives_the_rows_of_a_copy_on_disk(tmp_path, flag
     assert "is an address: give --streaming, or copy the data to a disk" in said
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_streaming_cache_resumes_to_the_same_bytes(
     tmp_path, flags, num_processes, monkeypatch
 ):
@@ -197,7 +197,7 @@ def test_streaming_skips_failed_rows_and_refuses_changed_data(tmp_path, flags, c
     )
 
 
-@pytest.fixture(params=["train_text_to_image", "train_flow"])
+@pytest.fixture(params=[pytest.param("train_text_to_image", marks=pytest.mark.long), "train_flow"])
 def trainer(request, tmp_path, flags):
     """(a script that trains from images and captions, flags of 4 steps of 4 images)."""
     argv = [
@@ -237,9 +237,7 @@ def test_streaming_trainers_resume_exactly(tmp_path, trainer, raw):
         argv += [f"--train_data_dir={raw}/tars/{{008..010}}.tar", "--caption_column=txt"]
     script.fork(*argv, num_processes=num_processes)
     again = [*argv, f"--output_dir={tmp_path / 'again'}", "--resume_from_checkpoint=latest"]
-    pids = start(lambda: script(*again), num_processes)
-    wait_until(lambda: (tmp_path / "again/checkpoint-2").exists())
-    kill(pids)
+    script.kill_after_checkpoint(tmp_path / "again", *again, num_processes=num_processes)
     assert "Resuming from" in script.fork(*again, num_processes=num_processes)
     model = "unet" if script is train_text_to_image else "transformer"
     assert_same_weights(tmp_path / "trained" / model, tmp_path / "again" / model)

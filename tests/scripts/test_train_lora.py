@@ -104,11 +104,13 @@ def contents(folder):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("num_processes, more", [
-    (1, ["--mixed_precision=bf16", "--lora_dropout=0.1", "--lora_layers=all"]),
-    (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
     (2, ["--use_dora", "--lora_dropout=0.1", "--gradient_checkpointing"]),
     (1, ["--lora_layers=all", "--optimizer=adamw8bit"]),
-    pytest.param(2, [*LOKR, "--mixed_precision=bf16", *PRIOR], marks=pytest.mark.long),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (1, ["--mixed_precision=bf16", "--lora_dropout=0.1", "--lora_layers=all"]),
+        (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
+        (2, [*LOKR, "--mixed_precision=bf16", *PRIOR]),
+    )),
 ])  # fmt: skip
 def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more):
     flags = [
@@ -428,6 +430,7 @@ def test_find_lr_and_auto_batch_size_work_with_a_lora(tmp_path, flags):
 
 
 @pytest.mark.ci
+@pytest.mark.long
 def test_lora_training_works_with_compile(tmp_path, flags):
     """A compiled run trains the same weights as one that is not compiled."""
     for name, more in [("eager", []), ("compiled", ["--compile=eager"])]:

@@ -452,7 +452,7 @@ def test_a_killed_trainer_is_restarted_and_an_error_ends_the_job(run):
     command = [sys.executable, ROOT / "train_on_ray.py", "--cpu", "--max_workers=1"]
     command += ["--cpus_per_worker=2", "failing.py", f"--output_dir={run.out}"]
     driver = run.start(command, "driver.log")
-    assert driver.wait(200) == 1
+    assert driver.wait(600) == 1
     said = run.log()
     assert said.count("Ray: 1 worker\n") == 2 and said.count("was ended by SIGKILL") == 1, said
     assert said.count("failing.py: a sentence") == 1 and "threads: 2" in said, said

@@ -116,17 +116,17 @@ def list_unconditional(folder):
     return {
         "plain": Run(UNCONDITIONAL, [*base, *TRAIN]),
         "cached": Run(UNCONDITIONAL, [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]),
-        "records": Run(UNCONDITIONAL, [*base, *STEPS, "--logging_steps=1"], [wait_for_record()]),
-        "checkpoints": Run(
+        "records and checkpoints": Run(
             UNCONDITIONAL,
-            [*base, *TRAIN, "--checkpointing_steps=1", "--posthoc_ema", "0.05", "0.1"],
+            [*base, *STEPS, "--use_ema", "--logging_steps=1", "--checkpointing_steps=1"]
+            + ["--posthoc_ema", "0.05", "0.1"],
             [wait_for_record()],
         ),
         "workers": Run(
             UNCONDITIONAL,
-            [*base, *STEPS, "--dataloader_num_workers=1", "--gradient_accumulation_steps=2"],
+            [*base, *STEPS, "--dataloader_num_workers=1", "--gradient_accumulation_steps=2"]
+            + ["--optimizer=adafactor"],
         ),
-        "adafactor": Run(UNCONDITIONAL, [*base, *STEPS, "--optimizer=adafactor"]),
         "fp16": Run(
             UNCONDITIONAL, [*base, *STEPS, "--mixed_precision=fp16"], [wait_for_scaler(path)]
         ),
@@ -377,14 +377,14 @@ QUICK = {
     "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
 }
 SLOW = {  # marked `ci`
-    "recorded": list_recorded,
     "sdxl": list_sdxl,
     "prx": list_prx,
     "twins": list_twins,
-    "nf4": list_nf4,
 }
 SLOWER = {  # marked `long`
     "stable diffusion": list_stable_diffusion,
+    "nf4": list_nf4,
+    "recorded": list_recorded,
     "z-image": list_family("z-image", "z_image"),
     "flux2-klein": list_family("flux2-klein", "flux2"),
 }
