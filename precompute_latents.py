@@ -653,8 +653,9 @@ def main(args: Namespace) -> None:
     launch_flags = {
         "mixed_precision": launch.mixed_precision,
         "compile": launch.compile,
-        # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
+        # None is not recorded: cache.json must be the same on Ray, which does not have these flags.
         "streaming": args.streaming or None,
+        "import_latents": args.import_latents or None,
     }
     caches = plan_caches(args, images, encoders, described, launch_flags)
     tokens = count_tokens(encoders.tokenizers, texts)
