@@ -140,6 +140,7 @@ from diffusion_training.latents.encoders import (
 )
 from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
+from diffusion_training.latents.published import check_published, open_published, read_row
 from diffusion_training.launch import Meeting, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
@@ -167,7 +168,8 @@ class RowBatch(TypedDict, total=False):
     cut: list[bool]  # whether a caption has more tokens than model_max_length
     groups: list[list[int]]  # positions in the batch, of equally sized images
 
-    pixel_values: list[torch.Tensor]  # of each group, uint8 [n, C, H, W]
+    # of each group, uint8 [n, C, H, W]; of published latents, float [n, 2, C, h, w]
+    pixel_values: list[torch.Tensor]
     mask: list[torch.Tensor]  # of each group, uint8 [n, 1, H, W], if the data set has masks
     input_ids: torch.Tensor  # [N, model_max_length]; other results of `tokenize` too
     original_size: torch.Tensor  # int32 [N, 2]
@@ -187,6 +189,7 @@ class TransformedRows(torch.utils.data.Dataset):
     rows: Any
     tokenizers: Tokenizers
     caches: list[PlannedCache]
+    transform_row: Callable[..., dict[str, Any]] = transform_row  # or `read_row`
 
     def __getitem__(self, key: tuple[Sequence[int], list[tuple]]) -> dict[str, Any]:
         indices, keys = key
@@ -195,7 +198,7 @@ class TransformedRows(torch.utils.data.Dataset):
             if len(items) > 1:
                 item = decode_ahead(item, self.caches[0].transform)
             for index, of_cache in items.items():
-                of_cache.append(transform_row(row, epoch, item, self.caches[index].transform))
+                of_cache.append(self.transform_row(row, epoch, item, self.caches[index].transform))
         return {"batches": [self.collate(index, of_cache) for index, of_cache in items.items()]}
 
     def collate(self, index: int, items: list[dict]) -> RowBatch:
@@ -294,7 +297,8 @@ class Encoded(NamedTuple):
 
 def mirror_images(batch: RowBatch) -> list[torch.Tensor]:
     """The images of each group, mirrored. One whose references are not aligned stays as it is."""
-    mirrored = [images.flip(-1) for images in batch["pixel_values"]]
+    # published latents are pairs, which change places
+    mirrored = [images.flip(1 if images.dim() == 5 else -1) for images in batch["pixel_values"]]
     if "references" in batch:
         start = 0
         for images, flipped in zip(batch["pixel_values"], mirrored, strict=True):
@@ -354,6 +358,8 @@ def encode(
     )
 
     def encode_latents(pixel_values: torch.Tensor) -> torch.Tensor:
+        if pixel_values.dim() == 5:  # published latents
+            return pixel_values[:, 0].half()
         latents = encode_images(encoders, pixel_values)
         if cache.latents.kind == "sample" and family.has_moments(encoders.vae):
             mean, std = latents.chunk(2, dim=1)
@@ -613,7 +619,11 @@ def main(args: Namespace) -> None:
 
     base = open_base(args)
     text_column = args.class_column or args.caption_column
-    images = load_rows(args, args.streaming, [text_column], with_references=base.num_references > 0)
+    if args.import_latents:
+        images = open_published(args)
+    else:
+        has_references = base.num_references > 0
+        images = load_rows(args, args.streaming, [text_column], with_references=has_references)
     classes: list[str] = []
     if args.class_column:  # they replace captions and a text encoder
         images, classes = name_classes(images, args)
@@ -622,6 +632,8 @@ def main(args: Namespace) -> None:
     exact = found = None
     if accelerator.is_local_main_process:
         exact = load_encoders(base, torch.float32)
+        if args.import_latents:
+            check_published(images.rows, exact, args)
         found = exact.family, *describe_encoders(base, exact, args, launch.mixed_precision)
     local_main = rank - accelerator.local_process_index
     family, empty_prompt, described = gather_object([found])[local_main]
@@ -641,8 +653,9 @@ def main(args: Namespace) -> None:
     launch_flags = {
         "mixed_precision": launch.mixed_precision,
         "compile": launch.compile,
-        # None is not recorded: cache.json must be the same on Ray, where there is no --streaming.
+        # None is not recorded: cache.json must be the same on Ray, which does not have these flags.
         "streaming": args.streaming or None,
+        "import_latents": args.import_latents or None,
     }
     caches = plan_caches(args, images, encoders, described, launch_flags)
     tokens = count_tokens(encoders.tokenizers, texts)
@@ -652,7 +665,8 @@ def main(args: Namespace) -> None:
     if args.dry_run:
         return
     place_encoders(encoders, device, launch.compile)
-    dataset = TransformedRows(images.rows, encoders.tokenizers, caches)
+    read = read_row if args.import_latents else transform_row
+    dataset = TransformedRows(images.rows, encoders.tokenizers, caches, read)
     if args.batch_size == "auto":  # an existing cache keeps its batch size
         size = find_begun(Path(cache.output_dir) for cache in caches)
         size = size or find_batch_size(accelerator, device, dataset, encoders, encode)

@@ -18,7 +18,7 @@ from diffusion_training.flags import (
 
 
 def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False) -> None:
-    """Add the flags that both scripts have. with_classes: and --class_column."""
+    """Add the flags that both scripts have. with_classes: and those of classes."""
     add = parser.add_argument_group("data").add_argument
     add_source_flags(add, captions=True)
     if with_classes:
@@ -26,6 +26,12 @@ def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False)
             "--class_column",
             help="column of classes, as numbers or names, in place of captions and of a text "
             "encoder, such as label",
+        )
+        add(
+            "--import_latents",
+            **SWITCH,
+            help="--train_data_dir holds latents that others have published, in LightningDiT's "
+            "form, in place of images",
         )
     side = number(2, 16384, int)
     add(
@@ -104,13 +110,20 @@ def check_cache_args(parser: argparse.ArgumentParser, args: argparse.Namespace) 
                     "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
                     "--text_encoder_name_or_path"
                 )
-    sources = (
-        "streaming",
-        "caption_column",
-        "caption_weights",
-        "instance_prompt",
-        "folder_repeats",
-    )
-    for name in sources if has_classes else ():
-        if vars(args)[name] != parser.get_default(name):
-            parser.error(f"--{name} can't be combined with --class_column: leave one of them out")
+    imports = bool(vars(args).get("import_latents"))
+    if imports and not (has_classes and args.latents == "sample"):
+        parser.error("--import_latents needs --class_column labels and --latents sample")
+    without = {
+        "class_column": (
+            "streaming",
+            "caption_column",
+            "caption_weights",
+            "instance_prompt",
+            "folder_repeats",
+        ),
+        "import_latents": ("dataset_name", "image_column", "mask_column", "bucket_step"),
+    }
+    for flag, names in without.items():
+        for name in names if vars(args).get(flag) else ():
+            if vars(args)[name] != parser.get_default(name):
+                parser.error(f"--{name} can't be combined with --{flag}: leave one of them out")

@@ -54,7 +54,7 @@ latents.ranges
 latents.columns latents.fetch latents.passes cluster.remote_rows
 latents.shards
 latents.encoders
-latents.plan
+latents.plan latents.published
 latents.cache
 latents.reader cluster.remote_cache
 latents.filtered latents.shared latents.stream

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import MODELS, ROOT, Script, assert_same_weights, make_images, make_prx, metrics
-from diffusers import DiffusionPipeline
+from diffusers import AutoencoderKL, DiffusionPipeline
 from fashion import NAMES as FASHION
 from fashion import fetch_fashion, write_images
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from diffusion_training.data.class_labels import list_names, name_classes
 from diffusion_training.data.rows import load_rows
@@ -212,6 +214,71 @@ def test_images_without_a_class_are_skipped(tmp_path, inputs):
     assert cached["text"][:] == ["1", "0", "2", "2", "1", "0", "0"]
     skipped = (tmp_path / "cache/skipped.jsonl").read_text().splitlines()
     assert [json.loads(line)["reason"] for line in skipped] == ["it has no caption"] * 2
+
+
+def test_published_latents_become_the_cache_that_their_images_would(tmp_path):
+    """Two files in LightningDiT's form, with latents that this VAE made of images."""
+    rows = datasets.load_dataset("parquet", data_dir=str(ROOT / "demo/digits"), split="train")
+    labels = [sorted(rows.unique("text")).index(text) for text in rows["text"][:24]]
+    rows = rows.take(24).select_columns("image").add_column("label", labels)
+    rows.to_parquet(tmp_path / "images/rows.parquet")
+    common = ["--resolution=8", "--latents=sample", "--random_flip", "--rows_per_shard=10"]
+    precompute(*list_flags(tmp_path, tmp_path / "own", *common))
+    own = datasets.load_from_disk(tmp_path / "own").with_format("torch")
+    published = tmp_path / "published"
+    published.mkdir()
+    for number, part in enumerate((own[:15], own[15:])):
+        tensors = {"labels": torch.tensor(labels[15 * number :][:15])}
+        for name, column in {"latents": "latents", "latents_flip": "latents_flipped"}.items():
+            tensors[name] = part[column].float().unflatten(1, (4, 4, 4))
+        save_file(tensors, published / f"latents_rank{number:02}_shard000.safetensors")
+    flags = precompute.flags(
+        tmp_path / "cache", "--model_family=prx", "--class_column=labels", VAE, *common,
+        f"--train_data_dir={published}", "--import_latents",
+    )  # fmt: skip
+    precompute(*flags)
+    cached = datasets.load_from_disk(tmp_path / "cache")
+    same = [name for name in cached.features if name != "key"]
+    assert (
+        cached.select_columns(same).to_list()
+        == own.with_format(None).select_columns(same).to_list()
+    )
+    assert cached["key"][15] == "latents_rank01_shard000.safetensors/0"
+    # a further start makes the shard that is missing
+    shards = {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("data-*")}
+    (tmp_path / "cache" / min(shards)).unlink()
+    precompute(*flags)
+    assert shards == {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("data-*")}
+    make_prx(tmp_path / "config", context_in_dim=10)
+    train(
+        *list_training(tmp_path, tmp_path / "run", "--random_flip", "--max_train_steps=1"),
+        f"--latents_dir={tmp_path / 'cache'}",
+    )
+
+    flags += [f"--output_dir={tmp_path / 'refused'}"]
+    other = AutoencoderKL.from_config(AutoencoderKL.load_config(MODELS / "vae"))
+    other.save_pretrained(tmp_path / "other")
+    for more, said in (
+        (["--resolution=16"], "but its labels, this VAE and --resolution give [15, 4, 8, 8]"),
+        ([f"--vae_name_or_path={tmp_path / 'other'}"], "give the VAE that made them"),
+        ([f"--train_data_dir={tmp_path / 'images'}"], "holds no published latents"),
+    ):
+        assert said in precompute.refused(*flags, *more)
+    said = "--import_latents needs --class_column labels and --latents sample"
+    assert said in precompute.refused(*flags, "--latents=moments", status=2)
+    said = "--bucket_step can't be combined with --import_latents"
+    assert said in precompute.refused(*flags, "--bucket_step=8", status=2)
+    (broken,) = published.glob("*rank01*")
+    content = broken.read_bytes()
+    broken.write_bytes(content[:-1])
+    assert f"{broken} can't be read as published latents (" in precompute.refused(*flags)
+    broken.write_bytes(content)
+    with safe_open(broken, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    save_file(tensors | {"labels": tensors["labels"][:5].clone()}, broken)
+    assert "but its labels, this VAE and --resolution give [5, 4, 4, 4]" in precompute.refused(
+        *flags
+    )
 
 
 def train_classifier(images, labels):

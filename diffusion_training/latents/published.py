@@ -1,0 +1,86 @@
+"""Latents that others have published, in LightningDiT's form: safetensors files with class labels.
+
+A file holds `latents` and `latents_flip` (of the mirrored images), [N, channels, height, width] as
+the VAE gives them, and `labels`, [N].
+"""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from safetensors import safe_open
+
+from diffusion_training.arguments import list_values
+from diffusion_training.data.folders import describe_files, find_source
+from diffusion_training.data.rows import ImageRows, limit_rows
+from diffusion_training.data.transforms import Transform
+from diffusion_training.errors import explained, fail
+from diffusion_training.families.base import Encoders
+from diffusion_training.files import hash_values
+from diffusion_training.latents.encoders import describe_latents, encode_images
+
+NAMES = ("latents", "latents_flip")
+
+
+def open_published(args: Namespace) -> ImageRows:
+    """The rows of all files of a folder: the file, the number in it, and the class."""
+    source = find_source(args)
+    columns: dict[str, list] = {"file": [], "number": [], args.class_column: []}
+    for path in sorted(map(str, Path(source).glob("*.safetensors"))):
+        with explained(f"{path} can't be read as published latents"):
+            labels = safe_open(path, "pt").get_tensor(args.class_column).tolist()
+        columns["file"] += [path] * len(labels)
+        columns["number"] += range(len(labels))
+        columns[args.class_column] += labels
+    if not columns["file"]:
+        fail(f"{source} holds no published latents (.safetensors)")
+    rows = datasets.Dataset.from_dict(columns)
+    rows._fingerprint = hash_values(describe_files(rows.unique("file")))
+    return ImageRows(limit_rows(rows, args), "file")
+
+
+@torch.no_grad()
+def check_published(rows: Any, encoders: Encoders, args: Namespace) -> None:
+    """Stop with an error if this VAE did not make the latents, at this --resolution."""
+    family, vae = encoders.family, encoders.vae
+    sides = list_values(args.resolution or family.resolution)
+    shapes = [describe_latents(family, vae, side, "sample").shape for side in sides]
+    for path in rows.unique("file"):
+        with explained(f"{path} can't be read as published latents"):
+            file = safe_open(path, "pt")
+            names = (*NAMES, args.class_column)
+            first, mirrored, labels = (file.get_slice(name).get_shape() for name in names)
+        for shape in shapes:
+            expected = [*labels, *shape]
+            if not first == mirrored == expected:
+                fail(
+                    f"{path}: {NAMES[0]} and {NAMES[1]} have the shapes {first} and {mirrored}, "
+                    f"but its labels, this VAE and --resolution give {expected}"
+                )
+    latents = safe_open(path, "pt").get_slice(NAMES[0])[:8].float()
+    decoded = vae.decode(latents).sample.clamp(-1, 1)
+    again = encode_images(encoders, (decoded + 1) * 127.5)[:, : latents.shape[1]]
+    error = (again - latents).square().mean() / latents.var(dim=(0, 2, 3)).mean()
+    if not error < 0.5:
+        fail(
+            f"the VAE does not reproduce the latents of {path}: after decoding and encoding, the "
+            f"error is {error:.2g} of their variance: give the VAE that made them"
+        )
+
+
+def read_row(row: int, epoch: int | None, item: dict, transform: Transform) -> dict[str, Any]:
+    """As `transform_row`; "pixel_values" are the latents and the mirrored ones, [2, C, h, w]."""
+    path, number = item["file"], item["number"]
+    file = safe_open(path, "pt")
+    text = item[transform.caption_column]
+    return {
+        "row": row,
+        "key": f"{Path(path).name}/{number}",
+        "text": text or "",
+        "pixel_values": torch.stack([file.get_slice(name)[number] for name in NAMES]),
+        "skipped": None if text else "it has no class",
+        "original_size": (0, 0),
+        "crop_top_left": (0, 0),
+    }
