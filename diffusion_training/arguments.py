@@ -18,6 +18,19 @@ from diffusion_training.errors import hide_secrets
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
+# flags of kohya's scripts -> names here; docs/from-kohya.md has all
+OF_KOHYA = {
+    "--enable_bucket": "--bucket_step",
+    "--flip_aug": "--random_flip",
+    "--min_snr_gamma": "--snr_gamma",
+    "--network_alpha": "--lora_alpha",
+    "--network_dim": "--rank",
+    "--network_module": "--rank",
+    "--optimizer_type": "--optimizer",
+    "--sample_prompts": "--validation_prompts",
+    "--save_every_n_steps": "--checkpointing_steps",
+    "--unet_lr": "--learning_rate",
+}
 
 
 def clean_path(text: str) -> str:
@@ -75,10 +88,11 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             typo = next((word for word in unknown if word.startswith("-")), unknown[0])
-            near = difflib.get_close_matches(
-                typo.split("=")[0], self._option_string_actions, 1, 0.7
-            )
+            name, known = typo.split("=")[0], self._option_string_actions
+            near = difflib.get_close_matches(name, known, 1, 0.7)
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
+            if OF_KOHYA.get(name) in known:
+                advice = f": here it is {OF_KOHYA[name]}, see docs/from-kohya.md"
             self.error(f"there is no flag {typo}{advice}")
         return parsed, unknown
 

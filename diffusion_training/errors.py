@@ -1,6 +1,7 @@
 """Errors in one sentence, with the cause and the remedy, in place of tracebacks."""
 
 import argparse
+import atexit
 import contextlib
 import errno
 import functools
@@ -379,6 +380,7 @@ def in_one_sentence(
             notes.clear()
         if not gc.isenabled():  # see `Parser.parse_known_args`
             gc.freeze()  # what was imported is never looked through again
+            atexit.register(gc.unfreeze)  # otherwise nanobind, in triton, reports leaks at exit
             gc.enable()
         with contextlib.ExitStack() as terminal:
             run(args, terminal)

@@ -562,6 +562,7 @@ def without_figures(monkeypatch):
     monkeypatch.setattr(
         "diffusion_training.training.report.draw_curves", lambda *args, **options: None
     )
+    importlib.import_module("diffusion_training.training.snapshot")  # it copies models with this
     costs = "diffusion_training.training.costs"
     monkeypatch.setattr(f"{costs}.copy_shapes", lambda value, *modules: value)  # 8 % of a run
     monkeypatch.setattr(f"{costs}.count_flops", lambda *args: 10**6)

@@ -20,12 +20,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, finish, patch, start
+from diffusers.utils import torch_utils
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
+
+from diffusion_training.data import images
 
 NAME = "gpu"
 DEVICE = f"{NAME}:0"
@@ -149,6 +152,8 @@ class GpuTensor(torch.Tensor):
 
 
 def to_gpu(numbers):
+    if MpsModule.is_on and numbers.dtype in (torch.float64, torch.complex128):
+        raise TypeError("the MPS framework doesn't support float64")
     return GpuTensor(numbers)
 
 
@@ -366,6 +371,8 @@ def is_pinned(tensor, device=None):
 
 
 def pin_memory(tensor, device=None):
+    if MpsModule.is_on:
+        raise RuntimeError("pinned memory is for CUDA")
     return tensor if is_pinned(tensor) else remember_pinned(tensor.clone())
 
 
@@ -505,6 +512,22 @@ class GpuModule:
         return SimpleNamespace(name="Imitated GPU", total_memory=16 * 10**9)
 
 
+class MpsModule(GpuModule):
+    """torch.mps: the module of Apple's GPUs, which lacks many functions of torch.cuda."""
+
+    is_on = False  # is the imitated device one of Apple's?
+
+    def __getattribute__(self, name):
+        if name in vars(GpuModule) and name not in OF_TORCH and not hasattr(torch.mps, name):
+            raise AttributeError(f"torch.mps has no {name}")
+        return super().__getattribute__(name)
+
+
+# what torch itself asks such a module for
+OF_TORCH = {"is_available", "is_initialized", "_is_in_bad_fork", "device_count", "current_device"}
+OF_TORCH |= {"device", "set_device", "get_amp_supported_dtype", "manual_seed_all"}
+
+
 # -------------------------------------------------------------------------------------------------
 # autocast
 
@@ -611,12 +634,14 @@ def copy_from(source, target, non_blocking=False):
     return copy(target, source, non_blocking)
 
 
-def switch_on():
+def switch_on(is_cuda=True):
     """Add the device "gpu" to torch, for the rest of the process; Accelerate chooses it.
 
-    The package takes it for a GPU, and its branches for CUDA run.
+    The package takes it for a GPU, and its branches for CUDA run. is_cuda=False: they do not, and
+    the device refuses what "mps" refuses, the device of Macs. (torch refuses the name "mps".)
     """
-    _setup_privateuseone_for_python_backend(NAME, GpuModule())
+    MpsModule.is_on = not is_cuda
+    _setup_privateuseone_for_python_backend(NAME, GpuModule() if is_cuda else MpsModule())
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
@@ -637,7 +662,11 @@ def switch_on():
     torch.Generator = Generator
     torch._C._InferenceMode = infer
     register_optimizer_step_post_hook(STEPS)
-    patch(pytest.MonkeyPatch(), "is_gpu", lambda device: device.type == NAME)
+    if is_cuda:
+        patch(pytest.MonkeyPatch(), "is_gpu", lambda device: device.type == NAME)
+    else:
+        images.WITHOUT_FLOAT64.add(NAME)
+        torch_utils._DTYPE_UNSUPPORTED_DEVICES[torch.float64] |= {NAME}  # of diffusers
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
 
 

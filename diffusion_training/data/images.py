@@ -29,6 +29,9 @@ try:
 except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
     decode_jpeg = None
 
+# Apple's GPUs. For SDXL's sizes and crops, float32 is as exact up to 8192 pixels
+WITHOUT_FLOAT64 = {"mps"}
+
 
 def describe_decoder() -> str:
     """The name and version of the library that decodes JPEGs here."""
@@ -162,7 +165,9 @@ def make_time_ids(
     [N], the corner is that of the mirrored image. The result is float32 in any precision, because
     bfloat16 can't represent numbers like 1365.
     """
-    height, width = original_size.double().unbind(1)
+    is_exact = original_size.device.type not in WITHOUT_FLOAT64
+    sizes = original_size.to(torch.float64 if is_exact else torch.float32)
+    height, width = sizes.unbind(1)
     # width of the crop, in pixels of the stored image
     columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))
     beyond = (width * target_size[1] / columns).round() - target_size[1] - crop_top_left[:, 1]

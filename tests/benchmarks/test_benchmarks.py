@@ -15,9 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import diffusers
 import fake_device
 import numpy as np
 import pytest
+import tiny_pipelines
 import torch
 from conftest import ROOT, finish, reset, start
 from PIL import Image
@@ -286,7 +288,26 @@ def test_memory_counts_match_published_models():
     outputs = sum(4 * w + 2 * w + 2 * w + 8 * w + w for w in widths)
     less = memory.count_held("SDXL", memory.LORA[3])["weights"] - held["weights"]
     assert less == pytest.approx(numbers * (1 - 0.5 - 4 / 64) + 4 * outputs, rel=0.01)
-    assert {model.family for model in memory.MODELS.values()} == FAMILIES.keys()
+    families = {model.family for model in memory.MODELS.values()}
+    assert families == {*FAMILIES, "qwen-image-2.1"}
+
+
+@torch.no_grad()
+def test_blocks_of_qwen_image_2_1_are_called_like_its_model(tmp_path):
+    model = tiny_pipelines.MAKE["qwen_image_2_1"](tmp_path)
+    model = diffusers.QwenImage21Transformer2DModel.from_pretrained(model / "transformer")
+    noisy, times = torch.randn(2, 4, 4, 6), torch.tensor([0.7, 0.3])
+    texts = torch.randn(2, 5, 32)
+    (whole,) = model(
+        hidden_states=noisy.flatten(2).transpose(1, 2),
+        encoder_hidden_states=texts,
+        timestep=times,
+        img_shapes=[[(1, 4, 6)]] * 2,
+        img_mask=torch.tensor([[False] * 5 + [True] * 6] * 2),
+        return_dict=False,
+    )
+    found = memory.QwenImage21().predict(model, noisy, times, {"prompt_embeds": texts})
+    assert torch.equal(found, whole[:, 5:].transpose(1, 2).reshape(noisy.shape))
 
 
 @pytest.mark.long

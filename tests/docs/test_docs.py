@@ -138,7 +138,7 @@ def run(words, folder, inputs):
     assert done.returncode == 0, (text, done.stderr[-2000:])
 
 
-# new-trainer.md is one script and has a test of its own
+# the script of new-trainer.md has a test of its own
 @pytest.mark.ci
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(

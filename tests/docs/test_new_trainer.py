@@ -1,9 +1,8 @@
-"""docs/new-trainer.md: the trainer on the page works, with all features of the package."""
+"""The trainer of docs/new-trainer.md works, with all features of the package."""
 
 import importlib.util
 import json
 import os
-import re
 import signal
 import sys
 import types
@@ -17,16 +16,12 @@ from PIL import Image
 from diffusion_training.batches import Prepared
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-PAGE = (ROOT / "docs/new-trainer.md").read_text()
-CODE = (
-    "\n\n\n".join(block.strip("\n") for block in re.findall(r"```python\n(.*?)```", PAGE, re.S))
-    + "\n"
-)
+CODE = (ROOT / "examples/train_rectified_flow.py").read_text()
 
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """The page's script."""
+    """The example."""
     path = tmp_path / "train_rectified_flow.py"
     path.write_text(CODE)
     spec = importlib.util.spec_from_file_location(path.stem, path)

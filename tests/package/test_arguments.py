@@ -5,11 +5,15 @@ import copy
 import gc
 import os
 import pickle
+import re
 import shlex
 
 import pytest
+from conftest import ROOT
 
+import train_text_to_image
 from diffusion_training.arguments import (
+    OF_KOHYA,
     PATH,
     SWITCH,
     Flags,
@@ -198,6 +202,16 @@ def test_help_ends_with_the_docstrings_commands_and_a_docs_page():
     printed = make_parser("paint.py", doc, "docs/paint.md").format_help()
     assert "examples:\n\n    paint.py --size 4 \\\\\n        --flip\n\n@FILE" in printed
     assert printed.strip().endswith("Documentation: docs/paint.md") and "More." not in printed
+
+
+def test_flags_of_kohyas_scripts_get_their_name_here(capsys):
+    page = (ROOT / "docs/from-kohya.md").read_text()
+    for there, here in OF_KOHYA.items():
+        rows = [line for line in page.splitlines() if re.match(rf"\|[^|]*`{there}\b", line)]
+        assert any(f"`{here}" in row.split("|", 2)[2] for row in rows), there
+        with pytest.raises(SystemExit):
+            train_text_to_image.parse_args([f"{there}=16"])
+        assert f"no flag {there}=16: here it is {here}, see docs/" in capsys.readouterr().err
 
 
 def test_mistyped_flags_get_a_suggestion(parser, capsys):

@@ -6,12 +6,14 @@ import errno
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
 
 import datasets
 import pytest
 import torch
+from conftest import ROOT
 from diffusers import DDPMScheduler
 
 from diffusion_training.arguments import Flags
@@ -276,3 +278,19 @@ def test_holding_signals_delays_a_signal_to_the_end_of_the_block(capsys, error):
         in_one_sentence(main)(TRAINER)
     assert stop.value.code == 143 and reached == ["the end of the block"]
     assert "Stopped by SIGTERM" in capsys.readouterr().out
+
+
+def test_nothing_stays_frozen_at_exit():
+    """Else libraries that count their objects at exit, such as triton's, report them as leaks."""
+    code = """if True:
+        import argparse, atexit, gc
+        from diffusion_training.errors import in_one_sentence
+        gc.disable()  # as from the flags on, see `Parser.parse_known_args`
+        in_one_sentence(lambda args: print(gc.get_freeze_count() > 0))(argparse.Namespace())
+        atexit._run_exitfuncs()
+        print(gc.get_freeze_count())
+    """
+    env = os.environ | {"PYTHONPATH": ""}  # without tests/children, which freezes at exit
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "0"], done.stderr

@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import tiny_pipelines
 from conftest import (
     ROOT,
     Script,
@@ -60,6 +61,7 @@ MAKE = {
     "black-forest-labs/FLUX.2-klein-base-4B": make_klein,
     "black-forest-labs/FLUX.2-klein-base-9B": make_klein,
     "Qwen/Qwen-Image": make_qwen_image,
+    "Qwen/Qwen-Image-2.1": tiny_pipelines.MAKE["qwen_image_2_1"],
     "Photoroom/prx-256-t2i": make_sd,
 }
 # Sizes and steps in place of a recipe's
@@ -95,6 +97,7 @@ def read_tables(page):
 TITLES = {
     "sd15": "Stable Diffusion 1.5", "sdxl": "SDXL", "z_image": "Z-Image",
     "klein_4b": "FLUX.2 klein 4B", "klein_9b": "FLUX.2 klein 9B", "qwen_image": "Qwen-Image",
+    "qwen_image_2_1": "Qwen-Image 2.1",
 }  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def describe_flags(words, name):
         optimizer.get(find_flag(words, "--optimizer")): "--optimizer" in words,
         "no EMA": "--no-use_ema" in words,
         find_flag(words, "--base_precision"): "--base_precision" in words,
-        "half the side": "--resolution" in words and "lora" in name,
+        "half the side": find_flag(words, "--resolution") == "512" and "lora" in name,
     }
     return ", ".join(part for part, is_given in parts.items() if is_given)
 
@@ -183,7 +186,10 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
         flags += ["--bucket_step=4"] * ("--bucket_step" in words)
         if "edit" in name:
             make_references(tmp_path / "photos")
+            tiny_pipelines.make_small(monkeypatch)
             flags += ["--resolution=64", "--validation_images", "photos/0.control.png"]
+        if "2_1" in name:  # sides are multiples of 32 pixels
+            flags += ["--resolution=64", "--bucket_step=32"]
     if "--transformer_config_name_or_path" in words:
         flags += [f"--transformer_config_name_or_path={make_prx(tmp_path / 'prx')}"]
     SCRIPTS[script](*flags)

@@ -1,12 +1,16 @@
-"""Each change in docs/patches.md is applied to every trainer that it names, which then trains."""
+"""Each file in patches/ is applied to every trainer that it changes, which then trains."""
 
+import difflib
 import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,9 +47,16 @@ import train_text_to_image
 from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-CHANGES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/patches.md").read_text(), re.S)
-SMALL = ["huber", "labels", "second", "masked", "module"]
+SMALL = ["huber", "class_labels", "second_image", "masked_loss", "trained_module"]
 NAMES = [*SMALL, "perceptual", "inpainting", "controlnet", "repa"]
+CHANGES = {name: (ROOT / f"patches/{name}.diff").read_text() for name in NAMES}
+SOURCES = {  # where the images are
+    "class_labels": "labels",
+    "second_image": "second",
+    "masked_loss": "masked",
+    "inpainting": "masked",
+    "controlnet": "controlled",
+}
 TRAINERS = {
     "unconditional": "train_unconditional.py",
     "text": "train_text_to_image.py",
@@ -54,24 +65,20 @@ TRAINERS = {
 
 
 def change_text(change, name):
-    """Apply a change to one of the files that it names: (the new text, the changed lines)."""
-    text = (ROOT / name).read_text()
-    _, *sections = re.split(r"^--- (.*)\n", change, flags=re.M)
-    changed = []
-    for names, hunks in zip(sections[::2], sections[1::2], strict=True):
-        if name not in names.split(", "):
-            continue
-        changed += [line for line in hunks.splitlines() if line[0] in "+-"]
-        for hunk in re.split(r"^@@.*\n", hunks, flags=re.M)[1:]:
-            # old lines, then added ones; only at the beginning added ones may come first
-            pattern = r"\A(?:^\+.*\n)+(?:^[ -].*\n)+|(?:^[ -].*\n)+(?:^\+.*\n)+"
-            for part in re.findall(pattern, hunk, flags=re.M):
-                lines = part.splitlines()
-                old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
-                new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
-                assert text.count(old) == 1, f"the change no longer fits {name}:\n{old}"
-                text = text.replace(old, new)
-    return text, changed
+    """Apply a patch to one of the files that it changes: (the new text, the changed lines)."""
+    old = (ROOT / name).read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(old)
+        command = ["git", "apply", f"--include={name}"]
+        done = subprocess.run(command, input=change, cwd=folder, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        new = path.read_text()
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=0)
+    changed = [line for line in lines if re.match(r"[+-](?![+-]{2})", line)]
+    assert changed, f"the patch does not change {name}"
+    return new, changed
 
 
 def apply(change, trainer, folder):
@@ -153,8 +160,7 @@ def without_downloads(monkeypatch):
 
 def list_flags(root, output, name, trainer, kind="images"):
     """A run of 4 steps on 6 images; later flags override these."""
-    source = name if name in ("labels", "second", "masked", "controlled") else "images"
-    source = {"inpainting": "masked", "controlnet": "controlled"}.get(name, source)
+    source = SOURCES.get(name, "images")
     common = [
         f"--output_dir={output}", "--train_batch_size=2", "--max_train_steps=4",
         "--logging_steps=1", "--report_to=none", "--holdout=2", "--lr_warmup_steps=0",
@@ -209,9 +215,9 @@ def make_cache(root, folder, name, trainer, change, *more):
 
 def list_runs():
     """All pairs of a change and a trainer in it; also inpainting from a cache."""
-    for name, change in zip(NAMES, CHANGES, strict=True):
+    for name, change in CHANGES.items():
         for trainer, script in TRAINERS.items():
-            if re.search(rf"^--- .*{script}", change, re.M):
+            if re.search(rf"^--- a/{script}", change, re.M):
                 yield name, trainer, "cache" if name == "repa" else "images"
     yield "inpainting", "text", "cache"
 
@@ -219,17 +225,21 @@ def list_runs():
 def test_documented_changes_are_short_and_cover_the_right_trainers():
     sizes = {}
     for name, trainer, _ in list_runs():
-        _, lines = change_text(CHANGES[NAMES.index(name)], TRAINERS[trainer])
+        _, lines = change_text(CHANGES[name], TRAINERS[trainer])
         sizes.setdefault(name, []).append(len(lines))
         assert max(map(len, lines)) <= 101  # with the + before it
     assert all(max(sizes[name]) < 10 for name in SMALL)
     assert all(max(sizes[name]) < (60 if name == "controlnet" else 30) for name in NAMES)
-    assert [name for name in NAMES if len(sizes[name]) == 3] == ["huber", "module", "perceptual"]
+    assert [name for name in NAMES if len(sizes[name]) == 3] == [
+        "huber",
+        "trained_module",
+        "perceptual",
+    ]
 
 
 def mark(name, trainer, kind):
     """In each test run, the flow trainer shows a change of several trainers."""
-    is_shown = name in ("huber", "module", "perceptual", "repa") and trainer != "flow"
+    is_shown = name in ("huber", "trained_module", "perceptual", "repa") and trainer != "flow"
     is_shown |= (name, kind) == ("inpainting", "images")
     return pytest.param(name, trainer, kind, marks=pytest.mark.long if is_shown else pytest.mark.ci)
 
@@ -239,7 +249,7 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     root, tmp_path, monkeypatch, name, trainer, kind
 ):
     """The runs use gradient checkpointing, --train_batch_size=auto and held-out images."""
-    change = CHANGES[NAMES.index(name)]
+    change = CHANGES[name]
     if kind == "cache":
         use_column(monkeypatch, change)
         kind = make_cache(root, tmp_path, name, trainer, change)
@@ -266,7 +276,7 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     names = {"unconditional": "unet", "text": "unet", "flow": "transformer"}[trainer]
     names = "controlnet" if name == "controlnet" else names
     names = {names, f"{names}_ema"}
-    if module := {"module": "log_variance", "repa": "projection"}.get(name):
+    if module := {"trained_module": "log_variance", "repa": "projection"}.get(name):
         names |= {module, f"{module}_ema"}
     folders = {path.parent for path in (tmp_path / "out/checkpoint-4").rglob("*.safetensors")}
     assert {folder.name for folder in folders} == names
@@ -313,7 +323,7 @@ def check_controlnet(base, folder, kind):
 
 @pytest.mark.long
 def test_controlnet_change_trains_sdxl_and_continues_a_controlnet(root, tmp_path):
-    script = apply(CHANGES[NAMES.index("controlnet")], "text", tmp_path)
+    script = apply(CHANGES["controlnet"], "text", tmp_path)
     base, out = root / "xl/sdxl-8", tmp_path / "out"
     flags = [*list_flags(root, out, "controlnet", "text"), "--mixed_precision=bf16"]
     flags += [f"--pretrained_model_name_or_path={base}"]
@@ -327,10 +337,10 @@ def test_controlnet_change_trains_sdxl_and_continues_a_controlnet(root, tmp_path
 
 @pytest.mark.parametrize(
     "name, trainer",
-    [("labels", "unconditional"), pytest.param("repa", "flow", marks=pytest.mark.long)],
+    [("class_labels", "unconditional"), pytest.param("repa", "flow", marks=pytest.mark.long)],
 )
 def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, name, trainer):
-    change = CHANGES[NAMES.index(name)]
+    change = CHANGES[name]
     kind = "images"
     if name == "repa":
         use_column(monkeypatch, change)
@@ -343,7 +353,7 @@ def test_documented_changes_train_on_two_processes(root, tmp_path, monkeypatch, 
 
 
 def test_huber_change_trains_with_the_huber_loss(root, tmp_path):
-    script = apply(CHANGES[0], "unconditional", tmp_path)
+    script = apply(CHANGES["huber"], "unconditional", tmp_path)
     losses = []
     for kind in ("l2", "huber"):
         flags = list_flags(root, tmp_path / kind, "huber", "unconditional")
@@ -353,8 +363,8 @@ def test_huber_change_trains_with_the_huber_loss(root, tmp_path):
 
 
 def test_labels_change_passes_class_labels_to_the_unet(root, tmp_path, monkeypatch):
-    script = apply(CHANGES[1], "unconditional", tmp_path)
-    flags = [*list_flags(root, tmp_path / "out", "labels", "unconditional"), "--holdout=0"]
+    script = apply(CHANGES["class_labels"], "unconditional", tmp_path)
+    flags = [*list_flags(root, tmp_path / "out", "class_labels", "unconditional"), "--holdout=0"]
     seen, forward = [], UNet2DModel.forward
 
     def spy(self, sample, timestep, class_labels=None, **rest):
@@ -416,8 +426,8 @@ def test_prompts_of_samples_are_encoded_again_by_a_text_encoder_that_changes(roo
 
 
 def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):
-    script = apply(CHANGES[2], "unconditional", tmp_path)
-    flags = [*list_flags(root, tmp_path / "out", "second", "unconditional"), "--holdout=0"]
+    script = apply(CHANGES["second_image"], "unconditional", tmp_path)
+    flags = [*list_flags(root, tmp_path / "out", "second_image", "unconditional"), "--holdout=0"]
     batches, prepare_batch = [], script.prepare_batch
     script.prepare_batch = lambda batch: (
         batches.append(batch["pixel_values"]) or prepare_batch(batch)
@@ -430,10 +440,10 @@ def test_second_image_change_adds_the_image_column_as_channels(root, tmp_path):
 
 def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
     """A constant added in the masked half does not change the loss of the other half."""
-    script = apply(CHANGES[3], "unconditional", tmp_path)
+    script = apply(CHANGES["masked_loss"], "unconditional", tmp_path)
     noise_scheduler, mask = DDPMScheduler(), torch.zeros(2, 1, 8, 8)
     mask[..., :4] = 1
-    args = script.parse_args(list_flags(root, tmp_path / "out", "masked", "unconditional"))
+    args = script.parse_args(list_flags(root, tmp_path / "out", "masked_loss", "unconditional"))
 
     batch = torch.cat([torch.full((2, 3, 8, 8), 127), 255 * mask.byte()], dim=1)
     prepared = script.prepare_batch({"pixel_values": batch})
@@ -476,10 +486,10 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
     monkeypatch.setattr("diffusion_training.training.costs.count_flops", spy_on_loss)
     monkeypatch.setattr("diffusion_training.training.costs.count_memory", spy_on_memory)
     found = {}
-    for name in ("plain", "module", "perceptual"):
+    for name in ("plain", "trained_module", "perceptual"):
         script = train_text_to_image
         if name != "plain":
-            script = apply(CHANGES[NAMES.index(name)], "text", tmp_path)
+            script = apply(CHANGES[name], "text", tmp_path)
         flags = list_flags(root, tmp_path / name, name, "text")
         run(script, *flags, "--max_train_steps=1", "--holdout=0")
         found[name] = {**seen, "loss": metrics(tmp_path / name)[0]["loss"]}

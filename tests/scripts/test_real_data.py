@@ -17,7 +17,7 @@ from conftest import MODELS, ROOT, Script, make_prx, make_unet_config, metrics
 from datasets import load_from_disk
 from diffusers import DiffusionPipeline
 from packages import open_package
-from test_changes import CHANGES, NAMES, apply, run, use_column
+from test_changes import CHANGES, apply, run, use_column
 from test_train_flow import judge
 from torchvision.transforms import v2
 
@@ -227,14 +227,14 @@ def test_stamps_train_with_several_captions_and_are_measured_by_a_real_network(
 
 @pytest.mark.parametrize("trainer", ["unconditional", "flow"])
 def test_perceptual_change_trains_with_a_real_network(tmp_path, stamps, monkeypatch, trainer):
-    """The features of docs/patches.md are those of the first blocks of EfficientNet-Lite0."""
+    """The features of the patch are those of the first blocks of EfficientNet-Lite0."""
     network = Lite0().network
     features = torch.nn.Sequential(
         network._conv_stem, network._bn0, network._swish, *network._blocks[:5]
     )
     given = lambda weights: SimpleNamespace(features=features)
     monkeypatch.setattr("torchvision.models.vgg16", given)
-    script = apply(CHANGES[NAMES.index("perceptual")], trainer, tmp_path)
+    script = apply(CHANGES["perceptual"], trainer, tmp_path)
     flags = [f"--train_data_dir={stamps / 'images'}", f"--cache_dir={stamps / 'datasets'}"]
     flags += ["--resolution=32", "--train_batch_size=8", "--max_train_steps=60"]
     flags += ["--learning_rate=1e-3", "--lr_warmup_steps=0", "--report_to=none"]
@@ -257,7 +257,7 @@ def test_perceptual_change_trains_with_a_real_network(tmp_path, stamps, monkeypa
 
 def test_repa_change_aligns_with_a_real_teacher(tmp_path, stamps, minilm, monkeypatch):
     """EfficientNet-Lite0 in place of DINOv2: 1,280 features for 7 x 7 places of an image."""
-    change = CHANGES[NAMES.index("repa")].replace("384, 16, 16", "1280, 7, 7")
+    change = CHANGES["repa"].replace("384, 16, 16", "1280, 7, 7")
     change = change.replace("float(), 16)", "float(), 7)").replace(", 384, 1)", ", 1280, 1)")
     use_column(monkeypatch, change)
     teacher = Lite0()

@@ -307,12 +307,12 @@ def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
     vars(layer.weight).update(vars(exact))
 
 
-def run_all(runs, folder, accelerator=WithScaler, num_processes=1):
+def run_all(runs, folder, accelerator=WithScaler, num_processes=1, is_cuda=True):
     """Run scripts in forks on the imitated GPU; returns {run: (waits, products)} of the last."""
     log = folder / "log"
 
     def child():
-        fake_device.switch_on()
+        fake_device.switch_on(is_cuda)
         SCRIPTS[UNCONDITIONAL].module.Accelerator = accelerator
         quantization.quantize = quantize
         found = {}
@@ -432,3 +432,14 @@ def test_ddp_neither_mixes_devices_nor_waits_in_a_steady_step(tmp_path):
     known = {("copy from the CPU", f"{UNCONDITIONAL}.py", "train_step"): num_weights}
     assert [count_waits(waits, step) for step in (2, 3)] == [known, known]
     assert find_products(products).keys() == {"bfloat16"}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.parametrize(
+    "name", ["unconditional", "stable diffusion", "sdxl", "prx", "z-image", "qwen-image"]
+)
+def test_every_run_ends_on_a_device_like_a_macs(tmp_path, name):
+    runs = (QUICK | SLOW | SLOWER)[name](tmp_path)
+    runs = {run: about for run, about in runs.items() if run not in ("fp16", "auto")}
+    assert run_all(runs, tmp_path, is_cuda=False).keys() == runs.keys()
