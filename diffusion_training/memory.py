@@ -113,10 +113,12 @@ def put_decoder(vae: Any, device: torch.device) -> None:
     decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
 
     def decode_where_it_fits(latents: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+        held: Any = find()
+        options["return_dict"] = False
         with contextlib.suppress(torch.OutOfMemoryError):
-            return decode(find(), latents, **options | {"return_dict": False})
+            return decode(held, latents, **options)
         print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
-        images = decode(find().to("cpu"), latents.cpu(), **options | {"return_dict": False})[0]
+        images = decode(held.to("cpu"), latents.cpu(), **options)[0]
         return (images.to(latents.device),)
 
     vae.decode = decode_where_it_fits
