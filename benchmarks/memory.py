@@ -264,7 +264,7 @@ class QwenImage21(Family):
 
         A simulated GPU has no values to read, but here these are the last tokens.
         """
-        count, _, height, width = noisy.shape
+        height, width = noisy.shape[2:]
         texts = model.txt_in(prompts["prompt_embeds"])
         hidden = torch.cat([texts, model.img_in(to_sequence(noisy))], dim=1)
         tokens = texts.shape[1]
