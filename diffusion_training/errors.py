@@ -327,6 +327,15 @@ def surviving(what: str) -> Iterator[None]:
         WARNINGS.add(sentence)
 
 
+def unfreeze_for_triton() -> None:
+    """Let the interpreter's last collection free triton's objects: nanobind reports them as leaks.
+
+    The collection takes seconds of processor time, so it is left out without triton.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
+
+
 def in_one_sentence(
     main: Callable[[argparse.Namespace], None],
 ) -> Callable[[argparse.Namespace], None]:
@@ -380,7 +389,7 @@ def in_one_sentence(
             notes.clear()
         if not gc.isenabled():  # see `Parser.parse_known_args`
             gc.freeze()  # what was imported is never looked through again
-            atexit.register(gc.unfreeze)  # otherwise nanobind, in triton, reports leaks at exit
+            atexit.register(unfreeze_for_triton)
             gc.enable()
         with contextlib.ExitStack() as terminal:
             run(args, terminal)
