@@ -21,6 +21,7 @@ MASK = ".mask"  # photo.mask.png beside photo.jpg
 REFERENCE = ".control"  # photo.control.png beside photo.jpg
 # cached, because realpath looks at each folder of a path and is called for every row
 resolve = functools.cache(os.path.realpath)
+REPEATED = r"(\d+)_(.+)"  # the name of a folder in sd-scripts: repeats, caption
 
 
 def find_source(args: Namespace) -> str:
@@ -157,6 +158,17 @@ def add_captions(rows: datasets.Dataset, column: str, extension: str) -> dataset
     return rows.add_column(column, captions, new_fingerprint=fingerprint)
 
 
+def note_repeats(source: str) -> None:
+    """Tell users of sd-scripts that the numbers in its folders' names are not read here."""
+    if os.path.isdir(source):
+        names = sorted(name for name in os.listdir(source) if re.fullmatch(REPEATED, name))
+        if names:
+            print_once(
+                f"Each image of {printable(names[0])} counts once an epoch: --folder_repeats takes "
+                "the number as repeats, and the rest as the caption"
+            )
+
+
 def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> datasets.Dataset:
     """Apply --folder_repeats and --instance_prompt.
 
@@ -179,7 +191,7 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
                 f"{source} is not a local folder of images"
             )
         folders = [os.path.relpath(path, source).split(os.sep)[0] for path in paths]
-        matches = [re.fullmatch(r"(\d+)_(.+)", folder) for folder in folders]
+        matches = [re.fullmatch(REPEATED, folder) for folder in folders]
         if not any(matches):
             fail(f"--folder_repeats: {source} has no folder with a name like 10_name")
         repeats = [int(match[1]) if match else 1 for match in matches]
@@ -187,8 +199,10 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
             never = folders[repeats.index(0)]
             print(printable(f"{repeats.count(0)} images are unused: folder {never} sets 0 repeats"))
         captions = [match[2] if match else prompt for match in matches]
-    elif prompt is None:
-        return rows
+    else:
+        note_repeats(source)
+        if prompt is None:
+            return rows
     if column in rows.features:
         pairs = zip(captions, rows[column][:], strict=True)
         captions = [other if caption is None else caption for other, caption in pairs]

@@ -95,7 +95,7 @@ def test_instance_prompt_is_used_for_images_without_caption(tmp_path):
         load(folder, instance_prompt="a sks dog")
 
 
-def test_folder_repeats_reads_repeats_and_captions_from_folder_names(tmp_path):
+def test_folder_repeats_reads_repeats_and_captions_from_folder_names(tmp_path, capsys):
     folder = tmp_path / "images"
     for name in ("3_sks dog/a.png", "3_sks dog/deep/b.png", "1_cat/c.png", "plain/d.png"):
         picture(folder / name)
@@ -109,7 +109,9 @@ def test_folder_repeats_reads_repeats_and_captions_from_folder_names(tmp_path):
     other, two = load(folder, folder_repeats=True, instance_prompt="a photo")
     assert other[:-1] == found[:-1] and other[-1] == ("plain/d.png", "a photo") and one != two
     assert load(folder, folder_repeats=True) == (found, one)
+    assert "counts once" not in capsys.readouterr().out
     assert len(load(folder)[0]) == 4  # without the flag it is an ordinary name
+    assert "Each image of 1_cat counts once an epoch: --folder_repeats" in capsys.readouterr().out
     (folder / "3_sks dog").rename(folder / "2_sks dog")
     again, three = load(folder, folder_repeats=True)
     assert len(again) == 6 and three != one
