@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from conftest import (
     patch,
     reset,
     start,
+    wait_until,
     weights,
 )
 from diffusers import (
@@ -261,8 +261,8 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     def copy_at_step_3(*given):
         """Copy the folder as a kill would leave it: without step 3, with checkpoint-2."""
         if given[5].number == 3 and not (tmp_path / "killed").exists():
-            while not (tmp_path / "out/checkpoint-2").exists():  # it is written beside the steps
-                time.sleep(0.01)
+            # it is written beside the steps
+            wait_until((tmp_path / "out/checkpoint-2").exists)
             shutil.copytree(tmp_path / "out", tmp_path / "killed")
         return step(*given)
 

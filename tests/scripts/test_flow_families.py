@@ -208,7 +208,11 @@ def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tm
 
 
 @pytest.mark.parametrize(
-    "name", ["flux2-klein", pytest.param("qwen-image", marks=pytest.mark.long)]
+    "name",
+    [
+        pytest.param("flux2-klein", marks=pytest.mark.ci),
+        pytest.param("qwen-image", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.usefixtures("without_figures")
 def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):

@@ -274,7 +274,13 @@ def test_regional_compilation_works_or_is_refused(tmp_path, flags):
 @pytest.mark.parametrize(
     "name, launcher, env, threads",
     [
-        ("precompute", ["--num_processes=1"], {}, len(os.sched_getaffinity(0))),
+        pytest.param(
+            "precompute",
+            ["--num_processes=1"],
+            {},
+            len(os.sched_getaffinity(0)),
+            marks=pytest.mark.ci,
+        ),
         pytest.param(
             "text",
             ["--num_processes=2", "--multi_gpu", "--main_process_port=0"],
@@ -326,6 +332,7 @@ notebook_launcher(run, (flags,), num_processes=2, use_port=port)
 """
 
 
+@pytest.mark.ci
 def test_notebook_launcher_starts_two_processes_and_refuses_a_locked_folder(tmp_path, flags):
     """A plain process replaces the kernel. Like it, it imported the script and used no device."""
     (tmp_path / "taken").mkdir()

@@ -396,6 +396,7 @@ def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, ca
 
 
 @pytest.mark.usefixtures("without_figures")
+@pytest.mark.long
 def test_a_new_familys_pipeline_loads_the_trained_lora(root, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]
     lora += ["--learning_rate=1e-2", "--checkpointing_steps=5"]

@@ -257,7 +257,10 @@ def test_sdxl_caption_dropout_uses_the_pipelines_empty_prompt(
 # ------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
+@pytest.mark.parametrize(
+    "flip, crop",
+    [(["--random_flip"], ["--center_crop"]), pytest.param([], [], marks=pytest.mark.long)],
+)
 def test_sdxl_cache_trains_like_its_images(tmp_path, images, flags, flip, crop, given):
     """Caches of embeddings and of token ids. A cache has the random crops of epoch 0."""
     epochs, of, told = f"--num_train_epochs={2 if crop else 1}", {}, {}

@@ -171,6 +171,7 @@ def train_until_signal(scheduler, number, script, *argv):
     scheduler.step = denoise
 
 
+@pytest.mark.ci
 def test_shard_trains_the_same_transformer_and_resumes_both_ways(tmp_path, same_draws):
     """Three runs of two processes: `whole`, `resumed` and `crossed`.
 

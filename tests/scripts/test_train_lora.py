@@ -419,6 +419,7 @@ def test_gradient_checkpointing_does_not_change_the_lora(tmp_path, flags):
         assert value.any(), name
 
 
+@pytest.mark.long
 def test_find_lr_and_auto_batch_size_work_with_a_lora(tmp_path, flags):
     for optimizer in ("adamw", "adamw8bit", "adafactor"):
         train(*flags, "--find_lr", "--find_lr_steps=10", f"--optimizer={optimizer}")

@@ -372,11 +372,9 @@ def find_products(products, left_out=IN_FLOAT32):
     return found
 
 
-QUICK = {
-    "unconditional": list_unconditional,
-    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
-}
+QUICK = {"unconditional": list_unconditional}
 SLOW = {  # marked `ci`
+    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
     "sdxl": list_sdxl,
     "prx": list_prx,
     "twins": list_twins,
