@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from conftest import ROOT, finish, reset, start
+from conftest import ROOT, finish, reset, start, weights
 from PIL import Image
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -517,6 +517,22 @@ def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
     quality.main(["checkpointing", *toy])
     plain, kept = table(capsys.readouterr().out)
     assert kept[2].startswith("1.50 (") and kept[4].startswith("-200 (") and plain[0] == "without"
+
+
+@pytest.mark.long
+def test_patches_compares_each_change_with_the_plain_script(tmp_path, capsys):
+    """It fetches pictures and a network, and takes minutes."""
+    patches = importlib.import_module("patches")
+    flags = ["--seeds=2", "--rows=310", "--train_steps=2", "--num_samples=20"]
+    patches.main([*flags, f"--output_dir={tmp_path}"])
+    rows = table(capsys.readouterr().out)
+    names = ["without", "REPA", "perceptual term", "learned weights"]
+    assert [row[0] for row in rows] == names
+    assert rows[0][2::2] == ["", "", ""] and all(row[2] for row in rows[1:])
+    assert all(first(row[1]) > 0 and 0 <= first(row[3]) <= 1 for row in rows)
+    folders = [tmp_path / name.replace(" ", "-") for name in names]
+    trained = [weights(f"{folder}-0/transformer")["img_in.weight"] for folder in folders]
+    assert not any(torch.equal(trained[0], other) for other in trained[1:])
 
 
 def test_gpu_settings_are_in_effect_when_the_script_runs(tmp_path, monkeypatch):
