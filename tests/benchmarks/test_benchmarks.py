@@ -31,6 +31,7 @@ import cache_reader
 import checkpoint_pause
 import downloads
 import gpu
+import gpu_promises
 import gpu_settings
 import growth
 import memory
@@ -354,6 +355,14 @@ def test_recipes_on_gpu_measures_a_lora_and_a_whole_model(capsys):
     lora, whole = capsys.readouterr().out.splitlines()[-2:]
     assert re.fullmatch(r"\| sdxl_lora_12gb \| 0.0 \| 6.5 \| 0.0 \| 9.1 \| 0.0 \|  \| .* \|", lora)
     assert re.fullmatch(r"\| klein_4b_full_48gb \| 0.0 \| 42.9 \| 0.0 \|  \| 0.0 .* \|", whole)
+
+
+@pytest.mark.long
+def test_gpu_promises_compares_resumed_runs(capsys):
+    gpu_promises.main(["--waits", "--resume", "text to image"])
+    said = capsys.readouterr().out
+    assert "| text to image |  | 0 | 0 |" in said
+    assert "| text to image | --deterministic | 0 | 0 |" in said
 
 
 def test_recipes_on_gpu_knows_the_model_of_each_recipe():
