@@ -508,7 +508,8 @@ def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
         "python precompute_latents_ray.py --pretrained_model_name_or_path" in said
     )
     theirs = dict(vars(single.parse_args([])))
-    assert theirs.pop("streaming") is False and "streaming" not in vars(args)
+    for name in ("streaming", "import_latents"):
+        assert theirs.pop(name) is False and name not in vars(args)
     assert args.num_encoders == 3
     assert all(getattr(args, name, None) == value for name, value in theirs.items())
 
