@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 import xxhash
+from conftest import CHILDREN
 from diffusers.configuration_utils import FrozenDict
 from filelock import FileLock
 
@@ -37,7 +38,7 @@ SKIPPED = {4: "cannot identify image file"}
 
 def make_args(output_dir, *argv):
     flags = [
-        "--train_data_dir=.",
+        f"--train_data_dir={CHILDREN}",
         "--pretrained_model_name_or_path=sd",
         f"--rows_per_shard={ROWS_PER_SHARD}",
     ]

@@ -24,7 +24,7 @@ from diffusion_training.models import hash_rules
 def load(*argv, resolution=16, dtype=torch.float32):
     argv = [f"--pretrained_model_name_or_path={MODELS}", *map(str, argv)]
     args = precompute_latents.parse_args(
-        ["--train_data_dir=.", f"--resolution={resolution}", *argv]
+        [f"--train_data_dir={MODELS}", f"--resolution={resolution}", *argv]
     )
     encoders = module.load_encoders(open_base(args), dtype)
     scale = encoders.family.downscale(encoders.vae)

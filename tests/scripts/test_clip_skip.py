@@ -62,7 +62,7 @@ def test_clip_skip_gives_the_embeddings_of_the_pipeline(tmp_path, kind):
             folder / f"text_encoder{suffix}"
         )
     args = precompute_latents.parse_args(
-        [f"--pretrained_model_name_or_path={folder}", "--train_data_dir=."]
+        [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     )
     found = {}
     for clip_skip in (None, 1):
