@@ -111,14 +111,19 @@ def put_decoder(vae: Any, device: torch.device) -> None:
     """
     vae.to(device).enable_slicing()
     decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
+    fits = True
 
     def decode_where_it_fits(latents: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+        nonlocal fits
         held: Any = find()
         options["return_dict"] = False
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return decode(held, latents, **options)
-        print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
+        if fits:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return decode(held, latents, **options)
+            print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
+            fits = False
         images = decode(held.to("cpu"), latents.cpu(), **options)[0]
+        held.to(device)  # a pipeline may choose the device of its next image by the VAE's
         return (images.to(latents.device),)
 
     vae.decode = decode_where_it_fits
