@@ -15,6 +15,7 @@ from conftest import (
     make_qwen_config,
     randomize,
 )
+from diffusers.models.transformers.transformer_bria_fibo2 import BriaFibo2Transformer2DModel
 
 WIDTH = 32  # of embeddings
 
@@ -42,6 +43,25 @@ def make_video_vae(channels=4):
         dim_mult=[1, 1],
         num_res_blocks=1,
         temperal_downsample=[False],
+        latents_mean=[-0.5, 0.1, 0.3, 1.0],
+        latents_std=[0.8, 1.2, 2.0, 0.5],
+    )
+
+
+def make_wan_vae():
+    """Wan 2.2's VAE, with 16 x 16 pixels per latent."""
+    return diffusers.AutoencoderKLWan(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, False, False],
+        in_channels=12,
+        out_channels=12,
+        is_residual=True,
+        patch_size=2,
+        scale_factor_spatial=16,
         latents_mean=[-0.5, 0.1, 0.3, 1.0],
         latents_std=[0.8, 1.2, 2.0, 0.5],
     )
@@ -106,6 +126,26 @@ def make_qwen3_vl(tokenizer, kind, layers):
         **list_vision_tokens(tokenizer),
     )
     return getattr(transformers, kind)(config)
+
+
+def make_mistral_config(tokenizer, layers):
+    config = make_qwen_config(tokenizer, layers) | {"head_dim": 16}
+    return transformers.MistralConfig(**config)
+
+
+def make_pixtral_config():
+    config = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config |= {"num_hidden_layers": 1, "head_dim": 16, "image_size": 32, "patch_size": 16}
+    return transformers.PixtralVisionConfig(**config)
+
+
+def make_qwen3_processor(tokenizer):
+    return transformers.Qwen3VLProcessor(
+        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16),
+        tokenizer=tokenizer,
+        video_processor=transformers.Qwen3VLVideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    )
 
 
 def make_gemma2(tokenizer):
@@ -207,12 +247,6 @@ def make_sd3():
 @pipeline
 def make_qwen_image_2_1():
     tokenizer = make_vision_tokenizer()
-    processor = transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16),
-        tokenizer=tokenizer,
-        video_processor=transformers.Qwen3VLVideoProcessor(),
-        chat_template=tokenizer.chat_template,
-    )
     vae = diffusers.AutoencoderKLQwenImage21(
         base_dim=8,
         decoder_base_dim=8,
@@ -236,7 +270,7 @@ def make_qwen_image_2_1():
         scheduler=make_dynamic_scheduler(),
         vae=vae,
         text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 2),
-        processor=processor,
+        processor=make_qwen3_processor(tokenizer),
         transformer=transformer,
     )
 
@@ -487,12 +521,8 @@ def make_ovis_image():
 @pipeline
 def make_ernie_image():
     tokenizer = make_chat_tokenizer(256)
-    text = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    vision |= {"num_hidden_layers": 1, "head_dim": 16, "image_size": 32, "patch_size": 16}
     config = transformers.Mistral3Config(
-        text_config=transformers.MistralConfig(**text),
-        vision_config=transformers.PixtralVisionConfig(**vision),
+        text_config=make_mistral_config(tokenizer, 2), vision_config=make_pixtral_config()
     )
     vae = make_flux2_vae()
     transformer = diffusers.ErnieImageTransformer2DModel(
@@ -510,6 +540,262 @@ def make_ernie_image():
         vae=vae,
         text_encoder=transformers.Mistral3Model(config),
         tokenizer=tokenizer,
+        scheduler=make_scheduler(),
+    )
+
+
+@pipeline
+def make_flux2():
+    """FLUX.2 [dev]: a processor with a chat template, and guidance as an input."""
+    tokenizer = make_chat_tokenizer(64)
+    processor = transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(patch_size={"height": 16, "width": 16}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    config = transformers.Mistral3Config(
+        text_config=make_mistral_config(tokenizer, 30), vision_config=make_pixtral_config()
+    )
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=96,
+        axes_dims_rope=[4, 4, 4, 4],
+    )
+    return diffusers.Flux2Pipeline(
+        scheduler=make_dynamic_scheduler(),
+        vae=make_flux2_vae(),
+        text_encoder=transformers.Mistral3ForConditionalGeneration(config),
+        tokenizer=processor,
+        transformer=transformer,
+    )
+
+
+@pipeline
+def make_lumina():
+    tokenizer = make_chat_tokenizer(256)
+    config = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
+    transformer = diffusers.LuminaNextDiT2DModel(
+        sample_size=8,
+        in_channels=4,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=2,
+        num_kv_heads=2,
+        multiple_of=16,
+        cross_attention_dim=32,
+    )
+    return diffusers.LuminaPipeline(
+        transformer=transformer,
+        scheduler=make_scheduler(),
+        vae=make_vae_8(),
+        text_encoder=transformers.GemmaModel(transformers.GemmaConfig(**config)),
+        tokenizer=tokenizer,
+    )
+
+
+@pipeline
+def make_nucleus():
+    tokenizer = make_vision_tokenizer()
+    transformer = diffusers.NucleusMoEImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=5,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(4, 6, 6),
+        num_experts=4,
+        mlp_ratio=8.0,
+        moe_intermediate_dim=32,
+        capacity_factors=2.0,
+    )
+    return diffusers.NucleusMoEImagePipeline(
+        transformer=transformer,
+        scheduler=make_dynamic_scheduler(),
+        vae=make_video_vae(),
+        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 9),
+        processor=make_qwen3_processor(tokenizer),
+    )
+
+
+@pipeline
+def make_bria():
+    tokenizer = make_chat_tokenizer(128)
+    return diffusers.BriaPipeline(
+        transformer=diffusers.BriaTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            axes_dims_rope=[4, 6, 6],
+        ),
+        scheduler=make_dynamic_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_t5(tokenizer),
+        tokenizer=tokenizer,
+    )
+
+
+@refused
+def make_bria_fibo():
+    tokenizer = make_chat_tokenizer(512)
+    config = make_qwen_config(tokenizer, 2) | {"pad_token_id": 0, "bos_token_id": 0}
+    config["vocab_size"] = 128_001  # its code names the last token
+    return diffusers.BriaFiboPipeline(
+        transformer=diffusers.BriaFiboTransformer2DModel(
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=2 * WIDTH,
+            axes_dims_rope=[4, 6, 6],
+            text_encoder_dim=WIDTH,
+        ),
+        scheduler=make_dynamic_scheduler(),
+        vae=make_wan_vae(),
+        text_encoder=transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**config)),
+        tokenizer=tokenizer,
+    )
+
+
+@pipeline
+def make_longcat():
+    tokenizer = make_vision_tokenizer()
+    processor = transformers.Qwen2VLProcessor(
+        transformers.Qwen2VLImageProcessor(),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+        tokenizer.chat_template,
+    )
+    return diffusers.LongCatImagePipeline(
+        scheduler=make_dynamic_scheduler(),
+        vae=make_vae(16),
+        text_encoder=make_qwen25_vl(tokenizer),
+        tokenizer=tokenizer,
+        text_processor=processor,
+        transformer=diffusers.LongCatImageTransformer2DModel(
+            in_channels=64,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            pooled_projection_dim=WIDTH,
+            axes_dims_rope=[4, 6, 6],
+        ),
+    )
+
+
+@refused
+def make_z_image_omni():
+    tokenizer = make_chat_tokenizer(256)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "patch_size": 16, "num_patches": 16}
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        siglip_feat_dim=32,
+        axes_dims=[4, 6, 6],
+        axes_lens=[256, 32, 32],
+    )
+    return diffusers.ZImageOmniPipeline(
+        scheduler=make_scheduler(),
+        vae=make_vae(),
+        text_encoder=make_qwen3(tokenizer),
+        tokenizer=tokenizer,
+        transformer=transformer,
+        siglip=transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**vision)),
+        siglip_processor=transformers.Siglip2ImageProcessor(),
+    )
+
+
+@refused
+def make_bria_fibo2():
+    tokenizer = make_vision_tokenizer()
+    return diffusers.BriaFibo2Pipeline(
+        transformer=BriaFibo2Transformer2DModel(
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            cap_feat_dim=3 * WIDTH,
+            injection_layer_ids=(0,),
+            perceiver_num_layers=1,
+            min_num_gist_tokens=8,
+            max_num_gist_tokens=16,
+            gist_step=8,
+            axes_dims=(4, 6, 6),
+        ),
+        scheduler=make_dynamic_scheduler(),
+        vae=make_flux2_vae(),
+        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 36),
+        processor=make_qwen3_processor(tokenizer),
+    )
+
+
+@refused
+def make_ideogram4():
+    tokenizer = make_vision_tokenizer()
+    options = {
+        "in_channels": 16,
+        "num_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "adaln_dim": 16,
+        "llm_features_dim": 13 * WIDTH,
+        "mrope_section": (4, 2, 2),
+    }
+    return diffusers.Ideogram4Pipeline(
+        scheduler=make_scheduler(),
+        vae=make_flux2_vae(),
+        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLModel", 36),
+        tokenizer=tokenizer,
+        transformer=diffusers.Ideogram4Transformer2DModel(**options),
+        unconditional_transformer=diffusers.Ideogram4Transformer2DModel(**options),
+    )
+
+
+@refused
+def make_kandinsky5():
+    tokenizer = make_vision_tokenizer()
+    processor = transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+        tokenizer.chat_template,
+    )
+    return diffusers.Kandinsky5T2IPipeline(
+        transformer=diffusers.Kandinsky5Transformer3DModel(
+            in_visual_dim=4,
+            in_text_dim=32,
+            in_text_dim2=32,
+            time_dim=32,
+            out_visual_dim=4,
+            model_dim=32,
+            ff_dim=32,
+            num_text_blocks=1,
+            num_visual_blocks=1,
+            axes_dims=(4, 6, 6),
+        ),
+        vae=make_vae_8(),
+        text_encoder=make_qwen25_vl(tokenizer),
+        tokenizer=processor,
+        text_encoder_2=make_clip(max_position_embeddings=77),
+        tokenizer_2=make_clip_tokenizer(),
         scheduler=make_scheduler(),
     )
 
@@ -545,6 +831,55 @@ def make_hidream():
         text_encoder_4=transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)),
         tokenizer_4=llama,
         transformer=transformer,
+    )
+
+
+@refused
+def make_glm_image():
+    """Its model of image tokens writes what each image is to hold."""
+    plain = make_chat_tokenizer(256)
+    names = ("image_token", "grid_bos_token", "grid_eos_token")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer,
+        pad_token=plain.pad_token,
+        bos_token=plain.eos_token,
+        extra_special_tokens={name: f"<{name}>" for name in names},
+    )
+    tokenizer.chat_template = plain.chat_template
+    text = make_qwen_config(tokenizer, 1) | {"vision_vocab_size": 64, "pad_token_id": 0}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3],
+                               "rope_theta": 10000.0, "partial_rotary_factor": 1.0}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    config = transformers.GlmImageConfig(
+        text_config=text,
+        vision_config=vision | {"image_size": 64},
+        vq_config={"embed_dim": 16, "num_embeddings": 32, "latent_channels": 32},
+        image_token_id=1,
+        image_start_token_id=40,
+        image_end_token_id=41,
+    )
+    processor = transformers.GlmImageProcessor(
+        transformers.GlmImageImageProcessor(), tokenizer, tokenizer.chat_template
+    )
+    glyphs = transformers.ByT5Tokenizer()
+    return diffusers.GlmImagePipeline(
+        tokenizer=glyphs,
+        processor=processor,
+        text_encoder=make_t5(glyphs),
+        vision_language_encoder=transformers.GlmImageForConditionalGeneration(config),
+        vae=make_vae_8(latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        transformer=diffusers.GlmImageTransformer2DModel(
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_embed_dim=WIDTH,
+            time_embed_dim=32,
+            condition_dim=8,
+            prior_vq_quantizer_codebook_size=64,
+        ),
+        scheduler=make_scheduler(),
     )
 
 

@@ -159,10 +159,7 @@ class DenoiserCalls:
         """Run the pipeline's code for latents of a size. options: further arguments of it."""
         height, width = (side * self.downscale for side in size)
         options = self.options | {"height": height, "width": width} | options
-        try:
-            self.code([""] * count, options, run)
-        except (ValueError, NotImplementedError) as error:
-            raise Unrecordable(f"for images of {height} x {width} pixels, {error}") from error
+        self.code([""] * count, options, run)
         if run.ends_at == "denoiser" and len(run.calls) != 1:
             raise Unrecordable("its denoiser is not called")
         return run
@@ -287,6 +284,8 @@ class DenoiserCalls:
         made = Call(Tape(call, inputs), arguments, spec, where, times)
         others = [vary(tensor) for tensor in inputs]
         expected, _ = tree_flatten_with_path(call(*others))
+        if [path for path, _ in expected] != [path for path, _ in named]:
+            raise Unrecordable("it gets other arguments for other captions")
         if name := find_difference(expected, made.fill(others)):
             raise Unrecordable(f"{name} can't be repeated for other values")
         return made

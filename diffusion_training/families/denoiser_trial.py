@@ -45,7 +45,8 @@ def is_exact(
             for part in calls.parts:
                 shape = [count, *part["shape"][1:]] if part["is_ragged"] else part["shape"]
                 row[part["column"]] = torch.full(shape, part["typical"])
-                if part["dtype"].startswith("float") and part["axis"] is not None:
+                is_own = part["axis"] is not None and not part.get("is_zero")
+                if part["dtype"].startswith("float") and is_own:
                     row[part["column"]] = torch.randn(shape, generator=generator)
             rows.append(row)
         prompts = stack_rows(calls.parts, rows)

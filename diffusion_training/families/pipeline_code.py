@@ -19,11 +19,18 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
+from diffusion_training.errors import explain, is_machines_fault
 from diffusion_training.families.reference_latents import ReferenceShapes, encode_reference
+from diffusion_training.families.tape import Unrecordable
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
 # arguments of pipelines that would change the size or rewrite captions, or hand on an object
-OFF = {"use_resolution_binning": False, "use_kv_cache": False, "use_pe": False}
+OFF = {
+    "use_resolution_binning": False,
+    "use_kv_cache": False,
+    "use_pe": False,
+    "enable_prompt_rewrite": False,
+}
 
 
 class Stopped(Exception):
@@ -71,6 +78,9 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
     ) -> None:
         self.timesteps = torch.tensor([self.run.time], device=device)
         self.sigmas = torch.tensor([self.run.time / NUM_TIMES, 0.0], device=device)
+
+    def scale_model_input(self, sample: Any, *args: Any) -> Any:
+        return sample  # Bria's pipeline asks any scheduler but diffusers' own
 
     def step(
         self, model_output: Any, timestep: Any, sample: Any, *args: Any, **options: Any
@@ -260,6 +270,11 @@ class PipelineCode:
                 self.pipeline(prompt=list(captions), **asked)  # some write into the list
         except Stopped:
             pass
+        except Exception as error:
+            if isinstance(error, Unrecordable) or is_machines_fault(error):
+                raise
+            size = f"images of {options['height']} x {options['width']} pixels"
+            raise Unrecordable(f"its code stops for {size}: {explain(error)}") from error
         finally:
             diffusers.utils.logging.set_verbosity(level)
             del vae.decode, vae.encode

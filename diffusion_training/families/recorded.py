@@ -120,6 +120,17 @@ class Recorded(Family):
         """How samples are drawn with guidance, see `find_guidance`."""
         return None if self.embedded_guidance else self.findings["guided"]
 
+    def check(self, base: Base) -> str | None:
+        scheduler = self.configs["scheduler"]
+        kind = scheduler["_class_name"]
+        predicts_velocity = scheduler.get("prediction_type") == "flow_prediction"
+        if kind.startswith("FlowMatch") or predicts_velocity:
+            return None
+        return (
+            f"{self.pipeline} can't be trained here: it has a {kind}, and only flow matching is "
+            "recorded"
+        )
+
     @contextlib.contextmanager
     def explaining(self, what: str) -> Iterator[None]:
         """End the program in a sentence if the pipeline's code can't be recorded."""
@@ -139,7 +150,9 @@ class Recorded(Family):
         for name, entry in self.index.items():
             if not is_component(entry) or name in (self.folder, "vae", "scheduler"):
                 continue
-            kind = getattr(importlib.import_module(entry[0]), entry[1])
+            # a library, or the folder of a pipeline that brings its own class
+            module = getattr(diffusers.pipelines, entry[0], None)
+            kind = getattr(module or importlib.import_module(entry[0]), entry[1])
             given = options | {"subfolder": name}
             if issubclass(kind, torch.nn.Module):
                 models[name] = load_weights(kind, source, **given, torch_dtype=dtype)

@@ -86,7 +86,9 @@ def find_references(parts: TextParts) -> dict[str, Any]:
     are_needed = False
     try:
         alone = list_tensors(parts.record([SHORT], {}, images=[]).encoded[0])
-    except (AttributeError, NameError, TypeError):  # it asks the image that is not there
+    except Unrecordable as error:
+        if not isinstance(error.__cause__, AttributeError | NameError | TypeError):
+            raise  # else it asks the image that is not there
         are_needed, alone = True, []
         if not parts.images:
             fail(
@@ -97,7 +99,7 @@ def find_references(parts: TextParts) -> dict[str, Any]:
         return {}
     try:
         white = list_tensors(parts.record([SHORT], {}).encoded[0])
-    except ValueError as error:
+    except Unrecordable as error:
         count = amount(len(parts.images), "reference")
         raise Unrecordable(f"it can't be called with {count}: {error}") from error
     black = [Image.new("RGB", image.size) for image in parts.images]
@@ -158,7 +160,7 @@ def find_guidance(parts: TextParts, off: dict[str, Any], structure: Any) -> dict
     for name in off:
         try:
             run = parts.record([SHORT], turn_on(off, name), "step")
-        except (RuntimeError, TypeError, ValueError):  # both captions have other lengths
+        except Unrecordable:  # both captions have other lengths
             continue
         if is_guided(run):
             alone = parts.record([SHORT], off).encoded[0]

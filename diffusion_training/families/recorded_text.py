@@ -30,6 +30,7 @@ class Part(TypedDict, total=False):
     axis: int | str | None
     is_ragged: bool  # does its first axis count the caption's tokens?
     typical: float  # a value: 1 for a mask, except if it is 0 for each token
+    is_zero: bool  # is each of its numbers 0, for any caption? If absent: no
 
 
 def is_part(node: Any) -> bool:
@@ -66,6 +67,8 @@ def describe_result(
         elif isinstance(a, list) and len(b) == 2 * len(a) == 2 and isinstance(a[0], torch.Tensor):
             part = describe_tensor(a[0], b[0], c[0]) | {"axis": "list"}  # a tensor per caption
         elif isinstance(a, list):
+            if len(a) != len(b):
+                raise Unrecordable("its encode_prompt returns a list of lists")
             return [describe(*items) for items in zip(a, b, c, strict=True)]
         elif isinstance(a, int | float | str | None):
             return a
@@ -107,7 +110,7 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     differ = [i for i, size in enumerate(of_one.shape) if of_longer.shape[i] != size]
     if differ not in ([], [0]):
         raise Unrecordable(f"its encode_prompt returns {list(longer.shape)} for a longer caption")
-    return Part(
+    part = Part(
         column="",
         of="",
         dtype=str(one.dtype).removeprefix("torch."),
@@ -116,6 +119,9 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
         axis=axis,
         is_ragged=bool(differ),
     )
+    if axis is not None and one.is_floating_point() and not longer.any():
+        part["is_zero"] = True
+    return part
 
 
 def move_rows(tensor: torch.Tensor, axis: int | str | None) -> torch.Tensor:

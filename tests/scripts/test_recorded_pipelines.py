@@ -7,6 +7,7 @@ writes the table in docs/models.md.
 import contextlib
 import copy
 import io
+import json
 import os
 import re
 
@@ -37,7 +38,7 @@ from diffusion_training.latents.reader import load_cache
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 precompute, train = Script("precompute_latents"), Script("train_flow")
 CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit two", ""]
-SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "sana": 32}
+SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32}
 NEW = "flux"  # tried in CI
 # {pipeline: the batch size}, if only captions of one length share a batch
 BATCHES = {"qwen_image_2_1": 1, "cogview4": 1}
@@ -268,6 +269,39 @@ def test_a_pipeline_that_can_not_be_recorded_is_refused_by_name(tmp_path, rank):
     assert "is a KandinskyPipeline, which these scripts can't train" in said
 
 
+def test_a_modular_pipeline_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "modular_model_index.json").write_text('{"_class_name": "Flux3ModularPipeline"}')
+    flags = [f"--pretrained_model_name_or_path={tmp_path}", f"--train_data_dir={tmp_path}"]
+    assert f"{tmp_path} holds a modular pipeline" in precompute.refused(*flags)
+
+
+@pytest.mark.parametrize(
+    "pipeline, model, scheduler",
+    [
+        ("PixArtAlpha", "PixArtTransformer2DModel", "DPMSolverMultistepScheduler"),
+        ("PixArtSigma", "PixArtTransformer2DModel", "DPMSolverMultistepScheduler"),
+        ("HunyuanDiT", "HunyuanDiT2DModel", "DDPMScheduler"),
+        ("CogView3Plus", "CogView3PlusTransformer2DModel", "CogVideoXDDIMScheduler"),
+        ("SanaSprint", "SanaTransformer2DModel", "SCMScheduler"),
+    ],
+)
+def test_a_transformer_without_flow_matching_is_refused_by_its_scheduler(
+    tmp_path, pipeline, model, scheduler
+):
+    index = {"_class_name": f"{pipeline}Pipeline", "_diffusers_version": "0.42.1"}
+    for part, kind in (("vae", "AutoencoderKL"), ("transformer", model), ("scheduler", scheduler)):
+        index[part] = ["diffusers", kind]
+        folder = tmp_path / part
+        folder.mkdir()
+        name = "scheduler_config.json" if part == "scheduler" else "config.json"
+        (folder / name).write_text(json.dumps({"_class_name": kind}))
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    base = f"--pretrained_model_name_or_path={tmp_path}"
+    for script, more in ((precompute, f"--train_data_dir={tmp_path}"), (train, "--latents_dir=x")):
+        said = script.refused(base, more, f"--output_dir={tmp_path}-out")
+        assert f"{pipeline}Pipeline can't be trained here: it has a {scheduler}" in said
+
+
 # ------------------------------------------------------------------- the table in docs/models.md
 
 PAGE = ROOT / "docs/models.md"
@@ -291,7 +325,8 @@ def describe(folder, name):
     cells = [attempt(precompute, *base, *data, f"--output_dir={folder / 'cache'}")]
     kind = DiffusionPipeline.load_config(folder / "base")["_class_name"]
     if cells[0] != "yes":
-        return f"| `{kind}` | no: {cells[0].split(': ', 1)[1]} | no | |"
+        reason = cells[0].split("trained here: ")[-1]
+        return f"| `{kind}` | no: {reason} | no | |"
     for more in ([], ["--rank=2"]):
         flags = [*list_flags(name, folder), "--max_train_steps=1", *more]
         cells.append(attempt(train, *base, *flags, f"--output_dir={folder}/out-{len(more)}"))
