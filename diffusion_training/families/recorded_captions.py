@@ -20,11 +20,16 @@ from diffusion_training.errors import amount, fail
 from diffusion_training.families.denoiser_call import PROBED_SIDES
 from diffusion_training.families.pipeline_code import OFF, PipelineCode, PipelineRun
 from diffusion_training.families.recorded_text import (
+    LONG,
     SHORT,
+    Part,
     describe_guided,
     describe_result,
     is_equal,
     list_tensors,
+    put_together,
+    stack_rows,
+    take_rows,
 )
 from diffusion_training.families.reference_latents import join_alone
 from diffusion_training.families.tape import Unrecordable
@@ -66,16 +71,17 @@ class TextParts(torch.nn.Module):
         options: dict[str, Any],
         ends_at: str = "text",
         images: list[Any] | None = None,
+        texts: list[Any] | None = None,
     ) -> PipelineRun:
         """Run the pipeline's code for captions. options: further arguments of the pipeline.
 
-        images: references of the captions.
+        images: references of the captions. texts: see `PipelineRun`.
         """
         images = self.images if images is None else images
         options = options | ({"image": images} if images else {})
         self.code.pipeline.own_device = next(self.parameters()).device
         height, width = PROBED_SIDES
-        run = PipelineRun(ends_at, torch.zeros)
+        run = PipelineRun(ends_at, torch.zeros, texts=texts)
         return self.code(captions, self.options | {"height": height, "width": width} | options, run)
 
 
@@ -140,7 +146,7 @@ def describe_captions(
     structure, described = describe_result(partial(record_together, parts, off), most)
     findings = {"off": off, "structure": structure, "parts": described}
     findings |= {"references": references} if references else {}
-    findings["guided"] = find_guidance(parts, off, structure)
+    findings["guided"] = find_guidance(parts, off, structure, described)
     findings["own"] = {name: value for name, value in OFF.items() if name in parts.code.has}
     return findings | parts.options
 
@@ -152,20 +158,29 @@ def record_together(parts: TextParts, off: dict[str, Any], captions: list[str]) 
     return parts.record(captions, off).encoded[0]
 
 
-def find_guidance(parts: TextParts, off: dict[str, Any], structure: Any) -> dict[str, Any] | None:
+def find_guidance(
+    parts: TextParts, off: dict[str, Any], structure: Any, described: list[Part]
+) -> dict[str, Any] | None:
     """The argument that turns guidance on, and what encode_prompt returns then.
 
-    None if samples can't be drawn with guidance.
+    None if samples can't be drawn with guidance, of a caption and an empty prompt of any length.
     """
+    alone, longer = (parts.record([text], off).encoded[0] for text in (SHORT, LONG))
+    sources = {
+        of: stack_rows(described, [take_rows(structure, result)])
+        for of, result in (("caption", alone), ("empty", longer))
+    }
     for name in off:
+        asked = turn_on(off, name)
         try:
-            run = parts.record([SHORT], turn_on(off, name), "step")
-        except Unrecordable:  # both captions have other lengths
+            run = parts.record([SHORT], asked, "step")
+            if is_guided(run):
+                results = [describe_guided(each, structure, alone) for each in run.encoded]
+                texts = [put_together(each, sources) for each in results]
+                parts.record([SHORT], asked, "step", texts=texts)
+                return {"name": name, "results": results, "from_zero": off[name] == 0}
+        except Unrecordable:
             continue
-        if is_guided(run):
-            alone = parts.record([SHORT], off).encoded[0]
-            results = [describe_guided(each, structure, alone) for each in run.encoded]
-            return {"name": name, "results": results, "from_zero": off[name] == 0}
     return None
 
 

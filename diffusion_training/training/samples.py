@@ -1,6 +1,7 @@
 """Draw samples on all processes, and save them as one picture."""
 
 import contextlib
+import inspect
 import math
 import textwrap
 from argparse import Namespace
@@ -82,7 +83,9 @@ def draw_prompts(
             return inputs
         references = validation.images[numbers[0] // per_prompt]
         height, width = fit_size(references[-1], args.resolution, data.latents.downscale)
-        return data.family.size_args(height, width) | {"image": references} | inputs
+        known = inspect.signature(pipeline.__call__).parameters
+        name = "image" if "image" in known else "control_image"
+        return data.family.size_args(height, width) | {name: references} | inputs
 
     drawn = draw_share(
         launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args,
@@ -217,6 +220,8 @@ def draw_share(
             raise Interrupted
         return tensors
 
+    known = inspect.signature(pipeline.__call__).parameters
+    watched = {"callback_on_step_end": interrupt} if "callback_on_step_end" in known else {}
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     put_decoder(pipeline.vae, device)
@@ -234,7 +239,7 @@ def draw_share(
                 pipeline(
                     **family.call_args(prompts, empty, args.guidance_scale),
                     output_type="np",
-                    callback_on_step_end=interrupt,
+                    **watched,
                     num_inference_steps=args.num_inference_steps,
                     generator=[
                         torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))

@@ -137,7 +137,7 @@ def test_a_lora_is_read_by_the_pipeline_and_changes_its_images(made):
     options = {"height": side, "width": side, "num_inference_steps": 2, "output_type": "latent"}
 
     def draw():
-        return pipeline("one", generator=torch.Generator().manual_seed(0), **options).images
+        return pipeline(prompt="one", generator=torch.Generator().manual_seed(0), **options).images
 
     before = draw()
     pipeline.load_lora_weights(folder / "lora", weight_name=LORA)
@@ -204,6 +204,28 @@ def test_recorded_pipelines_train_sharded_and_in_4_bits(made, flag):
     flags = [*base, *list_flags(name, folder, "--max_train_steps=2"), flag, *more]
     train.fork(*flags, f"--output_dir={folder / 'out'}", num_processes=1 if more else 2)
     assert metrics(folder / "out")[-1]["step"] == 2
+
+
+# fixed embeddings with a pooled one, three text encoders, and a mask of ragged embeddings
+@pytest.mark.parametrize("made", [NEW, "sd3", "krea2"], indirect=True)
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_recorded_pipelines_train_compiled_and_in_bf16(made):
+    name, base, _, folder = made
+    flags = [*base, *list_flags(name, folder, "--max_train_steps=3", "--logging_steps=1")]
+    losses = {}
+    for kind, more in {
+        "plain": [],
+        "compiled": ["--compile=aot_eager"],
+        "bf16": ["--mixed_precision=bf16", "--validation_prompts", "one"],
+        "both": ["--mixed_precision=bf16", "--compile=aot_eager", "--gradient_checkpointing"],
+        "lora": ["--mixed_precision=bf16", "--compile=aot_eager", "--rank=2"],
+    }.items():
+        train(*flags, *more, f"--output_dir={folder / kind}")
+        losses[kind] = [r["loss"] for r in metrics(folder / kind) if "loss" in r]
+        assert len(losses[kind]) == 3
+        rel = 1e-4 if kind == "compiled" else 0.05
+        assert losses[kind] == pytest.approx(losses["plain"], rel=rel), kind
 
 
 @new
