@@ -113,7 +113,7 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     part = Part(
         column="",
         of="",
-        dtype=str(one.dtype).removeprefix("torch."),
+        dtype=name_dtype(one),
         shape=list(of_longer.shape),
         typical=0.0 if one.is_floating_point() else float(of_longer.any()),
         axis=axis,
@@ -122,6 +122,16 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     if axis is not None and one.is_floating_point() and not longer.any():
         part["is_zero"] = True
     return part
+
+
+def name_dtype(tensor: torch.Tensor) -> str:
+    """The type of a recorded tensor: float32 for all floating-point numbers."""
+    return str(exactly(tensor).dtype).removeprefix("torch.")
+
+
+def exactly(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float32, whatever the precision of the text encoder."""
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def move_rows(tensor: torch.Tensor, axis: int | str | None) -> torch.Tensor:
@@ -146,7 +156,7 @@ def take_rows(structure: Any, result: Any, of: str = "caption") -> dict[str, tor
     for part, tensor in pair_parts(structure, plain(result)):
         if part["of"] == of:
             tensor = tensor[0] if part["axis"] == "list" else move_rows(tensor, part["axis"])
-            rows[part["column"]] = tensor
+            rows[part["column"]] = exactly(tensor)
     return rows
 
 
@@ -237,8 +247,7 @@ def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
 def is_like(part: Part, tensor: torch.Tensor) -> bool:
     """Whether a caption's tensor has the type and shape of a part."""
     first = 1 if part["is_ragged"] else 0
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return (dtype, [*tensor.shape[first:]]) == (part["dtype"], part["shape"][first:])
+    return (name_dtype(tensor), [*tensor.shape[first:]]) == (part["dtype"], part["shape"][first:])
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -31,31 +31,38 @@ from conftest import (
     weights,
 )
 from diffusers import (
-    ControlNetModel,
     DDPMScheduler,
     DiffusionPipeline,
+    FluxControlNetPipeline,
+    StableDiffusion3ControlNetPipeline,
     StableDiffusionControlNetPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLControlNetPipeline,
     UNet2DModel,
 )
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_pipelines import make_vae_8
+from tiny_pipelines import MAKE, make_vae_8
+from torchvision.transforms.functional import pil_to_tensor
 
 import train_text_to_image
+from diffusion_training.data.captions import tokenize
+from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
+from diffusion_training.models import list_parameters
 from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 SMALL = ["huber", "class_labels", "second_image", "masked_loss", "trained_module"]
-NAMES = [*SMALL, "perceptual", "inpainting", "controlnet", "repa"]
+CONTROLS = ("controlnet", "controlnet_flow")
+NAMES = [*SMALL, "perceptual", "inpainting", *CONTROLS, "repa"]
 CHANGES = {name: (ROOT / f"patches/{name}.diff").read_text() for name in NAMES}
 SOURCES = {  # where the images are
     "class_labels": "labels",
     "second_image": "second",
     "masked_loss": "masked",
     "inpainting": "masked",
-    "controlnet": "controlled",
+    **dict.fromkeys(CONTROLS, "controlled"),
 }
 TRAINERS = {
     "unconditional": "train_unconditional.py",
@@ -139,6 +146,8 @@ def root(tmp_path_factory):
     for base in ("sd", "xl/sdxl"):  # a ControlNet takes 8 x 8 pixels per latent
         shutil.copytree(folder / base, folder / f"{base}-8")
         make_vae_8(shift_factor=None).save_pretrained(folder / f"{base}-8/vae")
+    for base in ("sd3", "flux"):
+        make_vae_8().save_pretrained(MAKE[base](folder / base) / "vae")
     make_images(folder / "labels", 8)
     for i in range(8):  # one folder per class
         (folder / f"labels/{i % 3}").mkdir(exist_ok=True)
@@ -177,10 +186,11 @@ def list_flags(root, output, name, trainer, kind="images"):
         return [*common, "--ddpm_num_inference_steps=2", "--eval_batch_size=12"]
     common += [f"--pretrained_model_name_or_path={root / 'sd'}", "--no-validate_first"]
     common += ["--random_flip"]
-    if trainer == "flow":
+    if trainer == "flow" and name not in CONTROLS:
         common += [f"--transformer_config_name_or_path={root / 'prx'}"]
-    if name == "controlnet":
-        common += [f"--pretrained_model_name_or_path={root / 'sd-8'}", "--resolution=32"]
+    if name in CONTROLS:
+        base = root / ("sd3" if trainer == "flow" else "sd-8")
+        common += [f"--pretrained_model_name_or_path={base}", "--resolution=32"]
         control = root / "controlled/0.control.png"
         common += ["--validation_prompts", "a digit", "--validation_images", control]
         common += ["--num_inference_steps=2", "--learning_rate=0.05"]
@@ -229,7 +239,7 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
         sizes.setdefault(name, []).append(len(lines))
         assert max(map(len, lines)) <= 101  # with the + before it
     assert all(max(sizes[name]) < 10 for name in SMALL)
-    assert all(max(sizes[name]) < (60 if name == "controlnet" else 30) for name in NAMES)
+    assert all(max(sizes[name]) < (90 if name in CONTROLS else 30) for name in NAMES)
     assert [name for name in NAMES if len(sizes[name]) == 3] == [
         "huber",
         "trained_module",
@@ -240,7 +250,7 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
 def mark(name, trainer, kind):
     """In each test run, the flow trainer shows a change of several trainers."""
     is_shown = name in ("huber", "trained_module", "perceptual", "repa") and trainer != "flow"
-    is_shown |= (name, kind) == ("inpainting", "images")
+    is_shown |= (name, kind) == ("inpainting", "images") or name == "controlnet_flow"
     return pytest.param(name, trainer, kind, marks=pytest.mark.long if is_shown else pytest.mark.ci)
 
 
@@ -274,7 +284,7 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     resumed = [*flags, f"--output_dir={tmp_path / 'killed'}", "--resume_from_checkpoint=latest"]
     run(script, *resumed)
     names = {"unconditional": "unet", "text": "unet", "flow": "transformer"}[trainer]
-    names = "controlnet" if name == "controlnet" else names
+    names = "controlnet" if name in CONTROLS else names
     names = {names, f"{names}_ema"}
     if module := {"trained_module": "log_variance", "repa": "projection"}.get(name):
         names |= {module, f"{module}_ema"}
@@ -295,21 +305,28 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
         assert pipeline.unet.config.in_channels == 9
     if name == "controlnet":
         check_controlnet(root / "sd-8", tmp_path / "out", StableDiffusionControlNetPipeline)
+    if name == "controlnet_flow":
+        check_controlnet(root / "sd3", tmp_path / "out", StableDiffusion3ControlNetPipeline)
 
 
 def check_controlnet(base, folder, kind):
-    """The pipeline draws another image for another hint, with the U-Net of the base."""
-    before = weights(base / "unet")
-    after = weights(folder / "unet")
+    """The pipeline draws another image for another hint, with the denoiser of the base."""
+    is_flow = (base / "transformer").exists()
+    part = "transformer" if is_flow else "unet"
+    before, after = weights(base / part), weights(folder / part)
     assert all(torch.equal(before[key], after[key]) for key in before)
-    assert weights(folder / "controlnet")["controlnet_down_blocks.0.weight"].any()
+    layer = "controlnet_blocks.0.weight" if is_flow else "controlnet_down_blocks.0.weight"
+    assert weights(folder / "controlnet")[layer].any()
     pipeline = DiffusionPipeline.from_pretrained(folder)
-    assert isinstance(pipeline, kind) and isinstance(pipeline.controlnet, ControlNetModel)
+    assert isinstance(pipeline, kind)
+    argument = "control_image" if is_flow else "image"
     pipeline.set_progress_bar_config(disable=True)
     drawn = [
         pipeline(
             "a digit",
-            image=Image.new("RGB", (32, 32), colour),
+            **{argument: Image.new("RGB", (32, 32), colour)},
+            height=32,
+            width=32,
             num_inference_steps=2,
             output_type="np",
             generator=torch.Generator().manual_seed(0),
@@ -318,7 +335,59 @@ def check_controlnet(base, folder, kind):
     ]
     assert np.abs(drawn[0] - drawn[1]).max() > 1e-5
     assert (folder / "samples/step-0000004.png").exists()
-    assert "image=load_image" in (folder / "README.md").read_text()
+    assert f" {argument}=load_image" in (folder / "README.md").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name, kind", [("sd3", StableDiffusion3ControlNetPipeline), ("flux", FluxControlNetPipeline)]
+)
+def test_controlnet_flow_change_predicts_as_its_pipeline(root, tmp_path, monkeypatch, name, kind):
+    script = apply(CHANGES["controlnet_flow"], "flow", tmp_path)
+    base, out = root / name, tmp_path / "out"
+    flags = [*list_flags(root, out, "controlnet_flow", "flow"), "--mixed_precision=bf16"]
+    run(script, *flags, f"--pretrained_model_name_or_path={base}")
+    check_controlnet(base, out, kind)
+    pipeline = DiffusionPipeline.from_pretrained(out)
+    pipeline.set_progress_bar_config(disable=True)
+    take_mean = lambda self, generator=None: self.mode()
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", take_mean)
+    args = script.parse_args([f"--pretrained_model_name_or_path={base}", "--latents_dir=x"])
+    given = script.open_base(args, "train_flow.py")
+    encoders = load_encoders(given, torch.float32)
+    prompts = encode_prompts(encoders, tokenize(encoders.tokenizers, ["a digit"]))
+    image = Image.open(root / "controlled/0.png").convert("RGB").resize((32, 32))
+    noise, seen = torch.randn(1, 4, 4, 4), []
+
+    def step(velocity, time, sample, **options):
+        seen.append((velocity, time, sample))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.scheduler, "step", step)
+    options = {"control_image": image, "height": 32, "width": 32, "num_inference_steps": 2}
+    latents = noise if name == "sd3" else pipeline._pack_latents(noise, 1, 4, 4, 4)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline("a digit", latents=latents, guidance_scale=1, **options)
+    velocity, time, _ = seen[0]
+    if name == "flux":
+        velocity = pipeline._unpack_latents(velocity, 32, 32, 8)
+    pixels = pil_to_tensor(image)[None]
+    hint, _ = encode_images(encoders, pixels).chunk(2, dim=1)
+    scale = pipeline.vae.config
+    prompts["hint"] = (hint - scale.shift_factor) * scale.scaling_factor
+    controlnet = script.make_controlnet(given, pipeline.transformer, out / "controlnet")
+    models = {"controlnet": controlnet}
+    ours = script.predict_velocity(
+        encoders.family, pipeline.transformer, models, noise, time.view(1) / 1000, prompts
+    )
+    torch.testing.assert_close(ours, velocity, rtol=0, atol=1e-5)
+    ours.sum().backward()  # DDP would wait for weights without a gradient
+    assert all(weight.grad is not None for weight in list_parameters(models))
+    flags += [f"--controlnet_model_name_or_path={out / 'controlnet'}", "--learning_rate=1e-9"]
+    run(script, *flags, f"--pretrained_model_name_or_path={base}",
+        f"--output_dir={tmp_path / 'again'}", "--max_train_steps=1")  # fmt: skip
+    one, two = (weights(folder / "controlnet") for folder in (out, tmp_path / "again"))
+    assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
 
 
 @pytest.mark.long

@@ -211,18 +211,22 @@ def test_recorded_pipelines_train_sharded_and_in_4_bits(made, flag):
 @pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 def test_recorded_pipelines_train_compiled_and_in_bf16(made):
-    name, base, _, folder = made
+    name, base, data, folder = made
     flags = [*base, *list_flags(name, folder, "--max_train_steps=3", "--logging_steps=1")]
+    images = [*data, "--mixed_precision=bf16"]
     losses = {}
     for kind, more in {
         "plain": [],
+        "images": images,
         "compiled": ["--compile=aot_eager"],
         "bf16": ["--mixed_precision=bf16", "--validation_prompts", "one"],
         "both": ["--mixed_precision=bf16", "--compile=aot_eager", "--gradient_checkpointing"],
         "lora": ["--mixed_precision=bf16", "--compile=aot_eager", "--rank=2"],
     }.items():
-        train(*flags, *more, f"--output_dir={folder / kind}")
-        losses[kind] = [r["loss"] for r in metrics(folder / kind) if "loss" in r]
+        cache = [] if kind != "images" else [f"--latents_dir={folder / 'cache'}"]
+        own = [flag for flag in flags if flag not in cache]
+        train(*own, *more, f"--output_dir={folder}/out-{kind}")
+        losses[kind] = [r["loss"] for r in metrics(f"{folder}/out-{kind}") if "loss" in r]
         assert len(losses[kind]) == 3
         rel = 1e-4 if kind == "compiled" else 0.05
         assert losses[kind] == pytest.approx(losses["plain"], rel=rel), kind
