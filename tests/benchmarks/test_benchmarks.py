@@ -733,15 +733,3 @@ def test_downloads_benchmark_measures_plain_and_resized_images(ramp, capsys, mon
     cli = argparse.Namespace(img2dataset="img2dataset", rows=16)
     command = downloads.make_command("img2dataset", "urls.parquet", "out", True, cli)
     assert command[0] == "img2dataset" and "--image_size=512" in command
-
-
-@pytest.mark.long
-def test_driver_benchmark_measures_caches_ray_data_and_downloads(capsys):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
-    import driver
-
-    whats = ["cache", "ray_data", "downloads"]
-    driver.main(["--shards=30", "--whats", *whats])
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split(" | ") for line in lines if "| 30 |" in line]
-    assert [row[0] for row in rows] == [f"| {what}" for what in whats]
