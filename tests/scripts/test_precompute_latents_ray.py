@@ -25,6 +25,7 @@ from pathlib import Path
 import datasets
 import fsspec
 import pytest
+import tiny_pipelines
 import torch
 from conftest import (
     CHILDREN,
@@ -392,6 +393,18 @@ def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, 
         assert code == 0, said
         assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
         assert b'"scaling_factor": [' in contents(tmp_path / kind / "ray")["cache.json"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["flux", "lumina2"])
+def test_ray_cache_for_a_recorded_pipeline_has_the_same_bytes(tmp_path, flags, without_ray, name):
+    """An encoder takes what the driver has found out by trying the text encoders."""
+    tiny_pipelines.MAKE[name](tmp_path / "base")
+    flags += [f"--pretrained_model_name_or_path={tmp_path / 'base'}", "--resolution=32"]
+    flags += ["--no-random_flip", "--mixed_precision=bf16"]
+    precompute(*flags, f"--output_dir={tmp_path / 'one'}")
+    code, said = without_ray(*flags, "--num_encoders=2")
+    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "one"), said
 
 
 def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
