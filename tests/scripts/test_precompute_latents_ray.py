@@ -1687,32 +1687,13 @@ def plain_encoder():
     """For `start_driver`: the unchanged script."""
 
 
-# Holds as many bytes as the last line says
-HOLDING = """
-import sys
-for line in sys.stdin:
-    held = None
-    held = b"x" * int(line)
-"""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("attacks", ["kills", "memory"])
-def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
-    tmp_path, flags, bucket, attacks
-):
+def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, flags, bucket):
     """Kill encoders, tasks, nodes and the driver at random, STORM minutes long (default: 3).
 
-    Or let another program take memory for a moment, so that Ray kills workers. Images and cache are
-    in a bucket, and each node's object store is the smallest that Ray allows. Whenever a run ends
-    well, its files are compared, and another begins.
+    Images and cache are in a bucket, and each node's object store is the smallest that Ray allows.
+    Whenever a run ends well, its files are compared, and another begins.
     """
-    import psutil
-
-    memory, most = psutil.virtual_memory(), 6 * 2**30
-    limit = (memory.total - memory.available + most) / memory.total
-    holder = subprocess.Popen([sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, text=True)
-    env = os.environ | {"RAY_memory_usage_threshold": f"{min(0.95, limit)}"}
     flags = [*flags, "--train_data_dir=s3://bucket/images/", "--rows_per_shard=2", "--batch_size=1"]
     out, rng, counts = "bucket/latents", random.Random(0), collections.Counter()
     port, folder = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -1727,7 +1708,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
         )
 
     def add_node():
-        nodes.append(start_ray_node(tmp_path, f"--address=127.0.0.1:{port}", env=env))
+        nodes.append(start_ray_node(tmp_path, f"--address=127.0.0.1:{port}"))
 
     def judge():
         """Check a run that ended by itself: complete, or stopped because of the kills."""
@@ -1744,8 +1725,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
 
     try:
         # A driver is connected to the head, and ends at once without it: so the head is not killed
-        head = ["--head", f"--port={port}", f"--temp-dir={folder}"]
-        nodes.append(start_ray_node(tmp_path, *head, env=env))
+        nodes.append(start_ray_node(tmp_path, "--head", f"--port={port}", f"--temp-dir={folder}"))
         add_node()
         add_node()
         driver = begin()
@@ -1767,13 +1747,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
                 counts["begun"] += 1
                 continue
             what = rng.choices(["worker", "node", "driver"], [12, 1, 1])[0]
-            if attacks == "memory":
-                what = "memory"
-                for size in (rng.uniform(0.5, 1) * most, 0):
-                    holder.stdin.write(f"{size:.0f}\n")
-                    holder.stdin.flush()
-                    time.sleep(rng.uniform(1, 4))
-            elif what == "worker":
+            if what == "worker":
                 workers = [pid for node in nodes for pid in find_workers(node)]
                 for pid in rng.sample(workers, min(1, len(workers))):
                     with contextlib.suppress(ProcessLookupError):
@@ -1793,16 +1767,11 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
                 break
             driver = begin()
         assert code == 0
-        logs = "".join(path.read_text() for path in Path(folder).glob("session_*/logs/raylet*.out"))
-        counts["killed by Ray"] = logs.count("killed due to the node running low on memory")
-        assert counts["killed by Ray"] or attacks != "memory", logs[-3000:]
     finally:
         if driver:
             driver.kill()
             driver.wait()
         for node in nodes[::-1]:
             end_node(node)
-        holder.kill()
-        holder.wait()
         shutil.rmtree(folder, ignore_errors=True)
     print(dict(counts))
