@@ -1489,7 +1489,7 @@ def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
 def set_encoder_memory(gigabytes):
     """Let each encoder need this memory. A task needs 1 GiB, and the first node has 7.5."""
     real = script.plan_engine
-    script.plan_engine = lambda args, weights: real(args, (gigabytes - 1) * 2**29)
+    script.plan_engine = lambda args, weights: real(args, (gigabytes - 1) * 2**30)
 
 
 def room_for_one_encoder():
