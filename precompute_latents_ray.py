@@ -167,6 +167,7 @@ from diffusion_training.errors import (
     fail,
     in_one_sentence,
 )
+from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.cache import (
     OpenCache,
@@ -213,6 +214,7 @@ class Job:
 
     args: Flags  # with absolute paths, because workers start in other folders
     caches: list[PlannedCache]
+    models: dict[str, Any]  # the driver's, described in the precision that encodes
     num_rows: int
     rows: Any  # Ray's reference to the bytes of `PickledRows`
     threads: int  # of the driver
@@ -330,21 +332,23 @@ class Encoder:
     def load_models(self) -> None:
         """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
-        base = open_base(args)
-        self.encoders = load_encoders(base, torch.float32)
-        described = describe_models(self.encoders)
         settings = self.job.caches[0].settings
-        if differences := compare_settings(settings, described):
-            raise ValueError(
-                f"the models on this node differ from the driver's ({', '.join(differences)})"
-            )
+        base = open_base(args)
+        base = replace(base, family=base.family.recall(settings))
+
+        def load(dtype: torch.dtype, drivers: dict[str, Any]) -> Encoders:
+            encoders = load_encoders(base, dtype)
+            if differences := compare_settings(drivers, describe_models(encoders)):
+                raise ValueError(
+                    f"the models on this node differ from the driver's ({', '.join(differences)})"
+                )
+            return encoders
+
         dtype = getattr(torch, settings["dtype"])
+        self.encoders = load(dtype, self.job.models)
         self.load_exact = None
         if dtype != torch.float32:
-            base = replace(base, family=self.encoders.family)  # it has found out what it needs
-            del self.encoders  # before the same models are loaded in 16 bits
-            self.encoders = load_encoders(base, dtype)
-            self.load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
+            self.load_exact = functools.cache(functools.partial(load, torch.float32, settings))
         place_encoders(self.encoders, self.device, args.compile)
 
     def make(self, shard: Shard, ahead: int) -> dict[str, Any]:
@@ -511,7 +515,7 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     threads = 1 if per_encoder else torch.get_num_threads()
     memory = 2**30 + 4 * PART_BYTES
     # The CPU is for the task. An encoder reserves none, because a machine may have only one.
-    place = {"CPU": 1, "GPU": per_encoder, "memory": 2 * (memory + weight_bytes)}
+    place = {"CPU": 1, "GPU": per_encoder, "memory": 2 * memory + weight_bytes}
     if kind:
         place[kind] = 0.001  # as much as Ray's own option takes
     engine = Engine(count, args.num_transform_cpus, threads, place, memory)
@@ -550,6 +554,11 @@ def place_encoder(job: Any, engine: Engine) -> tuple[Any, Any]:
         ),
     )(Encoder)
     return actor.remote(job), group
+
+
+def count_weight_bytes(encoders: Encoders) -> int:
+    """The bytes of the weights of all models."""
+    return sum(weight.nbytes for model in encoders.modules() for weight in model.parameters())
 
 
 def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
@@ -832,16 +841,13 @@ def main(args: argparse.Namespace) -> None:
     recorded = Flags(**{name: value for name, value in vars(args).items() if name not in ENGINE})
     accelerator = Accelerator(cpu=True)  # for `open_cache`: there is one process
 
-    # The driver loads and hashes the models on its CPU. The encoders compare their models with
-    # these hashes.
+    # The driver loads and hashes the models on its CPU, in float32 and in the precision that
+    # encodes. The encoders compare theirs with these hashes, and load float32 only if rows need it.
     base = open_base(args)
     if base.num_references:
         fail("images to edit (references) can't be encoded on Ray yet: use precompute_latents.py")
     encoders = load_encoders(base, torch.float32)
     empty_prompt, described = describe_encoders(base, encoders, args, mixed_precision)
-    weight_bytes = sum(
-        4 * weight.numel() for module in encoders.modules() for weight in module.parameters()
-    )
     texts = []
     if is_address(args.train_data_dir):
         remote_rows = RemoteRows(args)
@@ -852,7 +858,6 @@ def main(args: argparse.Namespace) -> None:
     launch_flags = {"mixed_precision": mixed_precision}
     caches = plan_caches(recorded, images, encoders, described, launch_flags)
     tokenizers = encoders.tokenizers
-    del encoders
     report_equal(texts, args)
     report_emptied(tokenizers, texts)
     tokens = count_tokens(tokenizers, texts)
@@ -861,6 +866,14 @@ def main(args: argparse.Namespace) -> None:
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
+    models, weight_bytes = described, count_weight_bytes(encoders)
+    if (dtype := getattr(torch, described["dtype"])) != torch.float32:
+        base = replace(base, family=encoders.family)  # it has found out what it needs
+        del encoders  # before the same models are loaded in 16 bits
+        encoders = load_encoders(base, dtype)
+        models = describe_models(encoders)
+        weight_bytes += count_weight_bytes(encoders)  # a row may need float32 as well
+    del encoders
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
     modules = find_modules(Encoder, TransformedRows, Refused)
@@ -869,7 +882,7 @@ def main(args: argparse.Namespace) -> None:
     print(sentences, flush=True)
     destinations = [Destination(cache) for cache in caches]
     absolute, num_rows = make_absolute(recorded), len(images.rows)
-    threads = torch.get_num_threads()
+    threads, memory = torch.get_num_threads(), engine.task_memory
 
     def put_rows() -> Any:
         pickled = pickle.dumps(images.rows)
@@ -882,7 +895,7 @@ def main(args: argparse.Namespace) -> None:
         if args.batch_size == "auto":
             size = find_begun(each.local for each in destinations)
             if size is None:
-                job = Job(absolute, caches, num_rows, put_rows(), threads, engine.task_memory)
+                job = Job(absolute, caches, models, num_rows, put_rows(), threads, memory)
                 size = try_batch_sizes(job, engine)
             print(f"Batch size: {size}", flush=True)
             caches = [cache.with_batch_size(size) for cache in caches]
@@ -896,10 +909,11 @@ def main(args: argparse.Namespace) -> None:
         job = Job(
             absolute,
             caches,
+            models,
             num_rows,
             put_rows(),
             threads,
-            engine.task_memory,
+            memory,
             part_rows=per_batch * max(1, PART_BYTES // (row_bytes * per_batch)),
         )
         make_missing(missing, job, engine, destinations, args.max_skipped)

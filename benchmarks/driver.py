@@ -71,7 +71,7 @@ class Encoder:
 class Rows:
     """Replaces `RemoteRows`."""
 
-    columns = ("image",)
+    column_names = ("image",)
     _fingerprint = "a stub"
 
     def __init__(self, count):

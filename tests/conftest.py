@@ -142,6 +142,35 @@ def storage():
     server.wait()
 
 
+@pytest.fixture
+def faulty(tmp_path, storage, monkeypatch):
+    """faulty({end of a key: faults}) puts tests/faulty_server.py in front of the S3 server.
+
+    Returns its log.
+    """
+    servers = []
+
+    def begin(faults):
+        port = free_port()
+        (tmp_path / "faults").write_text(json.dumps(faults))
+        command = [
+            sys.executable,
+            ROOT / "tests/faulty_server.py",
+            str(port),
+            storage,
+            tmp_path / "faults",
+        ]
+        servers.append(subprocess.Popen(command))
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        return tmp_path / "faults.log"
+
+    yield begin
+    for server in servers:
+        server.kill()
+        server.wait()
+
+
 def upload(folder, address, bucket):
     """Copy a folder's files to a bucket. botocore, because fsspec's thread breaks in a fork."""
     import boto3

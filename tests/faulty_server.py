@@ -2,22 +2,34 @@
 
     python faulty_server.py PORT ADDRESS FAULTS
 
-FAULTS is a JSON file, read at each GET: {end of a key: the faults of its next GETs, in order}.
+FAULTS is a JSON file, read at each request: {end of a key: the faults of its next GETs, in order}.
 Faults are "503", "gone", "wrong" (bytes), "cut" (in the middle), "hang" (no answer) and "expired".
-Requests are logged in FAULTS.log.
+With {"": rate}, this share of all requests fails at random, before its effect ("503", "reset") or
+after it ("lost": no answer). Requests are logged in FAULTS.log.
 """
 
 import collections
+import http.client
 import json
+import random
 import sys
 import time
-import urllib.error
-import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 PORT, ADDRESS, FAULTS = sys.argv[1:]
 done = collections.Counter()
+CODES = {"503": (503, "SlowDown"), "gone": (404, "NoSuchKey"), "expired": (400, "ExpiredToken")}
+
+
+def choose_fault(method, key):
+    faults = json.loads(Path(FAULTS).read_text())
+    rate = faults.pop("", 0)
+    for end, planned in faults.items():
+        if key.endswith(end) and method == "GET" and done[end] < len(planned):
+            done[end] += 1
+            return planned[done[end] - 1]
+    return random.choice(["503", "reset", "lost"]) if random.random() < rate else None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,48 +38,40 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def say(self, status, body, headers=()):
+    def say(self, status, body, headers=(), length=None):
         self.send_response(status)
         for name, value in headers:
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", length or str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
-    def do_GET(self):
+    def answer(self):
         key = self.path.partition("?")[0]
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        fault = choose_fault(self.command, key)
         with open(f"{FAULTS}.log", "a") as log:
             log.write(f"{self.command} {key}\n")
-        fault = None
-        for end, faults in json.loads(Path(FAULTS).read_text()).items():
-            if key.endswith(end) and self.command == "GET" and done[end] < len(faults):
-                fault = faults[done[end]]
-                done[end] += 1
-        codes = {
-            "503": (503, "SlowDown"),
-            "gone": (404, "NoSuchKey"),
-            "expired": (400, "ExpiredToken"),
-        }
-        if fault in codes:
-            status, code = codes[fault]
+        if fault in CODES:
+            status, code = CODES[fault]
             return self.say(
                 status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
             )
         if fault == "hang":
             time.sleep(60)
-        names = ("Range", "Authorization", "x-amz-date", "x-amz-content-sha256", "Host")
-        headers = {name: value for name in names if (value := self.headers.get(name))}
-        request = urllib.request.Request(ADDRESS + self.path, headers=headers, method=self.command)
-        try:
-            with urllib.request.urlopen(request) as answer:
-                status, body, found = answer.status, answer.read(), answer.headers
-        except urllib.error.HTTPError as error:
-            status, body, found = error.code, error.read(), error.headers
+        if fault == "reset":
+            self.close_connection = True
+            return None
+        server = http.client.HTTPConnection(ADDRESS.removeprefix("http://"))
+        server.request(self.command, self.path, sent, dict(self.headers))
+        answer = server.getresponse()
+        status, body, found = answer.status, answer.read(), answer.headers
+        server.close()
         kept = [
             (name, value)
             for name, value in found.items()
-            if name in ("ETag", "Last-Modified", "Content-Range")
+            if name in ("ETag", "Last-Modified", "Content-Range", "Content-Type")
         ]
         if fault == "wrong":
             body = body[:-1] + bytes([body[-1] ^ 1])
@@ -76,17 +80,13 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body[: len(body) // 2])
+        if fault in ("cut", "lost"):
             self.close_connection = True
             return None
-        if self.command == "HEAD":
-            self.send_response(status)
-            for name, value in [*kept, ("Content-Length", found.get("Content-Length", "0"))]:
-                self.send_header(name, value)
-            self.end_headers()
-            return None
-        return self.say(status, body, kept)
+        length = found.get("Content-Length", "0") if self.command == "HEAD" else None
+        return self.say(status, body, kept, length)
 
-    do_HEAD = do_GET
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer
 
 
 ThreadingHTTPServer(("127.0.0.1", int(PORT)), Handler).serve_forever()

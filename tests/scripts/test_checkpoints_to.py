@@ -313,13 +313,18 @@ def test_a_run_killed_with_its_disk_ends_with_the_same_bits(tmp_path, flags):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_processes, store", [(1, "disk"), (2, "disk"), (2, "bucket")])
+@pytest.mark.parametrize(
+    "num_processes, store",
+    [(1, "disk"), (2, "disk"), (2, "bucket"), (1, "faulty bucket"), (2, "faulty bucket")],
+)
 def test_a_run_killed_100_times_with_its_disk_ends_with_the_same_bits(
-    tmp_path, flags, num_processes, store, storage, monkeypatch
+    tmp_path, flags, num_processes, store, storage, faulty, monkeypatch
 ):
-    """KILLS=5 for fewer."""
+    """KILLS=5 for fewer. Each fifth request of a faulty bucket fails."""
     bucket = None
-    if store == "bucket":
+    if store == "faulty bucket":
+        faulty({"": 0.2})
+    if store != "disk":
         boto3 = pytest.importorskip("boto3", reason="no S3 server")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         bucket = boto3.resource("s3", endpoint_url=storage).create_bucket(Bucket="killed")

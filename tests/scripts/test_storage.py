@@ -4,20 +4,15 @@ import contextlib
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
 from conftest import (
     MODELS,
-    ROOT,
     Script,
     assert_same_weights,
     checkpoints,
     finish,
-    free_port,
     has_ended,
     make_captioned,
     make_models,
@@ -144,35 +139,6 @@ def test_a_killed_run_that_reads_in_ranges_resumes_bit_identically(tmp_path, sto
 
 
 # ------------------------------------------------------------------- a server that misbehaves
-
-
-@pytest.fixture
-def faulty(tmp_path, storage, monkeypatch):
-    """faulty({end of a key: faults}) puts a faulty server in front of the S3 server.
-
-    Returns its log.
-    """
-    servers = []
-
-    def begin(faults):
-        port = free_port()
-        (tmp_path / "faults").write_text(json.dumps(faults))
-        command = [
-            sys.executable,
-            ROOT / "tests/faulty_server.py",
-            str(port),
-            storage,
-            tmp_path / "faults",
-        ]
-        servers.append(subprocess.Popen(command))
-        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        return tmp_path / "faults.log"
-
-    yield begin
-    for server in servers:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.ci
