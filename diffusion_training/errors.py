@@ -153,7 +153,7 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
         settings = {
             "train_batch_size": "--train_batch_size (and more --gradient_accumulation_steps), "
             "--gradient_checkpointing or bf16",
-            "batch_size": "--batch_size",
+            "batch_size": "--batch_size (auto finds the largest that fits)",
             "connections": "--num_cpus or --connections",
         }
         setting = next((settings[flag] for flag in settings if flag in args), "batch")

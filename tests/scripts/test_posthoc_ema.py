@@ -115,6 +115,23 @@ def test_a_run_resumed_without_the_flag_must_not_end_after_its_snapshots(tmp_pat
     assert (tmp_path / "out/checkpoint-6").exists()
 
 
+def test_a_checkpoint_of_another_folder_is_not_mixed_with_snapshots_here(tmp_path, inputs, whole):
+    """They may be of another run, which was killed before its first checkpoint."""
+    out = tmp_path / "out"
+    for step in STEPS[:2]:
+        shutil.copytree(whole / "posthoc_ema" / step, out / "posthoc_ema" / step)
+    shutil.copy(whole / "run.args", out)
+    before = read_snapshots(out)
+    other = whole / "checkpoint-2"
+    flags = list_flags(inputs, out)
+    refused = train.refused(*flags, f"--resume_from_checkpoint={other}")
+    assert f"{out} has snapshots of --posthoc_ema, and the checkpoint is of another" in refused
+    assert read_snapshots(out) == before
+    shutil.copytree(other, out / "checkpoint-2")
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert read_snapshots(out) == read_snapshots(whole)
+
+
 def test_a_kill_between_two_files_of_a_snapshot_leaves_none_and_a_resumed_run_the_same(
     tmp_path, inputs, whole, monkeypatch
 ):
