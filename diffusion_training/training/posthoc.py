@@ -184,18 +184,23 @@ def read_step(snapshot: Path) -> int:
     return int(snapshot.name.removeprefix("step-"))
 
 
+def find_steps(output_dir: str | Path) -> list[Path]:
+    """The folders of all snapshots of a run, in the order of their steps; others are the user's."""
+    paths = sorted(Path(output_dir, FOLDER).glob("step-*"))
+    return [path for path in paths if path.name.removeprefix("step-").isdecimal()]
+
+
 def find_snapshots(output_dir: str | Path) -> list[Path]:
     """The files of all snapshots of a run, in the order of their steps."""
-    return sorted(Path(output_dir, FOLDER).glob("step-*/*.safetensors"))
+    return [path for step in find_steps(output_dir) for path in sorted(step.glob("*.safetensors"))]
 
 
 def prune_snapshots(output_dir: Path, reached: int) -> None:
     """Delete snapshots after the step `reached`, where a resumed run begins; all of them for -1."""
-    folder = output_dir / FOLDER
-    for path in folder.glob("step-*"):
+    for path in find_steps(output_dir):
         if read_step(path) > reached:
             delete(path)
-    delete(folder / LOSSES)
+    delete(output_dir / FOLDER / LOSSES)
 
 
 def check_snapshots(
@@ -245,7 +250,8 @@ def read_best_width(output_dir: Path) -> float:
     losses = output_dir / FOLDER / LOSSES
     if not losses.is_file():
         fail(f"{output_dir} has no held-out loss of any width: give --sigma_rel")
-    return json.loads(losses.read_text())["best"]
+    with explained(f"{losses} can't be read: give --sigma_rel"):
+        return json.loads(losses.read_text())["best"]
 
 
 # -------------------------------------------------------------------------------------------------
