@@ -290,6 +290,15 @@ def test_a_made_up_pipeline_trains_as_it_draws(own):
     assert torch.equal(ours, theirs)
 
 
+def test_captions_that_do_not_fit_the_denoiser_end_in_a_sentence(own):
+    """As a cache would that another version of the pipeline has encoded."""
+    family, _, model = own()
+    findings = json.loads(json.dumps(family.findings).replace("32]", "7]"))
+    assert findings != family.findings
+    with pytest.raises(SystemExit, match="encoded captions of this form; make a cache again .*7"):
+        Recorded(family.index, family.configs, findings=findings).try_model(model, 64)
+
+
 def test_a_time_computed_in_an_unknown_way_is_refused(own, monkeypatch):
     monkeypatch.setattr(OWN, "map_time", lambda t: (t / 1000) ** 2)
     with pytest.raises(SystemExit) as stop:
