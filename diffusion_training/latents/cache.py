@@ -226,7 +226,8 @@ def open_cache(
         reason = "; ".join(", ".join(names) for names in (flags, differences) if names)
         fail(f"{name} holds another cache ({reason}): choose another --output_dir")
     about = {"made_with": list_flags(planned)}
-    if not records and folder is None and accelerator.is_main_process:
+    is_new = cache.get("made_with") != about["made_with"]
+    if is_new and not records and folder is None and accelerator.is_main_process:
         # nothing was made with the flags before
         write_file(output_dir / "cache.json", json.dumps(cache | about, indent=1))
     path = output_dir / "run.args"
