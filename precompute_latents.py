@@ -118,6 +118,7 @@ from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
     describe_damage,
+    find_begun,
     finish_cache,
     open_cache,
     writing_shard,
@@ -138,7 +139,7 @@ from diffusion_training.latents.encoders import (
     place_encoders,
     try_encoders,
 )
-from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
+from diffusion_training.latents.passes import EncodedRows, find_batch_size, write_each
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
 from diffusion_training.latents.published import check_published, open_published, read_row
 from diffusion_training.launch import Meeting, accelerator_options, make_launch

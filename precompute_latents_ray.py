@@ -173,12 +173,13 @@ from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
     describe_damage,
+    find_begun,
     finish_cache,
     open_cache,
 )
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
-from diffusion_training.latents.passes import EncodedRows, find_batch_size, find_begun, write_each
+from diffusion_training.latents.passes import EncodedRows, find_batch_size, write_each
 from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import send

@@ -55,8 +55,9 @@ if __name__ == "__main__":
 
 import diffusers
 
-from diffusion_training.errors import fail, in_one_sentence
+from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.files import check_output_dir, saving
+from diffusion_training.models import NOT_FINITE, is_finite, raise_for_keys
 from diffusion_training.training.posthoc import (
     SnapshotFile,
     list_snapshots,
@@ -70,9 +71,15 @@ def write_pipeline(
     run_dir: Path, snapshots: list[SnapshotFile], width: float, output_dir: Path
 ) -> None:
     """Write the pipeline of a run with the weights of a width."""
-    index = json.loads((run_dir / "model_index.json").read_text())
+    with explained(f"{run_dir / 'model_index.json'} can't be read"):
+        index = json.loads((run_dir / "model_index.json").read_text())
     parts = {name: entry for name, entry in index.items() if (run_dir / name).is_dir()}
-    models = {snapshot.model for snapshot in snapshots} & parts.keys()
+    trained = {snapshot.model for snapshot in snapshots}
+    models = trained & parts.keys()
+    if not models:
+        fail(f"{run_dir} has snapshots of {', '.join(trained)}, and its pipeline has none of these")
+    if output_dir.exists() and not (output_dir / "model_index.json").is_file():
+        fail(f"{output_dir} is not a pipeline, and would be replaced: choose another --output_dir")
     with saving(output_dir.parent, output_dir) as unfinished:
         folder = unfinished / output_dir.name
         folder.mkdir()
@@ -84,6 +91,7 @@ def write_pipeline(
             weights = dict(reconstruct(snapshots, name, width))
             if not weights.keys() <= dict(model.named_parameters()).keys():
                 raise ValueError(f"the snapshots are of another {name}")
+            raise_for_keys(NOT_FINITE, [key for key, x in weights.items() if not is_finite(x)])
             model.load_state_dict(weights, strict=False)
             model.save_pretrained(folder / name)
 

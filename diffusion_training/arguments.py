@@ -31,6 +31,10 @@ OF_KOHYA = {
     "--save_every_n_steps": "--checkpointing_steps",
     "--unet_lr": "--learning_rate",
 }
+# in a file of flags: a string or an escaped character, or what a shell leaves out
+SKIPPED = re.compile(
+    r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|\\\r?\n|(?<!\S)\#[^\r\n]*""", re.DOTALL
+)
 
 
 def clean_path(text: str) -> str:
@@ -55,12 +59,17 @@ def is_address(path: str | Path) -> bool:
 
 
 def read_words(path: str) -> list[str]:
-    """The words of a file as a shell would read them. Raises ValueError if it is not text."""
+    """The words of a file as a shell would read them. Raises ValueError if it is not text.
+
+    `shlex` would end --output_dir=photos#1 at the #, which begins a comment only before a word, and
+    would not join lines that end in a backslash.
+    """
     content = Path(path).read_bytes()
     with contextlib.suppress(UnicodeDecodeError):
         text = content.decode("utf-8-sig")
         if "\0" not in text:
-            return shlex.split(text, comments=True)
+            text = SKIPPED.sub(lambda match: match["kept"] or "", text)
+            return shlex.split(text)
     raise ValueError("it is not a text file in UTF-8")
 
 

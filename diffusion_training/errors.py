@@ -106,8 +106,13 @@ def explain(error: BaseException) -> str:
     if "Original Traceback" in text:
         text = text.splitlines()[-1]
     text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
-    text = re.sub(r"\.tmp-(saving/|old-|[0-9a-f]{12}-)", "", text)
+    text = name_finally(text)
     return text if len(text) < 400 else f"{text[:400]} ..."
+
+
+def name_finally(text: str) -> str:
+    """A text in which temporary names are replaced by those that the files will have."""
+    return re.sub(r"\.tmp-(saving/|old-|[0-9a-f]{12}-)", "", text)
 
 
 def is_a(error: BaseException, *names: str) -> bool:
@@ -153,7 +158,7 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
         settings = {
             "train_batch_size": "--train_batch_size (and more --gradient_accumulation_steps), "
             "--gradient_checkpointing or bf16",
-            "batch_size": "--batch_size",
+            "batch_size": "--batch_size (auto finds the largest that fits)",
             "connections": "--num_cpus or --connections",
         }
         setting = next((settings[flag] for flag in settings if flag in args), "batch")

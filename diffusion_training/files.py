@@ -14,7 +14,15 @@ import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import list_values
-from diffusion_training.errors import Refused, explain, explained, fail, is_loaders_end, status_of
+from diffusion_training.errors import (
+    Refused,
+    explain,
+    explained,
+    fail,
+    is_loaders_end,
+    name_finally,
+    status_of,
+)
 
 
 @contextlib.contextmanager
@@ -46,6 +54,9 @@ def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> I
             item.replace(path)
             delete(old)  # last, so that one of the two is always complete
         unfinished.rmdir()
+    except Refused:  # in a block of this kind inside the block
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     except Exception as error:
         if is_loaders_end(error):  # no failure of the block; the next start deletes what is left
             raise
@@ -53,7 +64,8 @@ def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> I
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
-        sentence = f"{what} could not be saved ({reason}); files saved before are untouched"
+        sentence = f"{name_finally(str(what))} could not be saved ({reason})"
+        sentence += "; files saved before are untouched"
         raise Refused(sentence, True, status_of(error)) from None
 
 

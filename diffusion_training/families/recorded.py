@@ -24,7 +24,7 @@ import torch
 from accelerate import PartialState
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
-from diffusion_training.errors import fail
+from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.denoiser_call import DenoiserCalls, find_difference
 from diffusion_training.families.denoiser_trial import find_one_length
@@ -361,7 +361,11 @@ class Recorded(Family):
         """
         calls = self.open_calls(model.config)
         calls.needs_one_length = False  # not yet known
-        with self.explaining("its denoiser"):
+        misfit = (
+            f"{self.model} can't be called with encoded captions of this form; make a cache again "
+            "that another version of diffusers has made"
+        )
+        with explained(misfit), self.explaining("its denoiser"):
             calls.needs_one_length = find_one_length(calls, resolution, model.config)
         times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
         alone = "; only captions of one length share a batch" if calls.needs_one_length else ""

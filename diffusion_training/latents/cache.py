@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,6 +78,20 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
             if fits(record, RECORD):
                 records[path.stem] = record
     return cache, records
+
+
+def find_begun(folders: Iterable[Path]) -> int | None:
+    """Return the --batch_size that the first existing cache was begun with, None without any.
+
+    One without a complete shard does not count: perhaps its batches did not fit.
+    """
+    for folder in folders:
+        # a damaged cache is reported later
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            cache, records = read_cache(folder)
+            if records:
+                return int(cache["made_with"]["batch_size"])
+    return None
 
 
 def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.xxh3_128) -> None:
@@ -211,6 +225,11 @@ def open_cache(
         flags = find_differences(cache.get("made_with", {}), list_flags(planned), "--")
         reason = "; ".join(", ".join(names) for names in (flags, differences) if names)
         fail(f"{name} holds another cache ({reason}): choose another --output_dir")
+    about = {"made_with": list_flags(planned)}
+    is_new = cache.get("made_with") != about["made_with"]
+    if is_new and not records and folder is None and accelerator.is_main_process:
+        # nothing was made with the flags before
+        write_file(output_dir / "cache.json", json.dumps(cache | about, indent=1))
     path = output_dir / "run.args"
     command = format_args(planned.flags, "precompute_latents.py", UNRECORDED_FLAGS)
     content = os.fsencode(hide_secrets(command))

@@ -1,11 +1,9 @@
 """One pass over the source for several caches, one per --resolution, each as if made alone."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -44,15 +42,6 @@ def write_each(
             _, add = files[item.cache]
             add(item)
     return {cache: record for cache, (record, _) in files.items()}
-
-
-def find_begun(folders: Iterable[Path]) -> int | None:
-    """Return the --batch_size that the first existing cache was begun with, None without any."""
-    for folder in folders:
-        # a damaged cache is reported later
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return int(json.loads((folder / "cache.json").read_text())["made_with"]["batch_size"])
-    return None
 
 
 def find_batch_size(

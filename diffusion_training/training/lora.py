@@ -282,6 +282,9 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     if not is_adapted(model):
         fail(f"{folder} is a LoRA, but without --rank the whole model is trained: {advice}")
     before = json.loads((folder / "adapter_config.json").read_text())
+    kind = before["peft_type"]
+    if kind != model.adapter["peft_type"]:  # their other settings have other names
+        fail(f"{folder} was trained with --lora_type {kind.lower()}: {advice}")
     if "lora_dropout" in model.adapter:
         before["lora_dropout"] = model.adapter["lora_dropout"]  # a resumed run may change it
     differences = [

@@ -184,32 +184,44 @@ def read_step(snapshot: Path) -> int:
     return int(snapshot.name.removeprefix("step-"))
 
 
+def find_steps(output_dir: str | Path) -> list[Path]:
+    """The folders of all snapshots of a run, in the order of their steps; others are the user's."""
+    paths = sorted(Path(output_dir, FOLDER).glob("step-*"))
+    return [path for path in paths if path.name.removeprefix("step-").isdecimal()]
+
+
 def find_snapshots(output_dir: str | Path) -> list[Path]:
     """The files of all snapshots of a run, in the order of their steps."""
-    return sorted(Path(output_dir, FOLDER).glob("step-*/*.safetensors"))
+    return [path for step in find_steps(output_dir) for path in sorted(step.glob("*.safetensors"))]
 
 
 def prune_snapshots(output_dir: Path, reached: int) -> None:
     """Delete snapshots after the step `reached`, where a resumed run begins; all of them for -1."""
-    folder = output_dir / FOLDER
-    for path in folder.glob("step-*"):
+    for path in find_steps(output_dir):
         if read_step(path) > reached:
             delete(path)
-    delete(folder / LOSSES)
+    delete(output_dir / FOLDER / LOSSES)
 
 
 def check_snapshots(
-    output_dir: Path, reached: int, widths: Collection[float] | None, every: int
+    output_dir: Path, checkpoint: Path, reached: int, widths: Collection[float] | None, every: int
 ) -> None:
-    """Check the snapshots of a run that resumes at the step `reached`.
+    """Check the snapshots of a run that resumes `checkpoint`, at the step `reached`.
 
     widths: --posthoc_ema. every: steps between snapshots.
 
-    It stops with an error if they would end here: averages made of them would not be the result's.
-    It prints if the ones before this step are missing.
+    It stops with an error if they would end here, or may be of another run than the checkpoint:
+    averages made of them would not be the result's. It prints if the ones before this step are
+    missing.
     """
     steps = [read_step(path.parent) for path in find_snapshots(output_dir)]
     has_snapshots = any(step <= reached for step in steps)
+    if has_snapshots and checkpoint.parent.resolve() != output_dir.resolve():
+        fail(
+            f"{output_dir} has snapshots of --posthoc_ema, and the checkpoint is of another folder "
+            f"({checkpoint}): choose another --output_dir. If both are of one run, copy the "
+            f"checkpoint to {output_dir} as well"
+        )
     if has_snapshots and not widths:
         fail(
             f"{output_dir} has snapshots of --posthoc_ema, which would end at step {reached}: give "
@@ -218,7 +230,8 @@ def check_snapshots(
     if widths and every <= reached and not has_snapshots:
         print(
             f"{output_dir} has no snapshots of --posthoc_ema up to step {reached}, so averages of "
-            f"large widths will not be exact: copy {FOLDER}/ there before the run resumes"
+            f"large widths will not be exact: before the run resumes, copy {FOLDER}/ of its run "
+            "there, and the checkpoint"
         )
 
 
@@ -237,7 +250,8 @@ def read_best_width(output_dir: Path) -> float:
     losses = output_dir / FOLDER / LOSSES
     if not losses.is_file():
         fail(f"{output_dir} has no held-out loss of any width: give --sigma_rel")
-    return json.loads(losses.read_text())["best"]
+    with explained(f"{losses} can't be read: give --sigma_rel"):
+        return json.loads(losses.read_text())["best"]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
 from diffusion_training.data.references import choose_reference_size
 from diffusion_training.errors import surviving
 from diffusion_training.families.base import Family, Prompts
-from diffusion_training.files import saving
+from diffusion_training.files import hash_values, saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
@@ -98,7 +99,11 @@ def draw_prompts(
     parts.sort(key=lambda part: part[0])
     images = [(image * 255).round().astype(np.uint8) for _, image in parts]
     if validation.images:
-        before = keep_before(images[::per_prompt], args.output_dir, step)
+        keys = [
+            hash_values([prompt, *(each.tobytes().hex() for each in references)])
+            for prompt, references in zip(args.validation_prompts, validation.images, strict=True)
+        ]
+        before = keep_before(images[::per_prompt], keys, args.output_dir, step)
         images = list_edits(images, before, validation.images, args.resolution)
     pixels = np.stack(images)
     pixels = pixels.reshape(len(args.validation_prompts), -1, *pixels.shape[1:])
@@ -116,20 +121,29 @@ def before_path(output_dir: str | Path, number: int) -> Path:
     return Path(output_dir) / "samples" / f"before-{number:02d}.png"
 
 
-def keep_before(images: list[np.ndarray], output_dir: str, step: int) -> list[np.ndarray]:
+def keep_before(
+    images: list[np.ndarray], keys: list[str], output_dir: str, step: int
+) -> list[np.ndarray]:
     """The first sample of each prompt from before training; none if it was not drawn.
 
     At step 0, `images` are these samples, and are kept for later pictures.
+
+    keys: what the samples are of, so that a resumed run does not show those of other prompts.
     """
     paths = [before_path(output_dir, number) for number in range(len(images))]
     if step == 0:
         folder = paths[0].parent
         folder.mkdir(exist_ok=True)
-        for image, path in zip(images, paths, strict=True):
+        for image, key, path in zip(images, keys, paths, strict=True):
+            about = PngInfo()
+            about.add_text("key", key)
             with saving(folder, path) as unfinished:
-                Image.fromarray(image).save(unfinished / path.name)
+                Image.fromarray(image).save(unfinished / path.name, pnginfo=about)
     elif all(path.exists() for path in paths):
-        return [np.array(Image.open(path)) for path in paths]
+        before = [Image.open(path) for path in paths]
+        # older runs have no keys
+        if all(each.info.get("key", key) == key for each, key in zip(before, keys, strict=True)):
+            return [np.array(each) for each in before]
     return []
 
 

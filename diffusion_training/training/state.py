@@ -148,7 +148,9 @@ class Training:
             self.posthoc.images = plan.state.get("posthoc_images", 0)
             if launch.is_main and not args.find_lr:
                 folder = Path(args.output_dir)
-                check_snapshots(folder, self.step, args.posthoc_ema, self.posthoc_every)
+                check_snapshots(
+                    folder, run.checkpoint, self.step, args.posthoc_ema, self.posthoc_every
+                )
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)

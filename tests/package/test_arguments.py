@@ -114,6 +114,14 @@ def test_flag_files_may_have_comments_and_several_flags_per_line(parser, tmp_pat
     assert stop.value.code == 2 and "nowhere.args" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_flag_file_is_read_as_a_shell_reads_it(parser, tmp_path, end):
+    lines = ["--out=photos#1 --name \"a 'b' # c\" \\", "  --flip # isn't", "# --size=3"]
+    (tmp_path / "own.args").write_text(end.join(lines), newline="")
+    args = parser.parse_args([f"@{tmp_path}/own.args"])
+    assert (args.out, args.name, args.flip, args.size) == ("photos#1", "a 'b' # c", True, 8)
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -61,7 +61,7 @@ def test_only_one_process_prints_an_error_unless_alone(
 
 
 @pytest.mark.parametrize("flag, said", [
-    ("batch_size", "try a smaller --batch_size"),
+    ("batch_size", "try a smaller --batch_size (auto finds the largest that fits)"),
     ("connections", "try a smaller --num_cpus or --connections"),
 ])  # fmt: skip
 def test_out_of_memory_suggests_a_flag_of_the_script(capsys, flag, said):

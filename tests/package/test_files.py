@@ -146,6 +146,13 @@ def test_a_failed_save_ends_in_one_sentence_and_changes_no_file(tmp_path, monkey
         with pytest.raises(SystemExit) as stop, saving(tmp_path / "out", "the model"):
             raise OSError(errno.EDQUOT, "Disk quota exceeded", str(place))
         assert ".tmp" not in str(stop.value) and "unet')" in str(stop.value)
+    # the pipeline in best/
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stop, saving(out, "best") as outer:
+        with saving(outer, f"the pipeline in {outer / 'best'}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert str(stop.value).startswith(f"the pipeline in {out}/best could not be saved")
+    assert tree(out) == before
     # the folder was moved away
     with pytest.raises(SystemExit, match=r"could not be saved \(\[Errno 2\]"):
         save(tmp_path / "elsewhere", "new")

@@ -301,3 +301,11 @@ def test_lora_layers_that_can_not_be_adapted_are_refused(base, flags, said):
     with pytest.raises(SystemExit, match="can't add adapters of rank") as stop:
         adapted(base, **flags)
     assert said in str(stop.value) and len(str(stop.value)) < 600
+
+
+def test_a_rank_may_be_the_full_rank_and_the_header_of_a_file_is_sorted(tmp_path, base):
+    header = {name: "" for name in "fedcba"}
+    save_lora({"unet": adapted(base, rank=8)}, tmp_path, header)
+    content = (tmp_path / "pytorch_lora_weights_kohya.safetensors").read_bytes()
+    written = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+    assert [*written] == sorted(written) and {*header} < {*written}

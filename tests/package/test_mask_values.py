@@ -37,6 +37,11 @@ def test_fractions_are_on_the_meta_device():
             shares.tolist()
 
 
+def test_autocast_of_another_device_works_as_ever():
+    with module.on_meta(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_values_of_large_tensors_are_not_computed(monkeypatch):
     monkeypatch.setattr(module, "MOST", 6)
     with module.on_meta(), UNREADABLE:

@@ -96,13 +96,14 @@ def test_snapshots_make_the_average_that_training_with_the_width_would_have(widt
 
 
 def test_a_run_that_resumes_without_its_snapshots_says_so(tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoint-3"
     (tmp_path / "posthoc_ema/step-0000003").mkdir(parents=True)
     (tmp_path / "posthoc_ema/step-0000003/unet-0.05.safetensors").touch()
-    check_snapshots(tmp_path, 3, [0.05, 0.1], 1)
-    check_snapshots(tmp_path, 2, [0.05, 0.1], 3)  # none is due
-    check_snapshots(tmp_path, 2, None, 1)  # the snapshot will be deleted
+    check_snapshots(tmp_path, checkpoint, 3, [0.05, 0.1], 1)
+    check_snapshots(tmp_path, checkpoint, 2, [0.05, 0.1], 3)  # none is due
+    check_snapshots(tmp_path, checkpoint, 2, None, 1)  # the snapshot will be deleted
     assert not capsys.readouterr().out
-    check_snapshots(tmp_path, 2, [0.05, 0.1], 2)
+    check_snapshots(tmp_path, checkpoint, 2, [0.05, 0.1], 2)
     assert "no snapshots of --posthoc_ema up to step 2" in capsys.readouterr().out
 
 

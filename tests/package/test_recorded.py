@@ -14,14 +14,14 @@ from test_families import make_prx_pipeline
 
 import precompute_latents
 from diffusion_training.data.captions import tokenize
-from diffusion_training.families import recorded
+from diffusion_training.families import recorded, recorded_captions
 from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.denoiser_call import Unrecordable, reshape_noise
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
 from diffusion_training.families.pipeline_code import list_pipeline_settings
 from diffusion_training.families.recorded import Recorded
-from diffusion_training.families.recorded_text import CaptionBytes, decode_texts
+from diffusion_training.families.recorded_text import CaptionBytes, decode_texts, describe_result
 from diffusion_training.families.tape import Tape
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 
@@ -305,6 +305,29 @@ def test_a_made_up_pipeline_trains_as_it_draws(own):
     parts = (-output).flip(2).reshape(shape)  # column, row, y, x, channel
     theirs = parts.permute(0, 5, 2, 3, 1, 4).reshape(noise.shape)
     assert torch.equal(ours, theirs)
+
+
+def test_captions_that_do_not_fit_the_denoiser_end_in_a_sentence(own):
+    """As a cache would that another version of the pipeline has encoded."""
+    family, _, model = own()
+    findings = json.loads(json.dumps(family.findings).replace("32]", "7]"))
+    assert findings != family.findings
+    with pytest.raises(SystemExit, match="encoded captions of this form; make a cache again .*7"):
+        Recorded(family.index, family.configs, findings=findings).try_model(model, 64)
+
+
+def test_a_denoiser_that_is_always_guided_is_refused(own, monkeypatch):
+    monkeypatch.setattr(recorded_captions, "is_guided", lambda run: True)
+    with pytest.raises(SystemExit, match="its captions, its denoiser is always called with guid"):
+        own()
+
+
+def test_results_of_encode_prompt_may_hold_plain_values():
+    def record(captions):
+        return torch.ones(len(captions), 3, 2), 7, (None, "x")
+
+    structure, (part,) = describe_result(record, None)
+    assert structure == [part, 7, [None, "x"]] and part["shape"] == [3, 2]
 
 
 def test_a_time_computed_in_an_unknown_way_is_refused(own, monkeypatch):

@@ -15,7 +15,11 @@ import precompute_latents
 from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.captions import transform_row
 from diffusion_training.data.folders import count_references, list_paths
-from diffusion_training.data.references import choose_reference_size, list_reference_columns
+from diffusion_training.data.references import (
+    choose_reference_size,
+    list_reference_columns,
+    read_reference,
+)
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
@@ -153,6 +157,15 @@ def test_a_reference_of_another_size_is_only_resized(tmp_path):
     assert reference.width % 4 == reference.height % 4 == 0
     assert choose_reference_size(100, 100, 1024, 16) == [1024, 1024]
     assert choose_reference_size(90, 160, 1024, 16) == [768, 1344]
+
+
+def test_a_reference_of_a_sample_is_resized_as_in_training(tmp_path):
+    draw(tmp_path / "photos/a.png", (48, 24))
+    draw(tmp_path / "photos/a.control.png", (300, 600))
+    (tmp_path / "photos/a.txt").write_text("x")
+    (trained,) = transform(tmp_path / "photos", "--image_interpolation_mode=bilinear")["references"]
+    drawn = read_reference(str(tmp_path / "photos/a.control.png"), 32, 4)
+    assert np.array_equal(drawn, trained)
 
 
 def test_a_broken_reference_skips_its_row_with_the_reason(tmp_path):

@@ -246,10 +246,10 @@ def test_cache_latents_trains_like_a_cache_and_is_made_once(tmp_path, flags, for
 
 
 def test_cache_latents_has_a_folder_for_each_content(tmp_path, flags, monkeypatch):
-    folders = []
+    commands = []
 
     def note(command, environment):
-        folders.append(Path(command[-1].removeprefix("--output_dir=")))
+        commands.append(command)
 
     monkeypatch.setattr(shared, "make_cache", note)
     monkeypatch.setattr(shared, "load_cache", lambda folder: Namespace(settings={"skipped": 0}))
@@ -263,13 +263,15 @@ def test_cache_latents_has_a_folder_for_each_content(tmp_path, flags, monkeypatc
     first = share()
     assert share("--dataloader_num_workers=3", "--learning_rate=1", "--caption_dropout=0") == first
     others = [share(precision="bf16"), share("--random_flip"), share("--seed=1")]
-    others += [share("--shuffle_caption"), share("--resolution=8"), share("--bucket_step=4")]
+    others.append(share("--shuffle_caption"))
+    assert ["--text_cache=ids" in command for command in commands[-2:]] == [False, True]
+    others += [share("--resolution=8"), share("--bucket_step=4")]
     (tmp_path / "sd/vae/config.json").touch()  # perhaps another model
     others.append(share())
     (tmp_path / "photos/0.png").write_bytes((tmp_path / "photos/1.png").read_bytes())
     others.append(share())
     assert len({*map(tuple, [first, *others])}) == len(others) + 1
-    assert str(folders[0]) in first or folders
+    assert commands[0][-1] == f"--output_dir={first[0]}"
 
 
 def test_cache_latents_starts_a_process_without_the_launchers_variables(monkeypatch):

@@ -30,7 +30,7 @@ from conftest import (
 from diffusion_training.files import checksum_files
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training import checkpoints as checkpoints_module
-from diffusion_training.training.snapshot import make_snapshot
+from diffusion_training.training.snapshot import count_copy, make_snapshot
 from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -280,6 +280,12 @@ def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
 
 
 # ------------------------------------------------------------------- memory
+
+
+def test_the_memory_of_a_copy_is_that_of_weights_and_moments():
+    model = torch.nn.Linear(3, 2)
+    saved = {"unet": model, "unet_ema": model}
+    assert count_copy(saved, {"unet": model}, "adamw") == 4 * (2 * 8 + 2 * 8)
 
 
 def test_tensors_cut_from_host_memory_keep_their_layout_and_never_overlap():

@@ -1,6 +1,7 @@
 """Class labels in place of captions: --class_column, a cache of it, training, and its pipeline."""
 
 import json
+import shutil
 
 import datasets
 import numpy as np
@@ -279,6 +280,14 @@ def test_published_latents_become_the_cache_that_their_images_would(tmp_path):
     assert "but its labels, this VAE and --resolution give [5, 4, 4, 4]" in precompute.refused(
         *flags
     )
+    (first,) = published.glob("*rank00*")
+    broken.write_bytes(content)
+    shutil.copy(first, published / "._copy.safetensors")  # hidden files are no data
+    with safe_open(first, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    for name in ("latents", "latents_flip"):
+        save_file(tensors | {name: tensors[name].roll(1, dims=0).flip(1)}, first)
+        assert f"does not reproduce the {name} of {first}" in precompute.refused(*flags)
 
 
 def train_classifier(images, labels):

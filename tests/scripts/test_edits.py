@@ -13,6 +13,8 @@ from conftest import ROOT, Script, assert_same_weights, make_klein, metrics
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
+from diffusion_training.training.samples import keep_before
+
 precompute, train = Script("precompute_latents"), Script("train_flow")
 SIDE = 64  # pixels; FLUX.2 klein takes no smaller references
 STEPS = 800  # of the demo
@@ -91,6 +93,15 @@ def test_an_edit_lora_trains_draws_and_is_read_by_the_pipeline(tmp_path, name, m
     size = {"height": SIDE, "width": SIDE} | ({"max_area": SIDE**2} if name == "kontext" else {})
     (drawn,) = pipeline(prompt="one", image=reference, num_inference_steps=2, **size).images
     assert drawn.size == (SIDE, SIDE)
+
+
+def test_samples_from_before_training_are_shown_only_for_the_same_prompts(tmp_path):
+    images = [np.full((4, 4, 3), value, np.uint8) for value in (1, 2)]
+    assert keep_before(images, ["a", "b"], tmp_path, step=0) == []
+    for shown in (images, images[:1]):
+        before = keep_before([image + 9 for image in shown], ["a", "b"][: len(shown)], tmp_path, 3)
+        assert np.array_equal(before, shown)
+    assert keep_before(images, ["b", "a"], tmp_path, step=3) == []
 
 
 @pytest.mark.long

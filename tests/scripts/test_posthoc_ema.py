@@ -18,7 +18,7 @@ from conftest import (
     weights,
 )
 from diffusers import DDPMPipeline, UNet2DModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from diffusion_training.training import posthoc, state
 
@@ -115,6 +115,23 @@ def test_a_run_resumed_without_the_flag_must_not_end_after_its_snapshots(tmp_pat
     assert (tmp_path / "out/checkpoint-6").exists()
 
 
+def test_a_checkpoint_of_another_folder_is_not_mixed_with_snapshots_here(tmp_path, inputs, whole):
+    """They may be of another run, which was killed before its first checkpoint."""
+    out = tmp_path / "out"
+    for step in STEPS[:2]:
+        shutil.copytree(whole / "posthoc_ema" / step, out / "posthoc_ema" / step)
+    shutil.copy(whole / "run.args", out)
+    before = read_snapshots(out)
+    other = whole / "checkpoint-2"
+    flags = list_flags(inputs, out)
+    refused = train.refused(*flags, f"--resume_from_checkpoint={other}")
+    assert f"{out} has snapshots of --posthoc_ema, and the checkpoint is of another" in refused
+    assert read_snapshots(out) == before
+    shutil.copytree(other, out / "checkpoint-2")
+    train(*flags, "--resume_from_checkpoint=latest")
+    assert read_snapshots(out) == read_snapshots(whole)
+
+
 def test_a_kill_between_two_files_of_a_snapshot_leaves_none_and_a_resumed_run_the_same(
     tmp_path, inputs, whole, monkeypatch
 ):
@@ -175,6 +192,35 @@ def test_a_run_without_what_a_pipeline_needs_is_refused(tmp_path, whole):
     other.save_pretrained(run / "unet")
     said = reconstruct.refused(run, output_dir, "--sigma_rel", "0.1")
     assert "the snapshots are of another unet" in said
+
+
+def test_a_pipeline_without_averages_and_folders_of_the_user_are_refused(tmp_path, whole):
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(whole, run)
+    flags = (run, f"--output_dir={out}", "--sigma_rel=0.1")
+    (out / "sigma_rel-0.1").mkdir(parents=True)
+    (out / "sigma_rel-0.1/own.txt").touch()
+    said = reconstruct.refused(*flags)
+    assert f"{out}/sigma_rel-0.1 is not a pipeline, and would be replaced" in said
+    assert (out / "sigma_rel-0.1/own.txt").exists()
+    shutil.rmtree(out)
+    own = run / "posthoc_ema/step-0000002 (copy)"
+    shutil.copytree(run / "posthoc_ema/step-0000002", own)
+    assert len(posthoc.list_snapshots(run)) == 8
+    posthoc.prune_snapshots(run, 1)
+    assert own.exists() and len(posthoc.list_snapshots(run)) == 2
+    (run / "posthoc_ema/held_out.json").write_text("{")
+    said = reconstruct.refused(*flags[:2])
+    assert "held_out.json can't be read: give --sigma_rel" in said
+    path = run / "posthoc_ema/step-0000001/unet-0.05.safetensors"
+    weights = {name: weight.fill_(torch.inf) for name, weight in load_file(path).items()}
+    save_file(weights, path, {"model": "unet", "sigma_rel": "0.05", "images": "2"})
+    assert "weights with NaN or infinity, such as conv_in.bias" in reconstruct.refused(*flags)
+    shutil.rmtree(run / "unet")
+    said = reconstruct.refused(*flags)
+    assert "has snapshots of unet, and its pipeline has none of these" in said
+    (run / "model_index.json").write_text("{")
+    assert "model_index.json can't be read" in reconstruct.refused(*flags)
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path, inputs):

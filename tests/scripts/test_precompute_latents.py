@@ -599,6 +599,25 @@ def test_a_full_disk_ends_the_cache_run_and_keeps_written_shards(tmp_path, flags
     assert len(calls) == 5 and len(datasets.load_from_disk(str(tmp_path / "out"))) == 10
 
 
+def test_after_batches_that_did_not_fit_smaller_ones_make_the_cache(tmp_path, flags, monkeypatch):
+    def encode(encoders, pixel_values):
+        if len(pixel_values) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return encode_images(encoders, pixel_values)
+
+    monkeypatch.setattr(script, "encode_images", encode)
+    said = precompute.refused(*flags, "--batch_size=3")
+    assert "try a smaller --batch_size (auto finds the largest that fits)" in said
+    precompute(*flags, "--batch_size=auto")
+    made_with = json.loads((tmp_path / "out/cache.json").read_text())["made_with"]
+    assert (
+        made_with["batch_size"] == 2 and "--batch_size=2" in (tmp_path / "out/run.args").read_text()
+    )
+    (tmp_path / "out/data-00001-of-00004.arrow").unlink()
+    monkeypatch.setattr(script, "find_batch_size", None)  # it is known
+    precompute(*flags, "--batch_size=auto")
+
+
 def test_cache_refuses_folders_with_other_files_or_another_writer(tmp_path, flags):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/model_index.json").write_text("{}")
