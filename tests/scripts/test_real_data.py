@@ -3,6 +3,7 @@
 They are fetched from PyPI and Debian: see tests/packages.py.
 """
 
+import importlib
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from conftest import MODELS, ROOT, Script, make_prx, make_unet_config, metrics
 from datasets import load_from_disk
 from diffusers import DiffusionPipeline
 from packages import open_package
+from PIL import Image
 from test_changes import CHANGES, apply, run, use_column
 from test_train_flow import judge
 from torchvision.transforms import v2
@@ -58,6 +60,12 @@ class Lite0(torch.nn.Module):
         """images uint8 [N, 3, H, W] -> features [N, 1280, side, side]."""
         images = F.interpolate(images.float(), (32 * side,) * 2, mode="bilinear", antialias=True)
         return self.network.extract_features((images - 127) / 128)
+
+
+def trace_lite0(path):
+    """Write a TorchScript file of EfficientNet-Lite0."""
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        torch.jit.trace(Lite0(), torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).save(str(path))
 
 
 def list_stamps():
@@ -170,10 +178,8 @@ def stamps(tmp_path_factory, minilm):
 
 @pytest.fixture(scope="module")
 def lite0(tmp_path_factory):
-    """A TorchScript file of EfficientNet-Lite0."""
     path = tmp_path_factory.mktemp("networks") / "lite0.pt"
-    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
-        torch.jit.trace(Lite0(), torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).save(str(path))
+    trace_lite0(path)
     return path
 
 
@@ -224,6 +230,17 @@ def test_stamps_train_with_several_captions_and_are_measured_by_a_real_network(
     for record in measured:
         assert record["kid_low"] <= record["kid"] <= record["kid_high"] and record["kid"] > 0
         assert 0 < record["dino-i"] < 1
+
+
+def test_stamps_benchmark_makes_its_page_of_samples(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    stamps = importlib.import_module("stamps")
+    flags = ["--num_pictures=48", "--train_steps=2", f"--output_dir={tmp_path}"]
+    stamps.main(flags)
+    (quality,) = re.findall(r"48 pictures; the VAE: (\d+\.\d) dB", capfd.readouterr().out)
+    assert float(quality) > 28
+    stamps.main(flags)  # finds all done
+    assert Image.open(tmp_path / "stamps.png").size == (1016, 390)
 
 
 def replace_vgg(monkeypatch):
