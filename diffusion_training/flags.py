@@ -983,8 +983,8 @@ def check_metric_args(parser: argparse.ArgumentParser, args: argparse.Namespace)
         needs = sorted({*chosen} & {*SET_METRICS} if vars(args).get("rank") else {*chosen})
         if needs:
             parser.error(
-                f"--validation_metrics {needs[0]} compares samples with images that are not "
-                "trained on: set some aside with --holdout"
+                f"--validation_metrics {needs[0]} needs images that are not trained on: set some "
+                "aside with --holdout"
             )
     is_file = os.path.isfile(args.metric_image_model)
     if "fid" in chosen and args.metric_image_model != "inception" and not is_file:

@@ -294,7 +294,7 @@ def test_a_signal_while_real_images_are_read_ends_the_run_without_figures(
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (["kid"], "--validation_metrics kid compares samples with images that are not trained on"),
+        (["kid"], "--validation_metrics kid needs images that are not trained on"),
         (["fid", "--holdout=3"], "--validation_metrics fid is defined by one network: add"),
         (["copy", "--save_best_metric=kid"], "--save_best_metric kid must be one of"),
         (["copy", "--save_best_metric=copy", "--save_best", "--holdout=2"], "both write best/"),
@@ -309,7 +309,7 @@ def test_metrics_that_are_not_possible_end_in_one_line(tmp_path, flags, argv, se
 def test_metrics_need_held_out_images_without_a_lora(tmp_path, flags):
     flags = [flag for flag in flags if flag != "--rank=2"]
     error = train.refused(*flags, "--validation_metrics=copy", status=2)
-    assert "copy compares samples with images that are not trained on" in error
+    assert "copy needs images that are not trained on" in error
     error = train.refused(*flags[:-1], "--metric_steps=3", status=2)
     assert "--metric_steps does nothing without --validation_metrics" in error
 
