@@ -88,8 +88,7 @@ def make_vae(images: torch.Tensor, latent_channels: int = 16) -> AutoencoderDC:
         """Let the convolution multiply the channels of each pixel by a matrix."""
         conv.weight.zero_()
         conv.weight[:, :, 1, 1] = matrix
-        if conv.bias is not None:
-            conv.bias.copy_(torch.zeros(len(matrix)) if bias is None else bias)
+        conv.bias.copy_(torch.zeros(len(matrix)) if bias is None else bias)
 
     encoder, decoder = vae.encoder, vae.decoder
     (upsample, unused), (other_unused, downsample) = decoder.up_blocks[1], encoder.down_blocks[1]

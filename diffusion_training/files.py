@@ -64,8 +64,10 @@ def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> I
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
         shutil.rmtree(unfinished, ignore_errors=True)
-        sentence = f"{name_finally(str(what))} could not be saved ({reason})"
-        sentence += "; files saved before are untouched"
+        sentence = (
+            f"{name_finally(str(what))} could not be saved ({reason}); "
+            "files saved before are untouched"
+        )
         raise Refused(sentence, True, status_of(error)) from None
 
 

@@ -95,9 +95,10 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
 
 def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
     """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
-    names = os.listdir(source) if source and os.path.isdir(source) else ["model_index.json"]
-    if source is None or "model_index.json" not in names:
-        if "modular_model_index.json" in names:
+    if source is None:
+        return {}
+    if os.path.isdir(source) and "model_index.json" not in os.listdir(source):
+        if "modular_model_index.json" in os.listdir(source):
             fail(f"{source} holds a modular pipeline, of blocks, which these scripts can't train")
         return {}
     with explained(f"{source} can't be opened as a pipeline"):

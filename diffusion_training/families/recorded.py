@@ -362,8 +362,8 @@ class Recorded(Family):
         calls = self.open_calls(model.config)
         calls.needs_one_length = False  # not yet known
         misfit = (
-            f"{self.model} can't be called with encoded captions of this form; make a cache again "
-            "that another version of diffusers has made"
+            f"{self.model} can't be called with the cache's captions, which another version of "
+            "diffusers may have encoded (make the cache again)"
         )
         with explained(misfit), self.explaining("its denoiser"):
             calls.needs_one_length = find_one_length(calls, resolution, model.config)

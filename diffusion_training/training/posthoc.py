@@ -184,7 +184,7 @@ def read_step(snapshot: Path) -> int:
     return int(snapshot.name.removeprefix("step-"))
 
 
-def find_steps(output_dir: str | Path) -> list[Path]:
+def find_snapshot_folders(output_dir: str | Path) -> list[Path]:
     """The folders of all snapshots of a run, in the order of their steps; others are the user's."""
     paths = sorted(Path(output_dir, FOLDER).glob("step-*"))
     return [path for path in paths if path.name.removeprefix("step-").isdecimal()]
@@ -192,12 +192,13 @@ def find_steps(output_dir: str | Path) -> list[Path]:
 
 def find_snapshots(output_dir: str | Path) -> list[Path]:
     """The files of all snapshots of a run, in the order of their steps."""
-    return [path for step in find_steps(output_dir) for path in sorted(step.glob("*.safetensors"))]
+    folders = find_snapshot_folders(output_dir)
+    return [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
 
 
 def prune_snapshots(output_dir: Path, reached: int) -> None:
     """Delete snapshots after the step `reached`, where a resumed run begins; all of them for -1."""
-    for path in find_steps(output_dir):
+    for path in find_snapshot_folders(output_dir):
         if read_step(path) > reached:
             delete(path)
     delete(output_dir / FOLDER / LOSSES)

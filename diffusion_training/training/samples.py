@@ -84,8 +84,8 @@ def draw_prompts(
             return inputs
         references = validation.images[numbers[0] // per_prompt]
         height, width = fit_size(references[-1], args.resolution, data.latents.downscale)
-        known = inspect.signature(pipeline.__call__).parameters
-        name = "image" if "image" in known else "control_image"
+        # those of a ControlNet for SD 3 or FLUX.1 have another name, see docs/patches.md
+        name = "image" if takes(pipeline, "image") else "control_image"
         return data.family.size_args(height, width) | {name: references} | inputs
 
     drawn = draw_share(
@@ -114,6 +114,11 @@ def draw_prompts(
 def fit_size(reference: Image.Image, resolution: int, multiple: int) -> list[int]:
     """The size (height, width) of an edit's result: that of its last reference."""
     return choose_reference_size(reference.height, reference.width, resolution, multiple)
+
+
+def takes(pipeline: Any, name: str) -> bool:
+    """Whether a call of the pipeline has an argument with this name."""
+    return name in inspect.signature(pipeline.__call__).parameters
 
 
 def before_path(output_dir: str | Path, number: int) -> Path:
@@ -234,8 +239,8 @@ def draw_share(
             raise Interrupted
         return tensors
 
-    known = inspect.signature(pipeline.__call__).parameters
-    watched = {"callback_on_step_end": interrupt} if "callback_on_step_end" in known else {}
+    watched = "callback_on_step_end"
+    callbacks = {watched: interrupt} if takes(pipeline, watched) else {}
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
     put_decoder(pipeline.vae, device)
@@ -253,7 +258,7 @@ def draw_share(
                 pipeline(
                     **family.call_args(prompts, empty, args.guidance_scale),
                     output_type="np",
-                    **watched,
+                    **callbacks,
                     num_inference_steps=args.num_inference_steps,
                     generator=[
                         torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))

@@ -312,7 +312,7 @@ def test_captions_that_do_not_fit_the_denoiser_end_in_a_sentence(own):
     family, _, model = own()
     findings = json.loads(json.dumps(family.findings).replace("32]", "7]"))
     assert findings != family.findings
-    with pytest.raises(SystemExit, match="encoded captions of this form; make a cache again .*7"):
+    with pytest.raises(SystemExit, match=r"with the cache's captions, .*make the cache again.*7"):
         Recorded(family.index, family.configs, findings=findings).try_model(model, 64)
 
 
