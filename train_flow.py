@@ -311,14 +311,10 @@ def make_transformer(
 
 def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEulerDiscreteScheduler:
     """Make the sampler of the pipeline, with --shift."""
-    source = base.source
-    options = {"cache_dir": args.cache_dir, "revision": args.revision}
     _, class_name = base.index.get("scheduler", [None, None])
-    with explained(f"{source} holds no scheduler for flow matching"):
+    with explained(f"{base.source} holds no scheduler for flow matching"):
         if class_name == FlowMatchEulerDiscreteScheduler.__name__:
-            sampler = FlowMatchEulerDiscreteScheduler.from_pretrained(
-                source, subfolder="scheduler", **options
-            )
+            sampler = base.family.load_scheduler(base)
         else:  # the base has no flow matching, or is not a pipeline but single models
             if base.family.recognizes(base.index.get("_class_name", "")) and args.shift is None:
                 raise ValueError(f"it has a {class_name}: set the shift of the noise with --shift")

@@ -158,6 +158,7 @@ def make_gemma2(tokenizer):
 MAKE = {}
 EDIT = {}  # pipelines that edit images
 REFUSED = {}  # pipelines that can't be recorded
+BLOCKS = {}  # pipelines of blocks
 
 
 def pipeline(function, among=MAKE):
@@ -169,7 +170,9 @@ def pipeline(function, among=MAKE):
         made = function()
         denoiser = made.components["transformer"]
         randomize(denoiser)
-        made.save_pretrained(folder)
+        is_modular = isinstance(made, diffusers.ModularPipeline)
+        options = {"overwrite_modular_index": True} if is_modular else {}
+        made.save_pretrained(str(folder), **options)
         return folder
 
     among[name] = make
@@ -177,6 +180,7 @@ def pipeline(function, among=MAKE):
 
 
 refused = partial(pipeline, among=REFUSED)
+of_blocks = partial(pipeline, among=BLOCKS)
 
 
 def make_flux_transformer(**options):
@@ -887,6 +891,44 @@ def make_glm_image():
 
 edit = partial(pipeline, among=EDIT)
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+
+def make_blocks(kind, **parts):
+    """A modular pipeline without the block that rewrites captions."""
+    blocks = kind()
+    if "prompt_upsampler" in blocks.sub_blocks:
+        blocks.sub_blocks.pop("prompt_upsampler")
+    made = blocks.init_pipeline()
+    made.update_components(**parts)
+    return made
+
+
+@of_blocks
+def make_flux3(kind="Flux3AutoBlocks", **options):
+    tokenizer = make_chat_tokenizer(512)
+    transformer = diffusers.Flux3Transformer2DModel(
+        in_channels=16,
+        cond_in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=256,
+        axes_dims_rope=(4, 4, 4, 4),
+        **options,
+    )
+    return make_blocks(
+        getattr(diffusers, kind),
+        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 33),
+        tokenizer=make_qwen3_processor(tokenizer),
+        vae=make_flux2_vae(),
+        transformer=transformer,
+    )
+
+
+@of_blocks
+def make_flux3_distilled():
+    return make_flux3("Flux3DistilledAutoBlocks", flow_map=True)
 
 
 def make_small(monkeypatch):

@@ -137,6 +137,7 @@ class Family:
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU
+    blocks = ""  # the class of a modular pipeline's blocks
     # Can the denoiser see references, the images that an edit starts from? And the text encoder?
     takes_references = False
     reads_references = False
@@ -386,6 +387,14 @@ class Family:
     def guidance_args(self, guidance_scale: float) -> dict[str, float]:
         """The argument of that call for a guidance scale, where 1 means no guidance."""
         return {"guidance_scale": guidance_scale}
+
+    def load_scheduler(self, base: Base) -> Any:
+        """Load the pipeline's scheduler of flow matching."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler.from_pretrained(
+            base.source, subfolder="scheduler", cache_dir=base.cache_dir, revision=base.revision
+        )
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Make a pipeline of `parts`, {name: model}. Without text encoders it needs embeddings."""

@@ -84,14 +84,14 @@ class DenoiserCalls:
 
         references: (height, width) in pixels of each image that an edit starts from.
         """
-        # call the denoiser for each image of a batch, since some pipelines edit only one
+        # Is the denoiser called for each image of a batch? Some pipelines edit only one at a time,
+        # and some take captions of one length: see `find_one_by_one`.
         self.one_by_one = "references" in findings
         self.code = code
         self.structure = findings["structure"]
         self.parts: list[Part] = findings["parts"]
         self.options = options | ({"image": make_blanks(references)} if references else {})
         self.is_ragged = any(part["is_ragged"] for part in self.parts)
-        self.needs_one_length = False  # must all captions of a batch have one number of tokens?
         self.channels, self.downscale = self.find_geometry()
         self.time_maps = self.find_times()
         self.calls: dict[Any, Call] = {}
@@ -213,11 +213,6 @@ class DenoiserCalls:
         lengths = [1] * len(noisy)  # not read if all captions have the same number of tokens
         if self.is_ragged:
             lengths = prompts["prompt_lengths"].tolist()
-        if self.needs_one_length and len(set(lengths)) > 1:
-            raise Unrecordable(
-                "captions of several lengths in one batch would train at other positions than "
-                "those of one image: give --train_batch_size 1, and --gradient_accumulation_steps"
-            )
         texts = self.join(prompts)
         leaves = list_tensors(texts)
         call = self.find(noisy.shape, lengths, leaves)

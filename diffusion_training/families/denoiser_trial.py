@@ -2,7 +2,7 @@
 
 1. `make_small` makes a denoiser of few layers with random weights.
 2. `is_exact` calls it for two images at two times, together and alone.
-3. `find_one_length` tells by it which captions can share a batch.
+3. `find_one_by_one` tells by it whether captions of several lengths can share a call.
 """
 
 from typing import Any
@@ -16,13 +16,11 @@ from diffusion_training.families.tape import Unrecordable
 SMALL = 64  # side in pixels of an image on which a denoiser is tried
 
 
-def find_one_length(calls: DenoiserCalls, resolution: int, config: Any) -> bool:
-    """Whether all captions of a batch must have one number of tokens.
+def find_one_by_one(calls: DenoiserCalls, resolution: int, config: Any) -> bool:
+    """Whether each image needs a call of its own, since captions have several lengths.
 
-    Raises Unrecordable if two images do not give what each gives alone.
+    Raises Unrecordable if two images with equal lengths do not give what each gives alone.
     """
-    if calls.one_by_one:
-        return False
     model = make_small(calls.code.denoiser_class, config)
     if not is_exact(calls, model, resolution, [8, 8]):
         raise Unrecordable("two images in a batch change each other")

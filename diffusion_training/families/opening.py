@@ -18,6 +18,7 @@ from diffusion_training.data.folders import count_references
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES, find_family
+from diffusion_training.families.modular import convert_index
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY
 from diffusion_training.families.recorded import Recorded, recognize
 from diffusion_training.files import clean, delete, saving
@@ -66,7 +67,10 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     count = 0 if trained_by else count_references(args)
     if count and not family.takes_references:
         if args.conditioning_image_column or args.conditioning_data_dir:
-            fail(f"a {family.pipeline} takes no references: leave --conditioning_image_column out")
+            fail(
+                f"references of a {family.pipeline} can't be trained: leave out the flag that "
+                "gives them"
+            )
         count = 0
     base = Base(
         family=family,
@@ -97,14 +101,15 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
     """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
     if source is None:
         return {}
-    if os.path.isdir(source) and "model_index.json" not in os.listdir(source):
-        if "modular_model_index.json" in os.listdir(source):
-            fail(f"{source} holds a modular pipeline, of blocks, which these scripts can't train")
+    kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+    if os.path.isdir(source) and not any(kind.config_name in os.listdir(source) for kind in kinds):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
-        index = diffusers.DiffusionPipeline.load_config(
-            source, cache_dir=args.cache_dir, revision=args.revision
-        )
+        options = {"cache_dir": args.cache_dir, "revision": args.revision}
+        try:
+            index = kinds[0].load_config(source, **options)
+        except OSError:
+            index = convert_index(kinds[1].load_config(source, **options))
         for name, entry in index.items():
             # other entries are settings of the pipeline
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
@@ -119,7 +124,11 @@ def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[st
     """{part: its config} of a pipeline's VAE, scheduler and transformer, for `Recorded`."""
     options = {"cache_dir": args.cache_dir, "revision": args.revision}
     configs = {}
+    created = index.get("_created", {})
     for name in ("vae", "scheduler", Recorded.folder):
+        if name in created:
+            configs[name] = created[name]
+            continue
         with explained(f"{source} holds no {name}"):
             kind = getattr(diffusers, index[name][1])
             own_path = args.vae_name_or_path if name == "vae" else None

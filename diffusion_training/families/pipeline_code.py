@@ -20,6 +20,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from diffusion_training.errors import explain, is_machines_fault
+from diffusion_training.families.modular import find_pipeline_class, silencing_diffusers
 from diffusion_training.families.reference_latents import ReferenceShapes, encode_reference
 from diffusion_training.families.tape import Unrecordable
 
@@ -43,7 +44,7 @@ class PipelineRun:
 
     ends_at: str  # text, denoiser, step or decode
     noise: Callable[[tuple[int, ...]], torch.Tensor]  # shape -> the noise to start from
-    time: float = 250.0  # the only timestep
+    time: float = 250.0  # the first timestep
     texts: Sequence[Any] | None = None  # the results of encode_prompt; None: it encodes
     output: Any = None  # of the denoiser; None: its first argument
     # latents of the references, [1, C, h, w], as the VAE encodes them; None: zeros
@@ -64,7 +65,10 @@ class PipelineRun:
 
 
 class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
-    """A flow-matching scheduler of one step, which notes what it gets."""
+    """A flow-matching scheduler that notes what it gets in its first step.
+
+    The time of a second step finds models that are told where a step goes to.
+    """
 
     run: PipelineRun
 
@@ -76,8 +80,8 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: Any = None,
     ) -> None:
-        self.timesteps = torch.tensor([self.run.time], device=device)
-        self.sigmas = torch.tensor([self.run.time / NUM_TIMES, 0.0], device=device)
+        self.timesteps = torch.tensor([self.run.time, self.run.time / 3], device=device)
+        self.sigmas = torch.cat([self.timesteps / NUM_TIMES, torch.zeros(1, device=device)])
 
     def scale_model_input(self, sample: Any, *args: Any) -> Any:
         return sample  # Bria's pipeline asks any scheduler but diffusers' own
@@ -112,7 +116,10 @@ def watch_pipeline(pipeline_class: Any) -> Any:
 def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Replace `randn_tensor` in the modules of a pipeline."""
     with contextlib.ExitStack() as stack:
-        for module in {sys.modules[kind.__module__] for kind in pipeline_class.__mro__}:
+        own = {kind.__module__ for kind in pipeline_class.__mro__}
+        folder = pipeline_class.__module__.rpartition(".")[0]  # of the blocks of a modular one
+        own |= {name for name in sys.modules if name.startswith(f"{folder}.")}
+        for module in map(sys.modules.get, own):
             if hasattr(module, "randn_tensor"):
                 stack.enter_context(patch.object(module, "randn_tensor", draw))
         yield
@@ -214,7 +221,7 @@ class PipelineCode:
         parts: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
-        self.kind = getattr(diffusers, index["_class_name"])
+        self.kind = find_pipeline_class(index["_class_name"])
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch_pipeline(self.kind)
@@ -224,7 +231,13 @@ class PipelineCode:
             vae = vae_class.from_config(configs["vae"])
         self.reference_shapes = ReferenceShapes(vae)
         self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
-        denoiser.forward = self.call_denoiser
+
+        def forward(*args: Any, **options: Any) -> Any:
+            return self.call_denoiser(*args, **options)
+
+        # a modular pipeline asks which arguments it has
+        forward.__signature__ = inspect.signature(denoiser.forward)  # type: ignore[attr-defined]
+        denoiser.forward = forward
         self.scheduler = WatchedScheduler.from_config(configs["scheduler"])
         given = (parts or {}) | {folder: denoiser, "scheduler": self.scheduler, "vae": vae}
         self.pipeline = make_pipeline(watched, given, index)
@@ -261,11 +274,14 @@ class PipelineCode:
         asked = {name: value for name, value in asked.items() if name in self.has}
         self.pipeline.run = self.scheduler.run = run
         vae = self.pipeline.vae
-        level = diffusers.utils.logging.get_verbosity()
-        diffusers.utils.logging.set_verbosity_error()
         try:
             # not on the meta device, on which models are tried; a run's tensors serve for training
-            with torch.inference_mode(False), torch.device("cpu"), drawing(self.kind, draw):
+            with (
+                torch.inference_mode(False),
+                torch.device("cpu"),
+                drawing(self.kind, draw),
+                silencing_diffusers(),
+            ):
                 vae.decode, vae.encode = decode, encode
                 self.pipeline(prompt=list(captions), **asked)  # some write into the list
         except Stopped:
@@ -276,6 +292,5 @@ class PipelineCode:
             size = f"images of {options['height']} x {options['width']} pixels"
             raise Unrecordable(f"its code stops for {size}: {explain(error)}") from error
         finally:
-            diffusers.utils.logging.set_verbosity(level)
             del vae.decode, vae.encode
         return run

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.denoiser_call import DenoiserCalls, find_difference
-from diffusion_training.families.denoiser_trial import find_one_length
+from diffusion_training.families.denoiser_trial import find_one_by_one
+from diffusion_training.families.modular import find_pipeline_class
 from diffusion_training.families.pipeline_code import (
     EncodedPrompt,
     PipelineCode,
@@ -92,7 +93,8 @@ class Recorded(Family):
         self.findings = findings or {}
         self.embedded_guidance_scale = embedded_guidance_scale
         self.name = self.pipeline = index["_class_name"]
-        self.title = self.name.removesuffix("Pipeline")
+        self.title = self.name.removesuffix("Pipeline").removesuffix("Modular")
+        self.blocks = getattr(self.pipeline_class, "default_blocks_name", "")
         self.model = index[self.folder][1]
         self.vae_classes = (configs["vae"]["_class_name"],)
         self.ignored_vae_settings = ()
@@ -107,14 +109,15 @@ class Recorded(Family):
         text = "ragged embeddings" if self.ragged else "ragged ids"
         self.features = ("recorded text", text)
         self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
-        self.takes_references = "image" in options
+        # such a VAE scales references by statistics that are among its weights, not in its config
+        self.takes_references = "image" in options and "batch_norm_eps" not in configs["vae"]
         about = self.findings.get("references", {})
         self.reads_references = about.get("are_read", False)
         self.needs_references = about.get("are_needed", False)
 
     @property
     def pipeline_class(self) -> Any:
-        return getattr(diffusers, self.pipeline)
+        return find_pipeline_class(self.pipeline)
 
     @property
     def guided(self) -> dict[str, Any] | None:
@@ -355,20 +358,20 @@ class Recorded(Family):
         return None  # a trial of the model tells
 
     def try_model(self, model: torch.nn.Module, resolution: int) -> None:
-        """Find out whether captions of two lengths can share a batch, with a model of few layers.
+        """Find out whether captions of two lengths can share a call, with a model of few layers.
 
         Stops if two images at two times do not give what each gives alone.
         """
         calls = self.open_calls(model.config)
-        calls.needs_one_length = False  # not yet known
         misfit = (
             f"{self.model} can't be called with the cache's captions, which another version of "
             "diffusers may have encoded (make the cache again)"
         )
         with explained(misfit), self.explaining("its denoiser"):
-            calls.needs_one_length = find_one_length(calls, resolution, model.config)
+            if not calls.one_by_one:
+                calls.one_by_one = find_one_by_one(calls, resolution, model.config)
         times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
-        alone = "; only captions of one length share a batch" if calls.needs_one_length else ""
+        alone = "; each image of a batch in a call of its own" if calls.one_by_one else ""
         PartialState().print(f"{self.pipeline}: {self.model} is called with {times}{alone}")
 
     def patch_size(self, model: torch.nn.Module) -> int:
@@ -404,6 +407,9 @@ class Recorded(Family):
             return dict(self.findings["off"])
         shift = 1 if guided["from_zero"] else 0
         return self.findings["off"] | {guided["name"]: guidance_scale - shift}
+
+    def load_scheduler(self, base: Base) -> Any:
+        return diffusers.FlowMatchEulerDiscreteScheduler.from_config(self.configs["scheduler"])
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         own = dict(self.findings["own"])
@@ -448,7 +454,7 @@ class Recorded(Family):
 
 def recognize(index: dict[str, Any]) -> bool:
     """Whether a model_index.json may be that of a recorded pipeline."""
-    kind = getattr(diffusers, str(index.get("_class_name")), None)
+    kind = find_pipeline_class(str(index.get("_class_name")))
     folder = index.get(Recorded.folder)
     return (
         hasattr(kind, "encode_prompt") and is_component(folder) and is_component(index.get("vae"))

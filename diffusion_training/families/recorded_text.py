@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from diffusion_training.families.tape import Unrecordable
 
 SHORT, LONG = "a red car", "three birds, and a blue house by the sea at night"  # probes
+LONGEST = LONG * 20  # FLUX.3 has as many tokens for SHORT as for LONG, and more for this one
 MOST_BYTES = 4096  # of a caption
 MAIN = "prompt_embeds"  # the column of the embeddings
 
@@ -58,7 +59,7 @@ def describe_result(
     Returns (the structure of the results, with a `Part` for each tensor and {"mask": dtype} where
     several captions get a mask; the list of the parts).
     """
-    one, same, longer = (plain(record(each)) for each in ([SHORT], [SHORT, SHORT], [LONG]))
+    one, same, longer = (plain(record(each)) for each in ([SHORT], [SHORT, SHORT], [LONGEST]))
     parts: list[Part] = []
 
     def describe(a: Any, b: Any, c: Any) -> Any:
@@ -84,7 +85,7 @@ def describe_result(
     if len({part["shape"][0] for part in ragged}) > 1:
         raise Unrecordable("its captions have two numbers of tokens")
     if ragged:
-        structure = find_masks(structure, plain(record([SHORT, LONG])))
+        structure = find_masks(structure, plain(record([SHORT, LONGEST])))
         if most_tokens is None:
             words = plain(record(["sea " * 2000]))
             most_tokens = max(len(tensor.squeeze(0)) for tensor in list_tensors(words))

@@ -321,7 +321,7 @@ def open_references(
             fail("--validation_images needs a cache with references: leave it out")
         return {}
     if not family.takes_references:
-        fail(f"the cache has references, which a {family.pipeline} does not take")
+        fail(f"the cache has references, which can't be trained with a {family.pipeline}")
     if args.validation_metrics:
         fail("--validation_metrics can't draw edits yet: leave it out")
     advice = {"caption_dropout": "give --caption_dropout 0", "preserve_prior": "leave it out"}

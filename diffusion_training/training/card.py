@@ -147,11 +147,14 @@ def describe_text_to_image(
         call += f", image={files if references == 1 else f'[{files}]'}"
     if readers := name_readers(args, for_unet=family.folder == "unet"):
         what += f"\n{readers}"
-    opener = "DiffusionPipeline.from_pretrained"
+    opener = family.blocks or "DiffusionPipeline.from_pretrained"
     if source.endswith(".safetensors"):
         opener = f"{family.pipeline}.from_single_file"
     max_tokens = vars(args).get("max_sequence_length")
-    drawn = call_pipeline(about, args, family.guidance_args(args.guidance_scale))
+    guidance = family.guidance_args(args.guidance_scale)
+    if family.blocks and "guidance_scale" in guidance:
+        setup = [f"pipeline.guider.guidance_scale = {guidance.pop('guidance_scale'):g}", *setup]
+    drawn = call_pipeline(about, args, guidance)
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
     usage = write_usage(source, call, setup, opener, family.precision, more, args.resolution)
     tag = family.title.lower().replace(" ", "-").replace(".", "")

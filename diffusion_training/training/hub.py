@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub import create_repo, repo_info, upload_folder
 
 from diffusion_training.errors import explained, fail
+from diffusion_training.training.pipelines import name_source
 
 
 def make_repository(args: Namespace) -> str:
@@ -22,6 +23,7 @@ def make_repository(args: Namespace) -> str:
 
 def upload_run(repository: str | None, output_dir: str, files: list[str]) -> None:
     """Upload what every run has, and the `files`: patterns of paths in --output_dir."""
-    files = ["model_index.json", "README.md", "loss.png", "samples/*", *files]
+    name_source(output_dir, repository)
+    files = ["*model_index.json", "README.md", "loss.png", "samples/*", *files]
     with explained(f"the upload to {repository} failed; everything is in {output_dir}"):
         upload_folder(repo_id=repository, folder_path=output_dir, allow_patterns=files)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 from safetensors.torch import save_file
 
 from diffusion_training.errors import fail
@@ -26,11 +26,24 @@ def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
         )
     with saving(output_dir, f"the pipeline in {output_dir}") as unfinished:
         pipeline.save_pretrained(unfinished)
+        name_source(unfinished, None)
         # a local path that a model was loaded from is private
         for path in unfinished.glob("*/config.json"):
             config = json.loads(path.read_text())
             if os.path.exists(config.pop("_name_or_path", "")):
                 path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def name_source(folder: str | Path, repository: str | None) -> None:
+    """Write into the index of a modular pipeline where its parts are; None: in its own folder."""
+    path = Path(folder, ModularPipeline.config_name)
+    if not path.exists():
+        return
+    index = json.loads(path.read_text())
+    for entry in index.values():
+        if isinstance(entry, list):
+            entry[2]["pretrained_model_name_or_path"] = repository
+    path.write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_single_file(

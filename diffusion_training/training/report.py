@@ -123,14 +123,27 @@ def write_usage(
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
-    call: arguments of the pipeline. setup: lines before the call. precision: of the pipeline on a
-    GPU. more: further arguments of `opener`. side: of the image in pixels; a small one is enlarged.
+    call: arguments of the pipeline. setup: lines before the call. opener: a function, or the class
+    of a modular pipeline's blocks. precision: of the pipeline on a GPU. more: further arguments of
+    `opener`. side: of the image in pixels; a small one is enlarged.
     """
     enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
     if precision != "float32":
         dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
-        more = f", torch_dtype=dtype{more}"
+        # modular pipelines have only the newer name
+        more = f", {'dtype' if opener.endswith('Blocks') else 'torch_dtype'}=dtype{more}"
+    opening = [f"pipeline = {opener}({json.dumps(source)}{more}).to(device)"]
+    draw = f"pipeline({call}).images[0]"
+    if opener.endswith("Blocks"):
+        opening = [
+            f"blocks = {opener}()",
+            'blocks.sub_blocks.pop("prompt_upsampler", None)  # prompts stay as they are',
+            f"pipeline = blocks.init_pipeline({json.dumps(source)})",
+            f"pipeline.load_components({more.removeprefix(', ')})",
+            "pipeline.to(device)",
+        ]
+        draw = f'pipeline({call}, output="images")[0]'
     classes = [opener.split(".")[0]] + ["DDIMScheduler"] * any("DDIM" in line for line in setup)
     return "\n".join([
         "import torch",
@@ -139,9 +152,9 @@ def write_usage(
         "",
         'device = "cuda" if torch.cuda.is_available() else "cpu"',
         *dtype,
-        f"pipeline = {opener}({json.dumps(source)}{more}).to(device)",
+        *opening,
         *setup,
-        f"image = pipeline({call}).images[0]",
+        f"image = {draw}",
         *[f'image{enlarge}.save("image.png")'] * ("output_type" not in call),  # not for arrays
     ])  # fmt: skip
 

@@ -29,7 +29,7 @@ LAYERS = """
 __init__ batches errors library_fixes pillow cluster.supervisor
 arguments
 families.tape families.mask_values
-families.reference_latents families.recorded_text
+families.reference_latents families.recorded_text families.modular
 families.pipeline_code
 csv_files files order heartbeat cluster.connection memory web.pictures web.filters
 families.names families.class_labels data.flags

@@ -1,0 +1,178 @@
+"""Pipelines of blocks (`ModularPipeline`, as of FLUX.3), called like the other pipelines.
+
+1. `find_pipeline_class` makes a subclass with `encode_prompt` and a `__call__` of named arguments.
+2. `convert_index` turns modular_model_index.json into the form of model_index.json.
+3. Captions stay as they are: a block that rewrites them with a language model is left out.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.modular_pipelines import ComponentSpec, ModularPipeline, PipelineState
+
+MOST_TOKENS = 512  # of a caption: FLUX.3 would take 8192, each with 20,480 numbers
+
+
+def find_pipeline_class(name: str) -> Any:
+    """The class of a pipeline in diffusers, or None."""
+    kind: Any = getattr(diffusers, name, None)
+    is_modular = isinstance(kind, type) and issubclass(kind, ModularPipeline)
+    return adapt(kind) if is_modular and kind.default_blocks_name else kind
+
+
+@contextlib.contextmanager
+def silencing_diffusers() -> Iterator[None]:
+    """Leave out the messages of diffusers, also of errors that are expected."""
+    level = diffusers.utils.logging.get_verbosity()
+    diffusers.utils.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        diffusers.utils.logging.set_verbosity(level)
+
+
+def walk(block: Any) -> Iterator[Any]:
+    """A block and all blocks in it."""
+    yield block
+    for inner in block.sub_blocks.values():
+        yield from walk(inner)
+
+
+class CalledLikeOthers:
+    """What `adapt` puts before a class of modular pipelines."""
+
+    own_blocks: Any  # all but the one that encodes captions
+    text_block: Any  # that one
+    expected: dict[str, Any]  # {part: its ComponentSpec}
+    created: dict[str, dict[str, Any]]  # {part that the blocks make: its config}
+
+    def __init__(self, **parts: Any) -> None:
+        with silencing_diffusers():  # guiders say that they are experimental
+            super().__init__(blocks=self.own_blocks)  # type: ignore[call-arg]
+        pipeline: Any = self
+        pipeline._component_specs |= self.expected
+        if "scheduler" in parts:  # gets a folder of its own, which keeps --shift
+            kept = ComponentSpec("scheduler", type_hint=type(parts["scheduler"]))
+            pipeline._component_specs["scheduler"] = kept
+        pipeline.register_components(**parts)
+
+    @classmethod
+    def _get_signature_keys(cls, kind: Any) -> tuple[set[str], set[str]]:
+        """The parts of the pipeline, and those of them that it can do without."""
+        return set(cls.expected), set(cls.created)
+
+    def encode_prompt(
+        self, prompt: list[str], negative_prompt: list[str] | None = None, **options: Any
+    ) -> list[torch.Tensor | None]:
+        """Encode each caption alone, as the block does; shorter rows are padded with zeros."""
+        given = {each.name: each.default for each in self.text_block.inputs} | options
+        given["negative_prompt"] = negative_prompt[0] if negative_prompt else None
+        rows = []
+        for caption in prompt:
+            state = PipelineState()
+            for name, value in given.items():
+                state.set(name, value)
+            state.set("prompt", caption)
+            self.text_block(self, state)
+            rows.append([state.get(each.name) for each in self.text_block.intermediate_outputs])
+        return [join(column) for column in zip(*rows, strict=True)]
+
+    def draw(self, prompt: list[str], guidance_scale: float = 1.0, **options: Any) -> Any:
+        """Draw images of encoded captions, with the guider if there is guidance."""
+        pipeline: Any = self
+        if "guider" in self.created:
+            pipeline.guider.guidance_scale = guidance_scale
+            if guidance_scale > 1:
+                pipeline.guider.enable()
+            else:
+                pipeline.guider.disable()
+        of_text = {each.name for each in self.text_block.inputs}
+        asked = {name: value for name, value in options.items() if name in of_text}
+        encoded = self.encode_prompt(prompt, **asked)
+        outputs = [each.name for each in self.text_block.intermediate_outputs]
+        options = {name: value for name, value in options.items() if name not in of_text}
+        state = super().__call__(  # type: ignore[misc]
+            **dict(zip(outputs, encoded, strict=True)), **options
+        )
+        return SimpleNamespace(images=state.get("images"))
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """Of all blocks, also those inside of others."""
+        for block in walk(self.own_blocks):
+            if hasattr(block, "set_progress_bar_config"):
+                block.set_progress_bar_config(**options)
+
+    def save_pretrained(self, folder: Any) -> None:
+        super().save_pretrained(str(folder), overwrite_modular_index=True)  # type: ignore[misc]
+
+
+@functools.cache
+@silencing_diffusers()
+def adapt(kind: Any) -> Any:
+    """A subclass of a modular pipeline that is called like the other pipelines of diffusers.
+
+    If it has no block named text_encoder, this is the class itself, without `encode_prompt`.
+    """
+    blocks = getattr(diffusers, kind.default_blocks_name)()
+    blocks.sub_blocks.pop("prompt_upsampler", None)
+    expected = {spec.name: spec for spec in blocks.expected_components}
+    text_block = blocks.sub_blocks.pop("text_encoder", None)
+    if text_block is None:
+        return kind
+    created = {}
+    for name, spec in expected.items():
+        if spec.default_creation_method == "from_config":
+            part = spec.create()
+            created[name] = {"_class_name": type(part).__name__} | dict(getattr(part, "config", {}))
+    encoded = {each.name for each in text_block.intermediate_outputs}
+    inputs = {each.name: each.default for each in [*text_block.inputs, *blocks.inputs] if each.name}
+    defaults = {name: value for name, value in inputs.items() if name not in encoded}
+    if "max_sequence_length" in defaults:
+        defaults["max_sequence_length"] = min(MOST_TOKENS, defaults["max_sequence_length"])
+    if "guider" in created:
+        defaults["guidance_scale"] = created["guider"]["guidance_scale"]
+
+    def call(self: Any, **options: Any) -> Any:
+        return self.draw(**options)
+
+    named = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
+    named += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
+        for name, value in defaults.items()
+    ]
+    call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    names = {"own_blocks": blocks, "text_block": text_block, "expected": expected}
+    names |= {"created": created, "__call__": call, "__module__": kind.__module__}
+    return type(kind.__name__, (CalledLikeOthers, kind), names)
+
+
+def convert_index(config: dict[str, Any]) -> dict[str, Any]:
+    """modular_model_index.json in the form of model_index.json, without parts that are not used.
+
+    Its entry _created has the configs of parts that have no folder, since the blocks make them.
+    """
+    name = str(config.get("_class_name"))
+    index: dict[str, Any] = {"_class_name": name}
+    kind = find_pipeline_class(name)
+    used = getattr(kind, "expected", {})
+    for part, entry in config.items():
+        if part in used and isinstance(entry, list) and len(entry) == 3:
+            index[part] = entry[:2] if entry[1] else list(entry[2]["type_hint"])
+    scheduler = getattr(kind, "created", {}).get("scheduler")
+    if scheduler and "scheduler" not in index:
+        index["scheduler"] = ["diffusers", scheduler["_class_name"]]
+        index["_created"] = {"scheduler": scheduler}
+    return index
+
+
+def join(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Results of captions that were encoded alone, [1, tokens, ...] each, as one tensor."""
+    tensors = [row.squeeze(0) for row in rows if row is not None]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) if tensors else None

@@ -1,0 +1,139 @@
+"""Pipelines of blocks: FLUX.3 has no other."""
+
+import functools
+import json
+
+import diffusers
+import numpy as np
+import pytest
+import tiny_pipelines
+import torch
+from conftest import Script, assert_same_weights, make_captioned
+
+import precompute_latents
+from diffusion_training.data.captions import tokenize
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import encode_prompts, load_encoders
+from diffusion_training.training.pipelines import name_source
+
+precompute, train = Script("precompute_latents"), Script("train_flow")
+# of 80 tokens with their padding, and of 160
+CAPTIONS = ["a digit zero", "one", "a digit two " * 40, "", "a handwritten digit one", "digit"]
+DRAWN = {"height": 8, "width": 12, "num_inference_steps": 2}
+LORA = "pytorch_lora_weights.safetensors"
+
+
+def make(folder, name="flux3"):
+    """(flags of the base, flags of the images)"""
+    tiny_pipelines.BLOCKS[name](folder / "base")
+    make_captioned(folder / "images", 6, CAPTIONS)
+    data = [f"--train_data_dir={folder / 'images'}", "--resolution=16", "--center_crop"]
+    return f"--pretrained_model_name_or_path={folder / 'base'}", data
+
+
+def open_blocks(folder):
+    """The pipeline as its users open it, without the block that rewrites captions."""
+    blocks = diffusers.Flux3AutoBlocks()
+    blocks.sub_blocks.pop("prompt_upsampler")
+    pipeline = blocks.init_pipeline(str(folder))
+    pipeline.load_components()
+    return pipeline
+
+
+def draw(pipeline):
+    generator = torch.Generator().manual_seed(0)
+    return pipeline(prompt="one", generator=generator, output_type="np", output="images", **DRAWN)
+
+
+@torch.no_grad()
+def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path):
+    base, data = make(tmp_path)
+    args = precompute_latents.parse_args([base, *data])
+    encoders = load_encoders(open_base(args), torch.float32)
+    family, calls = encoders.family, []
+    assert family.guided["name"] == "guidance_scale"
+    pipeline = open_blocks(tmp_path / "base")
+    forward = pipeline.transformer.forward
+
+    @functools.wraps(forward)
+    def note(*args, **options):
+        calls.append((options["timestep"], forward(*args, **options)[0]))
+        return calls[-1][1:]
+
+    pipeline.guider.disable()
+    for caption in CAPTIONS[1:4]:
+        noise = torch.randn(1, 16, 2, 3)
+        pipeline.transformer.forward = note
+        pipeline(prompt=caption, latents=noise, output_type="np", **DRAWN)
+        pipeline.transformer.forward = forward
+        prompts = encode_prompts(encoders, tokenize(encoders.tokenizers, [caption]))
+        time, velocity = calls[0]
+        calls.clear()
+        ours = family.predict(pipeline.transformer, noise, time, prompts)
+        assert torch.equal(ours, velocity.mT.reshape(noise.shape))
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path):
+    base, data = make(tmp_path)
+    precompute(base, *data, f"--output_dir={tmp_path / 'cache'}")
+    flags = [base, f"--latents_dir={tmp_path / 'cache'}", "--train_batch_size=2", "--rank=2"]
+    flags += ["--learning_rate=0.1", "--lora_layers=all", "--report_to=none", "--max_train_steps=2"]
+    flags += ["--validation_prompts", "one", "--num_validation_images=1", "--guidance_scale=3"]
+    train(*flags, "--num_inference_steps=2", f"--output_dir={tmp_path / 'lora'}")
+    pipeline = open_blocks(tmp_path / "base")
+    before = draw(pipeline)
+    pipeline.load_lora_weights(tmp_path / "lora", weight_name=LORA)
+    assert np.abs(draw(pipeline) - before).max() > 1e-3
+    assert list((tmp_path / "lora/samples").glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    "name, more, reason",
+    [
+        ("flux3_distilled", "", "['target_timestep'] is computed from the time in an unknown way"),
+        (
+            "flux3",
+            "--conditioning_data_dir=images",
+            "references of a Flux3ModularPipeline can't be",
+        ),
+    ],
+)
+def test_what_a_modular_pipeline_can_not_train_is_refused(
+    tmp_path, monkeypatch, name, more, reason
+):
+    base, data = make(tmp_path, name)
+    monkeypatch.chdir(tmp_path)
+    assert reason in precompute.refused(
+        base, *data, *more.split(), f"--output_dir={tmp_path}/cache"
+    )
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_a_whole_modular_pipeline_trains_is_killed_resumes_and_can_be_moved(tmp_path):
+    base, data = make(tmp_path)
+    precompute(base, *data, f"--output_dir={tmp_path / 'cache'}")
+    flags = [base, f"--latents_dir={tmp_path / 'cache'}", "--train_batch_size=2", "--shift=3"]
+    flags += ["--max_train_steps=3", "--checkpointing_steps=1", "--report_to=none"]
+    flags += ["--validation_prompts", "one", "--num_validation_images=1", "--num_inference_steps=2"]
+    train.fork(*flags, f"--output_dir={tmp_path / 'whole'}", num_processes=2)
+    flags += ["--resume_from_checkpoint=latest"]
+    train.kill_after_checkpoint(tmp_path / "killed", *flags, num_processes=2)
+    train.fork(*flags, f"--output_dir={tmp_path / 'killed'}", num_processes=2)
+    assert_same_weights(tmp_path / "whole/transformer", tmp_path / "killed/transformer")
+    assert str(tmp_path) not in (tmp_path / "whole/modular_model_index.json").read_text()
+    (tmp_path / "whole").rename(tmp_path / "moved")
+    code = (tmp_path / "moved/README.md").read_text().split("```python\n")[1].split("```")[0]
+    for name, path in {"whole": "moved", "image.png": "image.png"}.items():
+        code = code.replace(f'"{name}"', f'"{tmp_path / path}"')
+    made = {}
+    exec(code, made)
+    assert made["pipeline"].scheduler.config.shift == 3 and made["pipeline"].guider.guidance_scale
+    assert (tmp_path / "image.png").exists()
+    moved = f"--pretrained_model_name_or_path={tmp_path / 'moved'}"  # as a base
+    precompute(moved, *data, f"--output_dir={tmp_path / 'other'}")
+    train(moved, *flags[1:-1], f"--output_dir={tmp_path / 'again'}")
+    name_source(tmp_path / "again", "someone/model")  # as for the hub
+    index = json.loads((tmp_path / "again/modular_model_index.json").read_text())
+    assert index["transformer"][2]["pretrained_model_name_or_path"] == "someone/model"
