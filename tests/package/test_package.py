@@ -62,8 +62,8 @@ latents.source
 latents.encoding
 training.lora_files training.lokr training.sharding training.distances training.networks
 training.signs training.lora training.progress training.optimizers training.objective
-training.replicas training.samples training.pipelines training.hub training.denoiser
-training.prior training.metrics
+training.replicas training.samples training.pipelines training.denoiser
+training.prior training.metrics training.hub
 training.checkpoints training.costs training.held_out training.posthoc
 training.best training.copies training.records training.snapshot
 training.report
