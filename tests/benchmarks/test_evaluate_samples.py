@@ -261,6 +261,7 @@ def test_a_pipeline_without_run_args_is_compared_with_a_folder(
     assert "11 real images, not held out from training" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_text_to_image_is_evaluated_with_held_out_captions(
     tmp_path, extractor, seen, monkeypatch, capsys
 ):

@@ -250,7 +250,8 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
 def mark(name, trainer, kind):
     """In each test run, the flow trainer shows a change of several trainers."""
     is_shown = name in ("huber", "trained_module", "perceptual", "repa") and trainer != "flow"
-    is_shown |= (name, kind) == ("inpainting", "images") or name == "controlnet_flow"
+    is_shown |= (name, kind) == ("inpainting", "images")
+    is_shown |= name in ("controlnet_flow", "second_image")
     return pytest.param(name, trainer, kind, marks=pytest.mark.long if is_shown else pytest.mark.ci)
 
 

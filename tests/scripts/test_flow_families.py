@@ -40,8 +40,8 @@ precompute = Script("precompute_latents")
 train = Script("train_flow")
 each_family = pytest.mark.parametrize("name", MAKE)
 # klein takes longest, and tests/package/test_families.py compares it with its pipeline
-two_families = pytest.mark.parametrize(
-    "name", ["z-image", "qwen-image", pytest.param("flux2-klein", marks=pytest.mark.long)]
+one_family = pytest.mark.parametrize(
+    "name", [n if n == "z-image" else pytest.param(n, marks=pytest.mark.long) for n in MAKE]
 )
 
 
@@ -137,7 +137,7 @@ def test_flow_family_caches_record_their_features(root, name):
     assert isinstance(scale, float) if name == "z-image" else len(scale) == 16
 
 
-@two_families
+@one_family
 @pytest.mark.usefixtures("without_figures")
 def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags):
     """The data has several sizes, masks, several captions, mirrored images, dropped captions."""
@@ -173,7 +173,7 @@ def test_embeddings_beyond_float16_are_refused_before_encoding(root, name, tmp_p
 # ------------------------------------------------------------------- full training
 
 
-@two_families
+@one_family
 def test_flow_family_pipelines_redraw_the_last_validation_samples(root, name, tmp_path, flags):
     prompts = ["a digit one", "a digit two"]
     cached = [*flags, f"--latents_dir={root / 'embeddings'}"]
@@ -238,7 +238,7 @@ def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
 # ------------------------------------------------------------------- LoRAs
 
 
-@two_families
+@one_family
 @pytest.mark.usefixtures("without_figures")
 def test_flow_family_pipelines_load_the_trained_lora(root, name, tmp_path, flags):
     lora = [*flags, f"--latents_dir={root / 'ids'}", "--rank=2", "--lora_layers=all"]

@@ -379,7 +379,7 @@ def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, without_r
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(make_klein, marks=pytest.mark.long), make_qwen_image]
+    "make", [pytest.param(make, marks=pytest.mark.long) for make in (make_klein, make_qwen_image)]
 )
 def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, without_ray, make):
     """Latents in patches with a scale per channel; ids without padding, or with a template."""

@@ -374,12 +374,12 @@ def find_products(products, left_out=IN_FLOAT32):
 
 QUICK = {"unconditional": list_unconditional}
 SLOW = {  # marked `ci`
-    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
-    "sdxl": list_sdxl,
     "prx": list_prx,
     "twins": list_twins,
 }
 SLOWER = {  # marked `long`
+    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
+    "sdxl": list_sdxl,
     "stable diffusion": list_stable_diffusion,
     "nf4": list_nf4,
     "recorded": list_recorded,
