@@ -29,13 +29,25 @@ class Layout:
     large: torch.Tensor  # what becomes of `LARGE`
 
 
+class InFloat32:
+    """A VAE that a pipeline gives latents in float32, whatever its own precision."""
+
+    dtype = torch.float32
+
+    def __init__(self, vae: Any) -> None:
+        self.vae = vae
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.vae, name)
+
+
 def see_decoded(
     calls: DenoiserCalls, vae: Any, size: tuple[int, int], noise: torch.Tensor
 ) -> torch.Tensor:
     """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
     run = PipelineRun("decode", noise.reshape, texts=[calls.make_texts([1])])
     pipeline = calls.code.pipeline
-    stand_in, pipeline.vae = pipeline.vae, vae
+    stand_in, pipeline.vae = pipeline.vae, InFloat32(vae)
     try:
         calls.run(1, size, run)
     finally:

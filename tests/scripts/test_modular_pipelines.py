@@ -81,6 +81,8 @@ def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path):
     flags += ["--learning_rate=0.1", "--lora_layers=all", "--report_to=none", "--max_train_steps=2"]
     flags += ["--validation_prompts", "one", "--num_validation_images=1", "--guidance_scale=3"]
     train(*flags, "--num_inference_steps=2", f"--output_dir={tmp_path / 'lora'}")
+    half = ["--mixed_precision=bf16", "--max_train_steps=1", f"--output_dir={tmp_path / 'half'}"]
+    train(*[flag for flag in flags if "latents_dir" not in flag], *data, *half)  # a bf16 VAE
     pipeline = open_blocks(tmp_path / "base")
     before = draw(pipeline)
     pipeline.load_lora_weights(tmp_path / "lora", weight_name=LORA)
