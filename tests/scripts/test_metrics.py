@@ -27,6 +27,7 @@ from conftest import (
     needs,
     patch,
 )
+from safetensors.torch import load_file, save_file
 from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 from transformers import CLIPModel, CLIPProcessor
@@ -342,6 +343,15 @@ def test_networks_that_cant_be_loaded_end_the_run_before_step_1(
 
 
 # ------------------------------------------------------------------- networks and distances
+
+
+def test_a_network_without_some_weights_is_refused(tmp_path):
+    path = make_dino(tmp_path / "dino") / "model.safetensors"
+    weights = load_file(path)
+    del weights["layernorm.weight"]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="1 missing keys, such as layernorm.weight"):
+        load_network(str(tmp_path / "dino"))
 
 
 @pytest.mark.parametrize("function, shape", [
