@@ -205,10 +205,12 @@ def make_placeholders(transform: Transform) -> list[Image.Image]:
     return [Image.new("RGB", (side, side)) for _ in transform.reference_columns]
 
 
-def read_reference(path: str, side: int, multiple: int) -> Image.Image:
+def read_reference(path: str, side: int, multiple: int, interpolation: str) -> Image.Image:
     """A file as a reference that is only resized. Stops with an error if it can't be decoded."""
     with explained(f"--validation_images: {path} can't be used"):
         pixels = decode_image({"bytes": None, "path": path}, 3)
     height, width = pixels.shape[-2:]
     size = choose_reference_size(height, width, side, multiple)
-    return Image.fromarray(TF.resize(pixels, size, antialias=True).permute(1, 2, 0).numpy())
+    mode = TF.InterpolationMode(interpolation)
+    pixels = TF.resize(pixels, size, interpolation=mode, antialias=True)
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())

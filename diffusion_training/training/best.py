@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.signs import HELD_OUT
 
 BEST_METRIC = {"step": int, "metric": str, "value": float}
+# flags; values of a metric with others can't be compared
+MEASURED_WITH = (
+    "metric_image_model", "metric_clip_model", "num_metric_images", "guidance_scale",
+    "num_inference_steps", "ddpm_num_inference_steps",
+)  # fmt: skip
 
 
 def restore_best(output_dir: Path, reached: int) -> None:
@@ -33,7 +39,8 @@ def keep_best(
     record: dict[str, Any],
     step: int,
     save: Callable[[Path], None],
-    metric: str | None = None,
+    metric: str | None,
+    args: Namespace,
 ) -> None:
     """Write best/ if this step is the best so far. On the first process.
 
@@ -48,6 +55,7 @@ def keep_best(
         return
     if metric:
         content = {"step": step, "metric": metric, "value": record[metric]}
+        content["measured_with"] = {name: vars(args).get(name) for name in MEASURED_WITH}
     else:
         loss = record.get("held_out_loss_ema", record.get("held_out_loss"))
         content = {"step": step, "held_out_loss": loss}
@@ -55,7 +63,10 @@ def keep_best(
     steps = [int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)]
     reached = max(steps, default=-1)
     known = read_best(best)
-    if score(content) < (score(known) if known.get("metric") == metric else math.inf):
+    is_alike = known.get("metric") == metric
+    if "measured_with" in known:  # an older version did not write it
+        is_alike &= known["measured_with"] == content.get("measured_with")
+    if score(content) < (score(known) if is_alike else math.inf):
         if known and known["step"] <= reached:
             delete(before)
             best.rename(before)

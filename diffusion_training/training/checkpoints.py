@@ -115,6 +115,8 @@ def save_checkpoint(
     `get_scale`. lora_files: for other programs, to compare the images of checkpoints.
     """
     with saving(path.parent, path, ".tmp-saving-checkpoint") as unfinished:
+        if path.exists() and path not in find_checkpoints(path.parent):
+            raise FileExistsError("it exists and is not a checkpoint: move it away")
         folder = unfinished / path.name
         for name, model in models:
             save_weights(model, folder / name)

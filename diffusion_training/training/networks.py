@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from diffusion_training.errors import fail
-from diffusion_training.models import hash_weights, raise_for_keys
+from diffusion_training.models import hash_weights, is_finite, raise_for_keys
 
 # a classifier of ImageNet, converted from TensorFlow, with which FID is defined
 INCEPTION = "inception"
@@ -37,9 +37,21 @@ def load_network(name: str, cache_dir: str | None = None) -> Network:
     Raises an error if it can't be used for images.
     """
     if name == INCEPTION:
-        return load_inception()
-    if Path(name).is_file():
-        return load_torchscript(name)
+        network = load_inception()
+    elif Path(name).is_file():
+        network = load_torchscript(name)
+    else:
+        network = load_pretrained(name, cache_dir)
+    features = network.embed_images(torch.zeros(2, 3, 64, 64, dtype=torch.uint8))
+    if features.dim() != 2 or len(features) != 2 or not is_finite(features):
+        shape = [*features.shape]
+        raise ValueError(
+            f"features of 2 images are of shape {shape}, not of [2, width] with finite numbers"
+        )
+    return network
+
+
+def load_pretrained(name: str, cache_dir: str | None) -> Network:
     from transformers import AutoModel, AutoProcessor
 
     model, info = AutoModel.from_pretrained(
@@ -77,7 +89,6 @@ def load_network(name: str, cache_dir: str | None = None) -> Network:
         )
         return model.get_text_features(**tokens.to(model.device)).pooler_output
 
-    embed_images(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))  # raises what is wrong with it
     has_texts = hasattr(model, "get_text_features")
     if has_texts:
         embed_texts(["a"])

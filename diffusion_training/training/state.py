@@ -458,7 +458,7 @@ class Training:
             best = partial(save, self.gather_result())
             if self.launch.is_main:
                 record = self.records.metrics if metric else self.records.held_out
-                keep_best(Path(self.args.output_dir), record, self.step, best, metric)
+                keep_best(Path(self.args.output_dir), record, self.step, best, metric, self.args)
 
     def report(self, describe: DescribeModel) -> None:
         """Write report.html, with samples and curves so far; agree whether a signal has come."""

@@ -329,6 +329,14 @@ def test_a_failed_save_ends_in_one_sentence_and_keeps_earlier_checkpoints(
     load(tmp_path / "out/checkpoint-2")
 
 
+def test_a_folder_of_the_user_is_not_replaced_by_a_checkpoint(tmp_path, save):
+    (tmp_path / "out/checkpoint-2").mkdir(parents=True)
+    (tmp_path / "out/checkpoint-2/notes.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="it exists and is not a checkpoint: move it away"):
+        save(2)
+    assert (tmp_path / "out/checkpoint-2/notes.txt").read_text() == "mine"
+
+
 def test_find_checkpoint_ignores_incomplete_checkpoints(
     tmp_path, accelerator, save, capsys, monkeypatch
 ):

@@ -159,12 +159,13 @@ def test_a_reference_of_another_size_is_only_resized(tmp_path):
     assert choose_reference_size(90, 160, 1024, 16) == [768, 1344]
 
 
-def test_a_reference_of_a_sample_is_resized_as_in_training(tmp_path):
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+def test_a_reference_of_a_sample_is_resized_as_in_training(tmp_path, mode):
     draw(tmp_path / "photos/a.png", (48, 24))
     draw(tmp_path / "photos/a.control.png", (300, 600))
     (tmp_path / "photos/a.txt").write_text("x")
-    (trained,) = transform(tmp_path / "photos", "--image_interpolation_mode=bilinear")["references"]
-    drawn = read_reference(str(tmp_path / "photos/a.control.png"), 32, 4)
+    (trained,) = transform(tmp_path / "photos", f"--image_interpolation_mode={mode}")["references"]
+    drawn = read_reference(str(tmp_path / "photos/a.control.png"), 32, 4, mode)
     assert np.array_equal(drawn, trained)
 
 

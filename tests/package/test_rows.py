@@ -18,7 +18,7 @@ from conftest import MODELS, Script, finish, make_captioned, make_images, start
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.captions import transform_row
-from diffusion_training.data.folders import find_source
+from diffusion_training.data.folders import check_files, find_source
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.data.transforms import make_transform
@@ -352,6 +352,8 @@ def test_files_that_datasets_never_reads_to_the_end_are_refused(tmp_path, load):
             archive.writestr(name, b"")
         with pytest.raises(SystemExit, match=re.escape(f"images/a.zip holds the name {name!r}: ")):
             load(tmp_path / "images")
+    (tmp_path / "images/a.zip").write_bytes(b"PK, cut short")
+    check_files([str(tmp_path / "images/a.zip")])  # an error of `datasets` names it
 
 
 def test_an_image_that_a_metadata_file_names_twice_is_reported(tmp_path, load, capsys):

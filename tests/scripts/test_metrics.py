@@ -27,6 +27,7 @@ from conftest import (
     needs,
     patch,
 )
+from safetensors.torch import load_file, save_file
 from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 from transformers import CLIPModel, CLIPProcessor
@@ -190,25 +191,33 @@ def test_real_features_are_computed_once(tmp_path, flags, monkeypatch):
     assert len(calls) == 1
 
 
-def test_best_metric_keeps_the_weights_of_its_step(tmp_path, flags, monkeypatch):
-    values = {0: 0.9, 1: 0.3, 2: 0.5, 3: 0.4, 4: 0.45}  # step 0 is not trained
+def test_best_metric_keeps_the_weights_of_its_step(tmp_path, flags, inputs, monkeypatch):
+    values = {0: 0.9, 1: 0.3, 2: 0.5, 3: 0.4, 4: 0.45, 5: 0.46}  # step 0 is not trained
 
     def measure(self, step, draw, read, stop_signal):
         names = ("dino-i", "dino-i_low", "dino-i_high")
-        return {"step": step, "metric_images": 2, "real_images": 2} | dict.fromkeys(
-            names, values[step]
-        )
+        record = {"step": step, "metric_images": 2, "real_images": 2}
+        return record | dict.fromkeys(names, values[step])
 
     monkeypatch.setattr(Metrics, "measure", measure)
     more = ["--validation_metrics=dino-i", "--save_best_metric=dino-i", "--metric_steps=1"]
     train(*flags, *more, "--checkpointing_steps=1")
     out = tmp_path / "out"
-    assert read_best(out / "best") == {"step": 2, "metric": "dino-i", "value": 0.5}
+    best = {"step": 2, "metric": "dino-i", "value": 0.5}
+    assert best.items() <= read_best(out / "best").items()
     file = "pytorch_lora_weights.safetensors"
     assert (out / "best" / file).read_bytes() == (out / "checkpoint-2" / file).read_bytes()
     assert (
         "best/ holds step 2, which has the best dino-i: 0.5." in (out / "report.html").read_text()
     )
+    # values of another network can't be compared
+    more += [
+        f"--metric_image_model={inputs / 'moments.pt'}",
+        "--resume_from_checkpoint=latest",
+        "--max_train_steps=5",
+    ]
+    train(*flags, *more, "--checkpointing_steps=1")
+    assert read_best(out / "best")["step"] == 5
 
 
 def test_unconditional_samples_are_measured_with_a_torchscript_network(tmp_path, inputs):
@@ -334,6 +343,28 @@ def test_networks_that_cant_be_loaded_end_the_run_before_step_1(
 
 
 # ------------------------------------------------------------------- networks and distances
+
+
+def test_a_network_without_some_weights_is_refused(tmp_path):
+    path = make_dino(tmp_path / "dino") / "model.safetensors"
+    weights = load_file(path)
+    del weights["layernorm.weight"]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match="1 missing keys, such as layernorm.weight"):
+        load_network(str(tmp_path / "dino"))
+
+
+@pytest.mark.parametrize("function, shape", [
+    (lambda images: images.float(), "[2, 3, 64, 64]"),
+    (lambda images: images.float().mean(dim=(2, 3)) / 0, "[2, 3]"),
+])  # fmt: skip
+def test_a_network_without_features_is_refused(tmp_path, function, shape):
+    path = tmp_path / "network.pt"
+    with warnings.catch_warnings(action="ignore"):  # TorchScript is deprecated
+        torch.jit.trace(function, torch.ones(2, 3, 64, 64, dtype=torch.uint8)).save(str(path))
+    with pytest.raises(ValueError) as error:
+        load_network(str(path))
+    assert f"of shape {shape}, not of [2, width] with finite numbers" in str(error.value)
 
 
 def test_networks_give_the_features_of_their_models(tmp_path, inputs):
