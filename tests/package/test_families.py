@@ -164,7 +164,6 @@ def test_facts_for_the_flags_are_those_of_the_families():
             family.script,
             family.max_tokens,
             family.vae_classes,
-            has_lora=bool(family.attention or family.other_layers),
         )
         for name, family in FAMILIES.items()
     }
