@@ -207,15 +207,18 @@ def draw(folder: Path, prompts: list[str], lora: Path | None = None) -> list[Ima
 def make_page(rows: list[list[tuple[str, Image.Image]]]) -> Image.Image:
     """Pictures with their prompts below, row by row."""
     side, margin, line = 104, 8, 18
-    page = Image.new("RGB", (len(rows[0]) * (side + margin) + margin,
-                             len(rows) * (side + margin + line)), "white")  # fmt: skip
+    tops = [row * (side + margin + line) for row in range(len(rows) + 1)]
+    width = len(rows[0]) * (side + margin) + margin
+    page = Image.new("RGB", (width, tops[-1] + line), "white")
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(size=11)
-    for row, cells in enumerate(rows):
+    for top, cells in zip(tops, rows, strict=False):
         for column, (prompt, image) in enumerate(cells):
-            left, top = margin + column * (side + margin), row * (side + margin + line)
+            left = margin + column * (side + margin)
             page.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top + margin))
             middle = (left + side / 2, top + margin + side + 3)
-            pen.text(middle, prompt, "black", font, anchor="ma")
+            pen.text(
+                middle, prompt.replace(": ", ":\n"), "black", font, anchor="ma", align="center"
+            )
     return page
 
 
@@ -277,9 +280,8 @@ def main(argv=None):
     nearest = cosines(embed(stack(drawn)), known).amax(dim=1).mean()
     apart = cosines(known, known).fill_diagonal_(-1).amax(dim=1).mean()
     print(f"Cosine with the nearest picture: {nearest:.2f}; of pictures with theirs: {apart:.2f}")
-    for lora in (None, folder / "lora"):
-        prompts += styled
-        drawn += draw(folder / "prx", styled, lora)
+    prompts += styled
+    drawn += draw(folder / "prx", styled, folder / "lora")
     cells = [*zip(prompts, drawn, strict=True)]
     make_page([cells[i : i + 9] for i in range(0, len(cells), 9)]).save(folder / "stamps.png")
     print(f"Look at {folder / 'stamps.png'}")

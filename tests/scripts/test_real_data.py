@@ -241,7 +241,7 @@ def test_stamps_benchmark_makes_its_page_of_samples(tmp_path, monkeypatch, capfd
     (quality,) = re.findall(r"48 pictures; the VAE: (\d+\.\d) dB", capfd.readouterr().out)
     assert float(quality) > 28
     stamps.main(flags)  # finds all done
-    assert Image.open(tmp_path / "stamps.png").size == (1016, 650)
+    assert Image.open(tmp_path / "stamps.png").size == (1016, 538)
 
 
 def replace_vgg(monkeypatch):
