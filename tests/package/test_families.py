@@ -159,12 +159,7 @@ def test_families_match_their_diffusers_classes_and_scripts():
 
 def test_facts_for_the_flags_are_those_of_the_families():
     found = {
-        name: Facts(
-            family.title,
-            family.script,
-            family.max_tokens,
-            family.vae_classes,
-        )
+        name: Facts(family.title, family.script, family.max_tokens, family.vae_classes)
         for name, family in FAMILIES.items()
     }
     assert found == FACTS
