@@ -187,15 +187,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
                 "--transformer_config_name_or_path is needed without a pretrained pipeline"
             )
     if args.rank:
-        if args.model_family and not family.has_lora:
-            others = [
-                name
-                for name, each in FACTS.items()
-                if each.has_lora and each.script == family.script
-            ]
-            parser.error(
-                f"--rank needs --model_family {' or '.join(others)} ({family.title} has no LoRA)"
-            )
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")

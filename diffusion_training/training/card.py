@@ -32,6 +32,13 @@ from diffusion_training.training.report import (
 )
 from diffusion_training.training.signs import read_metrics
 
+# Code for a transformer that lacks diffusers' methods for adapters: its class gets them.
+ADD_ADAPTERS = (
+    "from diffusers.loaders import PeftAdapterMixin",
+    "kind = type(pipeline.transformer)",
+    'pipeline.transformer.__class__ = type("Adaptable", (kind, PeftAdapterMixin), {})',
+)
+
 
 def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None:
     """Write README.md: data, samples, loss curve and settings. Paths are cut to their last part."""
@@ -136,12 +143,12 @@ def describe_text_to_image(
         source = str(about.base)
         more = f', variant="{args.variant}"' if args.variant else ""
         line = f"pipeline.load_lora_weights({json.dumps(about.name)})"
-        if is_lokr:  # most pipelines' load_lora_weights refuses it
+        if is_lokr or not family.loads_lora:  # most pipelines' load_lora_weights refuses a LoKr
             line = (
                 f"pipeline.{family.folder}.load_lora_adapter({json.dumps(about.name)}, "
                 f'prefix="{family.folder}", weight_name="{LORA_FILE}")  # diffusers 0.42 or newer'
             )
-        setup = [line, *setup]
+        setup = [*(() if family.loads_lora else ADD_ADAPTERS), line, *setup]
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
         call += f", image={files if references == 1 else f'[{files}]'}"

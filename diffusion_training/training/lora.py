@@ -48,7 +48,8 @@ def add_lora(
     layers: ends of the layers' names. base: hash of the weights. Stops with an error if a layer
     does not exist, does not support adapters, or is smaller than the rank.
     """
-    from peft import LoKrConfig, LoraConfig  # here and below, because the import takes a second
+    # here and below, because the import takes a second
+    from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
     is_lokr = args.lora_type == "lokr"
     config = {"r": args.rank}
@@ -77,10 +78,10 @@ def add_lora(
         if is_lokr:
             from diffusion_training.training.lokr import simplify_lokr
 
-            model.add_adapter(LoKrConfig(**config))
+            inject_adapter_in_model(LoKrConfig(**config), model)
             simplify_lokr(model)
         else:
-            model.add_adapter(LoraConfig(**config, init_lora_weights="gaussian"))
+            inject_adapter_in_model(LoraConfig(**config, init_lora_weights="gaussian"), model)
         adapted = {
             name: module.base_layer
             for name, module in model.named_modules()

@@ -159,13 +159,7 @@ def test_families_match_their_diffusers_classes_and_scripts():
 
 def test_facts_for_the_flags_are_those_of_the_families():
     found = {
-        name: Facts(
-            family.title,
-            family.script,
-            family.max_tokens,
-            family.vae_classes,
-            has_lora=bool(family.attention or family.other_layers),
-        )
+        name: Facts(family.title, family.script, family.max_tokens, family.vae_classes)
         for name, family in FAMILIES.items()
     }
     assert found == FACTS
@@ -627,6 +621,8 @@ def test_a_saved_lora_is_read_back_also_by_the_pipeline(tmp_path, opened, which)
     one, other = list_adapter(trained), list_adapter(read)
     assert one.keys() == other.keys() and len(one) >= 4
     assert all(torch.allclose(one[key], other[key], rtol=1e-3, atol=1e-6) for key in one)
+    if not family.loads_lora:  # the code of its model card does
+        return
     opened.pipeline.load_lora_weights(tmp_path, weight_name=path.name)
     loaded = {key for key, _ in opened.denoiser.named_parameters() if ".lora_" in key}
     opened.pipeline.unload_lora_weights()

@@ -287,8 +287,8 @@ REFUSED = {
     "precompute_latents": f"{CACHE} --train_data_dir=.",
     "precompute_latents_ray": f"{CACHE} --mixed_precision=fp16 --gpus_per_encoder=0",
     "reconstruct_ema": "run --output_dir=x --sigma_rel 0.5",
-    "train_flow": f"{CACHE} --model_family=prx --rank=4",
-    "train_on_ray": f"--max_workers=2 train_flow.py {CACHE} --model_family=prx --rank=4",
+    "train_flow": f"{CACHE} --rank=4 --init_from=x",
+    "train_on_ray": f"--max_workers=2 train_flow.py {CACHE} --rank=4 --init_from=x",
     "train_text_to_image": f"{CACHE} --lora_alpha=2",
     "train_unconditional": "--train_data_dir=nowhere",
 }

@@ -235,12 +235,13 @@ def test_stamps_train_with_several_captions_and_are_measured_by_a_real_network(
 def test_stamps_benchmark_makes_its_page_of_samples(tmp_path, monkeypatch, capfd):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     stamps = importlib.import_module("stamps")
-    flags = ["--num_pictures=48", "--train_steps=2", f"--output_dir={tmp_path}"]
+    flags = ["--num_pictures=48", "--train_steps=2", "--lora_steps=2"]
+    flags.append(f"--output_dir={tmp_path}")
     stamps.main(flags)
     (quality,) = re.findall(r"48 pictures; the VAE: (\d+\.\d) dB", capfd.readouterr().out)
     assert float(quality) > 28
     stamps.main(flags)  # finds all done
-    assert Image.open(tmp_path / "stamps.png").size == (1016, 390)
+    assert Image.open(tmp_path / "stamps.png").size == (1016, 538)
 
 
 def replace_vgg(monkeypatch):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ from diffusers import (
     PRXTransformer2DModel,
 )
 from PIL import Image
+from safetensors.torch import load_file
 
 import train_flow as script
 from diffusion_training.batches import Prepared
@@ -781,6 +783,40 @@ def test_flow_card_names_the_kind_of_training_and_loads_the_variant():
     assert 'variant="fp16"' in describe("--rank=2", "--variant=fp16").usage
 
 
+@pytest.mark.parametrize("kind", ["lora", pytest.param("lokr", marks=pytest.mark.long)])
+def test_prx_card_loads_the_trained_lora(tmp_path, cached, monkeypatch, kind):
+    """diffusers' PRXTransformer2DModel has no methods for adapters, so the card adds them."""
+    assert not hasattr(PRXTransformer2DModel, "load_lora_adapter")  # else simplify it
+    train(*cached, "--max_train_steps=2", "--learning_rate=1e-2")
+    base = tmp_path / "out"
+    flags = [f"--pretrained_model_name_or_path={base}", f"--latents_dir={tmp_path / 'cache'}"]
+    flags += ["--rank=2", f"--lora_type={kind}", "--learning_rate=3e-2", "--max_train_steps=4"]
+    train(*train.flags(tmp_path / "new", *flags))
+    _, usage, *_ = (tmp_path / "new/README.md").read_text().split("```")
+    start, end = usage.index("from diffusers.loaders"), usage.index("image = pipeline(")
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    monkeypatch.chdir(tmp_path)
+    exec(usage[start:end].replace('.to("cuda")', ""), {"pipeline": pipeline})
+    path = tmp_path / "new/pytorch_lora_weights.safetensors"
+    adapter = load_file(path)
+    layers = {key.partition(f".{kind}_")[0] for key in adapter}
+    before = PRXTransformer2DModel.from_pretrained(base / "transformer")
+    ends = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
+    assert layers == {f"transformer.{n}" for n, _ in before.named_modules() if n.endswith(ends)}
+    trained = peft.PeftModel.from_pretrained(before, tmp_path / "new/checkpoint-4/transformer_ema")
+    inputs = torch.randn(1, 4, 8, 8), torch.tensor([0.5]), torch.randn(1, 5, 32)
+    with torch.no_grad(), trained.disable_adapter():
+        plain = trained(*inputs).sample
+    with torch.no_grad():
+        expected, found = trained(*inputs).sample, pipeline.transformer(*inputs).sample
+    change = (expected - plain).abs().max()
+    assert change > 1e-3 and (found - expected).abs().max() < change / 100  # float16
+    again = [f"--network_weights={path}", "--max_train_steps=1", "--learning_rate=0"]
+    train(*train.flags(tmp_path / "again", *flags, *again))
+    for key, value in load_file(tmp_path / "again" / path.name).items():
+        assert torch.equal(value, adapter[key])
+
+
 def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     asked = []
 
@@ -847,15 +883,13 @@ def test_train_flow_turns_tokenizers_parallelism_off(monkeypatch):
 # ------------------------------------------------------------------- errors
 
 
-def test_flow_rank_needs_a_lora_family_and_a_pretrained_transformer():
-    for flag, sentence in {
-        "--model_family=prx": "--rank needs --model_family z-image or flux2-klein or qwen-image "
-        "(PRX has no LoRA)",
-        "--transformer_config_name_or_path=x": "--rank needs a pretrained transformer: leave "
-        "--transformer_config_name_or_path out",
-    }.items():
-        argv = ["--latents_dir=x", "--pretrained_model_name_or_path=x", "--rank=2"]
-        assert sentence in train.refused(*argv, "--model_family=z-image", flag, status=2)
+def test_flow_rank_needs_a_pretrained_transformer():
+    argv = ["--latents_dir=x", "--pretrained_model_name_or_path=x", "--rank=2"]
+    argv += ["--model_family=z-image", "--transformer_config_name_or_path=x"]
+    assert (
+        "--rank needs a pretrained transformer: leave --transformer_config_name_or_path out"
+        in train.refused(*argv, status=2)
+    )
 
 
 def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, cached, flags):
