@@ -51,7 +51,7 @@ PROMPTS = """
     A rose. | A daffodil. | A yellow flower. | A purple flower. | A hibiscus flower. | A marigold.
     An anemone. | A palm tree. | A birthday cake.
 """.strip()
-# all of the blocks, and the first and the last one, for the new colours
+# all of the blocks, and the first and the last one, for the new colors
 LORA_LAYERS = (
     "img_in,img_qkv_proj,txt_kv_proj,to_out.0,gate_proj,up_proj,down_proj,final_layer.linear"
 )
