@@ -134,13 +134,15 @@ def adapt(kind: Any) -> Any:
     encoded = {each.name for each in text_block.intermediate_outputs}
     inputs = {each.name: each.default for each in [*text_block.inputs, *blocks.inputs] if each.name}
     defaults = {name: value for name, value in inputs.items() if name not in encoded}
+    limit = {}
     if "max_sequence_length" in defaults:
-        defaults["max_sequence_length"] = min(MOST_TOKENS, defaults["max_sequence_length"])
+        limit["max_sequence_length"] = min(MOST_TOKENS, defaults["max_sequence_length"])
+        defaults |= limit
     if "guider" in created:
         defaults["guidance_scale"] = created["guider"]["guidance_scale"]
 
     def call(self: Any, **options: Any) -> Any:
-        return self.draw(**options)
+        return self.draw(**limit | options)
 
     named = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)]
     named += [

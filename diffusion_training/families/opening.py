@@ -105,11 +105,7 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
     if os.path.isdir(source) and not any(kind.config_name in os.listdir(source) for kind in kinds):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
-        options = {"cache_dir": args.cache_dir, "revision": args.revision}
-        try:
-            index = kinds[0].load_config(source, **options)
-        except OSError:
-            index = convert_index(kinds[1].load_config(source, **options))
+        index = load_index(source, args)
         for name, entry in index.items():
             # other entries are settings of the pipeline
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
@@ -118,6 +114,18 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
                     f"model_index.json has {entry!r} for {name}, not a library and a class"
                 )
         return index
+
+
+def load_index(source: str, args: Namespace) -> dict[str, Any]:
+    """model_index.json, or modular_model_index.json in its form."""
+    options = {"cache_dir": args.cache_dir, "revision": args.revision}
+    try:
+        return diffusers.DiffusionPipeline.load_config(source, **options)
+    except OSError as error:
+        try:
+            return convert_index(diffusers.ModularPipeline.load_config(source, **options))
+        except OSError:
+            raise error from None  # it says what most sources lack
 
 
 def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch
     (call,) = calls
     assert call["repo_id"] == "me/it" and call["folder_path"] == str(tmp_path)
     assert call["allow_patterns"] == [
-        "model_index.json",
+        "*model_index.json",
         "README.md",
         "loss.png",
         "samples/*",

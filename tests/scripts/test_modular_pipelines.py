@@ -17,8 +17,8 @@ from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.training.pipelines import name_source
 
 precompute, train = Script("precompute_latents"), Script("train_flow")
-# of 80 tokens with their padding, and of 160
-CAPTIONS = ["a digit zero", "one", "a digit two " * 40, "", "a handwritten digit one", "digit"]
+# of 80 tokens with their padding, of 160, and of more than the 512 that are kept
+CAPTIONS = ["a digit zero", "one", "a digit two " * 40, "", "a digit one " * 300, "digit"]
 DRAWN = {"height": 8, "width": 12, "num_inference_steps": 2}
 LORA = "pytorch_lora_weights.safetensors"
 

@@ -840,7 +840,9 @@ def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     args = script.parse_args([*flags, "--revision=r", "--variant=v", "--cache_dir=c"])
     assert args.output_dir == str(Path.home() / "out")
     index = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
-    base = Base(FAMILIES["prx"], "some/base", "some/base", index)
+    base = Base(
+        FAMILIES["prx"], "some/base", "some/base", index, revision="r", variant="v", cache_dir="c"
+    )
     launch = Namespace(has_weights=True)
     script.make_transformer(base, None, None, None, launch, args)
     sampler = script.make_scheduler(base, 16, args)
