@@ -134,6 +134,8 @@ def test_a_lora_is_read_by_the_pipeline_and_changes_its_images(made):
     pipeline.set_progress_bar_config(disable=True)
     side = SIDES.get(name, 16)
     options = {"height": side, "width": side, "num_inference_steps": 2, "output_type": "latent"}
+    if name == "sana":
+        options["use_resolution_binning"] = False
 
     def draw():
         return pipeline(prompt="one", generator=torch.Generator().manual_seed(0), **options).images
@@ -267,16 +269,6 @@ def test_gradients_are_averaged_over_processes(made):
     assert all(map(torch.equal, one, other))
     for averaged, whole in zip(one, alone, strict=True):
         torch.testing.assert_close(averaged, whole, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("made", [pytest.param("qwen_image_2_1", marks=pytest.mark.long)],
-                         indirect=True)  # fmt: skip
-def test_captions_of_two_lengths_in_a_batch_are_refused_in_a_sentence(made):
-    name, base, _, folder = made
-    flags = [*base, *list_flags(name, folder), "--train_batch_size=3", "--max_train_steps=1"]
-    said = train.refused(*flags, f"--output_dir={folder / 'out'}")
-    assert "QwenImage21Pipeline can't be trained here" in said
-    assert "give --train_batch_size 1" in said
 
 
 def test_embedded_guidance_is_refused_where_no_transformer_takes_it(tmp_path):
