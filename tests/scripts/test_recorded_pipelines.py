@@ -350,7 +350,7 @@ def describe(folder, name):
 
 def write_table(folder):
     """docs/models.md with a new table."""
-    rows = ["| pipeline | the whole transformer | a LoRA | a call for |", "|---|---|---|---|"]
+    rows = ["| pipeline | the whole transformer | a LoRA | called for |", "|---|---|---|---|"]
     rows += sorted({describe(folder / name, name) for name in TINY})
     text = PAGE.read_text()
     start_, end = text.index(BEGIN) + len(BEGIN), text.index(END)
