@@ -52,7 +52,14 @@ def load_batches(
         atexit.register(end_workers)
 
     def load() -> dict | None:
-        batch = next(batches, None)
+        try:
+            batch = next(batches, None)
+        except (ConnectionError, EOFError) as error:
+            # A killed process closes its connections before it is dead, and torch looks only once.
+            # An error of `dataset` has the name of its process in its text.
+            if num_workers and "DataLoader worker process" not in str(error):
+                raise RuntimeError("DataLoader worker (pid unknown) was killed") from error
+            raise
         if isinstance(batch, Refused):
             raise batch
         # The copy is queued on the stream that computes, so nothing has to wait for it.

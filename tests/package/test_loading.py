@@ -163,6 +163,20 @@ def test_a_killed_loader_process_ends_the_run_and_leaves_no_orphan(tmp_path):
     wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
+def reset_connection():
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_lost_connection_to_a_loader_process_is_a_killed_process(tmp_path, monkeypatch):
+    """A killed process closes its connections before torch can see that it is dead."""
+    codes, said = load_in_process(tmp_path, [0.0, reset_connection], 1)  # of a file, say
+    assert codes == [1] and "reset by peer; files saved before are complete" in said
+    loader = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(loader, "_try_get_data", lambda *args, **options: reset_connection())
+    codes, said = load_in_process(tmp_path, [0.0], 1)
+    assert codes == [1] and "a process that loads data was killed" in said
+
+
 def test_loader_processes_ignore_signals_and_end_with_the_trainer(tmp_path):
     @in_one_sentence
     def main(args):
