@@ -39,6 +39,7 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -70,6 +71,8 @@ DEMO = "--cpu --max_workers 2 train_unconditional.py"
 RECORDED = ("step", "loss", "images_per_second")  # what `watch` shows of a record
 RESUME = ["--resume_from_checkpoint", "latest"]
 TAIL = 20_000  # characters at the end of an output in which an error is looked for
+# How the sentence begins that ends a trainer. The name may be that of a script which it imports.
+SENTENCE = re.compile(r"[^\s:]+\.py: ")
 # what torchrun sets in the environment of each process
 RANKS = (
     "RANK",
@@ -357,8 +360,7 @@ def run_trainer(job: RayJob, environment: dict[str, str]) -> Event | None:
             if job.over.exists():
                 save_and_end(supervisor)
             time.sleep(0.5)
-    name = Path(job.script).name
-    return interpret_end(status, printed, name, f"{name} of worker {rank} on {host}")
+    return interpret_end(status, printed, f"{Path(job.script).name} of worker {rank} on {host}")
 
 
 def find_unshared(job: RayJob) -> str | None:
@@ -378,7 +380,7 @@ def save_on_preemption(supervisor: subprocess.Popen[bytes]) -> None:
         save_and_end(supervisor)
 
 
-def interpret_end(status: int, printed: str, script: str, what: str) -> Event | None:
+def interpret_end(status: int, printed: str, what: str) -> Event | None:
     """Return the event that a trainer's end means for the job; None if all went well.
 
     An error of the trainer ends the job, because a restart would repeat it. After a signal, or the
@@ -392,7 +394,7 @@ def interpret_end(status: int, printed: str, script: str, what: str) -> Event | 
     if status == PEER_ENDED:
         return Event("lost", f"{what} ended because another worker ended")
     lines = [line for line in printed.replace("\r", "\n").split("\n") if line.strip()]
-    sentences = [line for line in lines if line.startswith(f"{script}: ")]
+    sentences = list(filter(SENTENCE.match, lines))
     last = lines[-1] if lines else "it printed nothing"
     return Event("failed", (sentences or [f"{what} ended with status {status}: {last}"])[-1])
 
@@ -461,8 +463,7 @@ def watch(fitting: threading.Thread, job: RayJob, events: Queue, max_failures: i
             print(new, end="", flush=True)
             printed = (printed + new)[-TAIL:]
             if event is None and failures:  # only one worker of a machine prints the sentence
-                name = Path(job.script).name
-                sentence = next((x for x in failures if x.startswith(f"{name}: ")), failures[0])
+                sentence = next(filter(SENTENCE.match, failures), failures[0])
                 raise SystemExit(1) if sentence in printed else Refused(sentence)
             if event is None:
                 record = read_last_record(Path(job.output_dir))

@@ -360,11 +360,11 @@ def test_find_unshared_names_folders_missing_on_a_machine(tmp_path):
     (1, "failed", "train_x.py: one sentence"), (137, "lost", "was ended by SIGKILL"),
 ])  # fmt: skip
 def test_interpret_end_classifies_exit_statuses_of_a_trainer(status, kind, words):
-    printed = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rSteps: 2%\n"
-    event = train_on_ray.interpret_end(status, printed, "train_x.py", "it")
+    printed = "train_x.py: a warning\n\ntrain_x.py: one sentence\nSteps: 1%\rframe #19: clone\n"
+    event = train_on_ray.interpret_end(status, printed, "mine.py")  # which imports train_x.py
     assert (event and event.kind) == kind and words in (event.text if event else "")
     if status == 1:
-        event = train_on_ray.interpret_end(1, "Traceback\nKeyError: 3\n\n", "train_x.py", "it")
+        event = train_on_ray.interpret_end(1, "Traceback\nx.py:3: y\nKeyError: 3\n\n", "it")
         assert event.text == "it ended with status 1: KeyError: 3"
 
 
