@@ -181,10 +181,17 @@ def list_quantizable(model: torch.nn.Module) -> set[str]:
 
     Layers outside the blocks stay exact: the embedders and the last layer.
     """
+    blocks = {
+        name: block
+        for name, block in model.named_modules()
+        if type(block).__name__ in model._repeated_blocks
+    }
+    if not blocks:  # diffusers does not name their classes, as those of Stable Diffusion 3 and PRX
+        for name, child in model.named_children():
+            if isinstance(child, torch.nn.ModuleList):
+                blocks |= {f"{name}.{number}": block for number, block in enumerate(child)}
     names = set()
-    for block_name, block in model.named_modules():
-        if type(block).__name__ not in model._repeated_blocks:
-            continue
+    for block_name, block in blocks.items():
         for name, layer in block.named_modules(prefix=block_name):
             is_linear = isinstance(layer, torch.nn.Linear)
             # a scale of NF4 must not be shared by two rows

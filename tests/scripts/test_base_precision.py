@@ -16,7 +16,12 @@ from conftest import (
     metrics,
     open_pipeline,
 )
-from diffusers import UNet2DConditionModel, ZImageTransformer2DModel
+from diffusers import (
+    PRXTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+    ZImageTransformer2DModel,
+)
 from safetensors.torch import load_file, save_file
 
 from diffusion_training import quantization
@@ -128,6 +133,17 @@ def adapt(unet, base_hash, dtype=torch.float32, **flags):
 def predict(unet):
     torch.manual_seed(1)
     return unet(torch.randn(2, 4, 8, 8), torch.tensor([5, 900]), torch.randn(2, 8, 32)).sample
+
+
+@pytest.mark.parametrize("kind", [SD3Transformer2DModel, PRXTransformer2DModel])
+def test_the_blocks_are_quantized_also_where_diffusers_does_not_name_them(kind):
+    assert not kind._repeated_blocks
+    with torch.device("meta"):
+        model = kind()
+    blocks = {name.split(".")[0] for name in list_quantizable(model)}
+    assert blocks == {"transformer_blocks" if kind is SD3Transformer2DModel else "blocks"}
+    numbers = sum(model.get_submodule(name).weight.numel() for name in list_quantizable(model))
+    assert numbers > 0.98 * sum(weight.numel() for weight in model.parameters())
 
 
 @PRECISIONS
