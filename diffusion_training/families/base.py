@@ -24,6 +24,7 @@ class Tokens(TypedDict, total=False):
 
     input_ids: torch.Tensor
     input_ids_2: torch.Tensor  # from the second tokenizer
+    input_ids_3: torch.Tensor
     # bool, False for padding; only if the family is `masked`
     prompt_mask: torch.Tensor
     prompt_lengths: Any  # the number of tokens of each caption

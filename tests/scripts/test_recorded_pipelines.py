@@ -170,7 +170,7 @@ def test_a_lokr_of_a_recorded_pipeline_trains_and_is_read_back(made, monkeypatch
     assert {key.rpartition(".")[0] for key in one} == {f"transformer.{name}" for name in adapted}
 
 
-@new
+@pytest.mark.parametrize("made", [NEW, "sd3"], indirect=True)  # two text encoders, and three
 @pytest.mark.long
 def test_a_recorded_cache_trains_like_its_images(made):
     """Also as bytes of captions, which each step encodes."""
