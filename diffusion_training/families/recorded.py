@@ -434,9 +434,6 @@ class Recorded(Family):
 
     # ---- LoRA
 
-    def has_lora(self) -> bool:
-        return hasattr(self.pipeline_class, "load_lora_weights")
-
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """Linear layers of the blocks: those of attention, or all but those in `SPARED`."""
         if which not in ("attention", "all"):

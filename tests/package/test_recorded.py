@@ -441,9 +441,7 @@ def test_captions_are_cut_if_no_text_encoder_reads_their_end(tmp_path, name):
     one, other = (
         encode(encoders, [caption + more for caption in captions]) for more in ("", "the sea")
     )
-    is_read = [
-        any(not torch.equal(one[part][i], other[part][i]) for part in one) for i in range(3)
-    ]
+    is_read = [any(not torch.equal(one[part][i], other[part][i]) for part in one) for i in range(3)]
     assert cut == [not each for each in is_read] == [False, False, True]
 
 
