@@ -614,7 +614,7 @@ def gigabytes(count: float) -> str:
 
 
 def can_have_lora(name: str) -> bool:
-    return FAMILIES[MODELS[name].family].loads_lora
+    return FAMILIES[MODELS[name].family].suggests_lora
 
 
 def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:

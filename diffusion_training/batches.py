@@ -51,6 +51,7 @@ class Captions(TypedDict, total=False):
 
     input_ids: torch.Tensor  # [N, tokens]
     input_ids_2: torch.Tensor
+    input_ids_3: torch.Tensor
     prompt_embeds: torch.Tensor  # float16 [N, numbers per row]
     pooled_prompt_embeds: torch.Tensor
     prompt_mask: torch.Tensor  # bool [N, tokens]

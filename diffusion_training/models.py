@@ -9,9 +9,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from huggingface_hub import hf_hub_download
@@ -223,10 +225,13 @@ def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:
 
 
 def checkpoint_gradients(models: Models) -> None:
-    """Turn on gradient checkpointing in models that support it."""
+    """Turn on gradient checkpointing. Stops with an error if a model of diffusers has none."""
+    # diffusers' default, but with the named arguments that HunyuanImage passes
+    function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     for model in models.values():
         if hasattr(model, "enable_gradient_checkpointing"):
-            model.enable_gradient_checkpointing()
+            with explained("--gradient_checkpointing can't be used"):
+                model.enable_gradient_checkpointing(function)
 
 
 def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> None:

@@ -24,6 +24,7 @@ class Tokens(TypedDict, total=False):
 
     input_ids: torch.Tensor
     input_ids_2: torch.Tensor  # from the second tokenizer
+    input_ids_3: torch.Tensor
     # bool, False for padding; only if the family is `masked`
     prompt_mask: torch.Tensor
     prompt_lengths: Any  # the number of tokens of each caption
@@ -146,7 +147,7 @@ class Family:
     samples_one_by_one = True  # one call of the pipeline per sample
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
     other_layers: tuple[str, ...] = ()  # added by --lora_layers all
-    loads_lora = True  # can diffusers put a LoRA into the model?
+    suggests_lora = True  # do the commands that are printed train a LoRA?
 
     # ---- which models are of this family
 
@@ -424,9 +425,6 @@ class Family:
         return parts
 
     # ---- LoRA
-
-    def has_lora(self) -> bool:
-        return True
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """--lora_layers as ends of names; attention and all omit those not in the model."""

@@ -52,8 +52,6 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     family = wanted or own or FAMILIES[DEFAULT_FAMILY]
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
-    if vars(args).get("rank") and not family.has_lora():
-        fail(f"--rank needs another pipeline: {family.title} has no LoRA")
     max_tokens = vars(args).get("max_sequence_length")
     flags = {
         "--embedded_guidance_scale": (guidance, family.embedded_guidance),

@@ -40,7 +40,7 @@ class PRX(Family):
     takes_classes = True
     attention = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
     other_layers = ("gate_proj", "up_proj", "down_proj")
-    loads_lora = False  # PRXPipeline.load_lora_weights is for U-Nets
+    suggests_lora = False
 
     def prepare(self, tokenizer: Any, caption: str) -> str:
         """In lower case, without URLs, Chinese and most symbols, as PRXPipeline cleans it."""

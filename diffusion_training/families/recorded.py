@@ -41,6 +41,7 @@ from diffusion_training.families.pipeline_code import (
 from diffusion_training.families.recorded_captions import (
     TextParts,
     describe_captions,
+    find_readers,
     find_references,
     turn_on,
 )
@@ -75,7 +76,7 @@ class Recorded(Family):
     needs_lengths = False
     ragged = False
     scales_references = False  # the pipeline's code does
-    caption_unit = "bytes"
+    caption_unit = "bytes, or more tokens than its text encoders read"
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Recorded(Family):
                 words = json.dumps(sorted(tokenizer.get_vocab().items()))
                 vocabulary[name] = hashlib.sha256(words.encode()).hexdigest()
                 rules[name] = [hash_rules(tokenizer), getattr(part, "chat_template", None)]
-        return CaptionBytes(vocabulary, rules)
+        return CaptionBytes(vocabulary, rules, find_readers(text_encoder))
 
     def count_max_tokens(self, base: Base, text_encoders: Any, tokenizers: Any) -> int:
         return tokenizers[0].model_max_length
@@ -432,9 +433,6 @@ class Recorded(Family):
         return {**parts.encoders, **parts.others}
 
     # ---- LoRA
-
-    def has_lora(self) -> bool:
-        return hasattr(self.pipeline_class, "load_lora_weights")
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """Linear layers of the blocks: those of attention, or all but those in `SPARED`."""

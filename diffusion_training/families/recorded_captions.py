@@ -1,20 +1,25 @@
 """What a recorded pipeline makes of captions and references, found out with its text encoders.
 
 1. `TextParts` runs the pipeline's own code up to the end of `encode_prompt`, or further.
-2. `find_references` tells how the pipeline uses references, the images that an edit starts from.
-3. `turn_guidance_off` finds the arguments with which the denoiser is called for captions alone.
-4. `describe_captions` tells what becomes of a caption (see recorded_text.py) and how samples are
+2. `find_readers` finds how captions are cut.
+3. `find_references` tells how the pipeline uses references, the images that an edit starts from.
+4. `turn_guidance_off` finds the arguments with which the denoiser is called for captions alone.
+5. `describe_captions` tells what becomes of a caption (see recorded_text.py) and how samples are
    drawn with guidance.
-5. All of it is plain JSON, the findings of a recorded family, and is kept in cache.json.
+6. What 3 to 5 tell is plain JSON, the findings of a recorded family, and is kept in cache.json.
 """
 
+import copy
 import itertools
 import math
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from diffusion_training.errors import amount, fail
 from diffusion_training.families.denoiser_call import PROBED_SIDES
@@ -83,6 +88,29 @@ class TextParts(torch.nn.Module):
         height, width = PROBED_SIDES
         run = PipelineRun(ends_at, torch.zeros, texts=texts)
         return self.code(captions, self.options | {"height": height, "width": width} | options, run)
+
+
+def find_readers(parts: TextParts) -> list[partial[bool]]:
+    """For each call in which a tokenizer would cut a caption: a function that tells if it does."""
+    readers: list[partial[bool]] = []
+    call = PreTrainedTokenizerBase.__call__
+
+    def watch(self: Any, text: Any = None, *args: Any, **options: Any) -> Any:
+        for each in text if isinstance(text, list) else [text]:
+            before, found, behind = str(each).partition(SHORT)
+            if found and self.is_fast and options.get("truncation"):
+                readers.append(partial(is_cut, self, options, before, behind))
+        return call(self, text, *args, **options)
+
+    # a pipeline whose code stops is refused later, with a reason
+    with patch.object(PreTrainedTokenizerBase, "__call__", watch), suppress(Unrecordable):
+        parts.record([SHORT], {})
+    return copy.deepcopy(readers)  # a tokenizer can't be called by two threads at once
+
+
+def is_cut(tokenizer: Any, options: Any, before: str, behind: str, caption: str) -> bool:
+    """Whether a tokenizer cuts a text. before, behind: what surrounds the caption in it."""
+    return bool(tokenizer([before + caption + behind], **options).encodings[0].overflowing)
 
 
 def find_references(parts: TextParts) -> dict[str, Any]:

@@ -276,10 +276,19 @@ class CaptionBytes:
 
     model_max_length = MOST_BYTES
 
-    def __init__(self, vocabulary: dict[str, str], rules: dict[str, list]) -> None:
-        """Hashes of the pipeline's tokenizers. rules: those of `hash_rules`, and templates."""
+    def __init__(
+        self,
+        vocabulary: dict[str, str],
+        rules: dict[str, list],
+        readers: Sequence[Callable[[str], bool]] = (),
+    ) -> None:
+        """Hashes of the pipeline's tokenizers. rules: those of `hash_rules`, and templates.
+
+        readers: see `find_readers`.
+        """
         self.vocabulary = vocabulary
         self.rules = rules
+        self.readers = readers
 
     def get_vocab(self) -> dict[str, str]:
         return self.vocabulary
@@ -293,13 +302,17 @@ class CaptionBytes:
     ) -> SimpleNamespace:
         if isinstance(texts, str):
             return SimpleNamespace(input_ids=list(encode_text(texts)[:MOST_BYTES]))
-        encoded = [encode_text(text) for text in texts]
-        rows = [list(text[:MOST_BYTES]) for text in encoded]
-        encodings = [SimpleNamespace(overflowing=text[MOST_BYTES:]) for text in encoded]
+        rows = [list(encode_text(text)[:MOST_BYTES]) for text in texts]
         if padding is None:
+            encodings = [SimpleNamespace(overflowing=self.is_cut(text)) for text in texts]
             return SimpleNamespace(input_ids=rows, encodings=encodings)
         ids = torch.tensor([row + [0] * (MOST_BYTES - len(row)) for row in rows])
-        return SimpleNamespace(input_ids=ids, attention_mask=ids != 0, encodings=encodings)
+        return SimpleNamespace(input_ids=ids, attention_mask=ids != 0)
+
+    def is_cut(self, text: str) -> bool:
+        """Whether no text encoder reads the end of a caption."""
+        cut = [reader(text) for reader in self.readers] or [False]
+        return all(cut) or len(encode_text(text)) > MOST_BYTES
 
 
 def encode_text(text: str) -> bytes:

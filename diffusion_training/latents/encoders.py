@@ -182,9 +182,8 @@ def try_encoders(encoders: Encoders) -> None:
         with explained("the text encoder does not work"):
             count = family.dropped_tokens + 2
             ids = torch.zeros(1, count, dtype=torch.long, device=vae.device)
-            encode_prompts(
-                encoders, {"input_ids": ids, "input_ids_2": ids, "prompt_mask": ids == 0}
-            )
+            tokens: Any = {f"input_ids{suffix}": ids for suffix in family.suffixes}
+            encode_prompts(encoders, tokens | {"prompt_mask": ids == 0})
 
 
 def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import xxhash
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
@@ -143,18 +144,21 @@ def describe_text_to_image(
         source = str(about.base)
         more = f', variant="{args.variant}"' if args.variant else ""
         line = f"pipeline.load_lora_weights({json.dumps(about.name)})"
-        if is_lokr or not family.loads_lora:  # most pipelines' load_lora_weights refuses a LoKr
+        # some pipelines have this method, as PRX's, and a model that can't take a LoRA
+        takes_lora = hasattr(getattr(diffusers, family.model), "load_lora_adapter")
+        is_whole = takes_lora and hasattr(getattr(diffusers, family.pipeline), "load_lora_weights")
+        if is_lokr or not is_whole:  # most pipelines' load_lora_weights refuses a LoKr
             line = (
                 f"pipeline.{family.folder}.load_lora_adapter({json.dumps(about.name)}, "
                 f'prefix="{family.folder}", weight_name="{LORA_FILE}")  # diffusers 0.42 or newer'
             )
-        setup = [*(() if family.loads_lora else ADD_ADAPTERS), line, *setup]
+        setup = [*(() if takes_lora else ADD_ADAPTERS), line, *setup]
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
         call += f", image={files if references == 1 else f'[{files}]'}"
     if readers := name_readers(args, for_unet=family.folder == "unet"):
         what += f"\n{readers}"
-    opener = family.blocks or "DiffusionPipeline.from_pretrained"
+    opener = "DiffusionPipeline.from_pretrained"
     if source.endswith(".safetensors"):
         opener = f"{family.pipeline}.from_single_file"
     max_tokens = vars(args).get("max_sequence_length")
@@ -163,7 +167,8 @@ def describe_text_to_image(
         setup = [f"pipeline.guider.guidance_scale = {guidance.pop('guidance_scale'):g}", *setup]
     drawn = call_pipeline(about, args, guidance)
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
-    usage = write_usage(source, call, setup, opener, family.precision, more, args.resolution)
+    options = (family.precision, more, args.resolution, family.blocks)
+    usage = write_usage(source, call, setup, opener, *options)
     tag = family.title.lower().replace(" ", "-").replace(".", "")
     task = "image-to-image" if references else "text-to-image"
     tags = [task, tag, "diffusers-training"]

@@ -120,31 +120,33 @@ def write_usage(
     precision: str = "float32",
     more: str = "",
     side: int = 512,
+    blocks: str = "",
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
-    call: arguments of the pipeline. setup: lines before the call. opener: a function, or the class
-    of a modular pipeline's blocks. precision: of the pipeline on a GPU. more: further arguments of
-    `opener`. side: of the image in pixels; a small one is enlarged.
+    call: arguments of the pipeline. setup: lines before the call. opener: a function. precision: of
+    the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
+    small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
     """
     enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
     if precision != "float32":
         dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
         # modular pipelines have only the newer name
-        more = f", {'dtype' if opener.endswith('Blocks') else 'torch_dtype'}=dtype{more}"
+        more = f", {'dtype' if blocks else 'torch_dtype'}=dtype{more}"
     opening = [f"pipeline = {opener}({json.dumps(source)}{more}).to(device)"]
     draw = f"pipeline({call}).images[0]"
-    if opener.endswith("Blocks"):
+    if blocks:
         opening = [
-            f"blocks = {opener}()",
+            f"blocks = {blocks}()",
             'blocks.sub_blocks.pop("prompt_upsampler", None)  # prompts stay as they are',
             f"pipeline = blocks.init_pipeline({json.dumps(source)})",
             f"pipeline.load_components({more.removeprefix(', ')})",
             "pipeline.to(device)",
         ]
         draw = f'pipeline({call}, output="images")[0]'
-    classes = [opener.split(".")[0]] + ["DDIMScheduler"] * any("DDIM" in line for line in setup)
+    classes = [blocks or opener.split(".")[0]]
+    classes += ["DDIMScheduler"] * any("DDIM" in line for line in setup)
     return "\n".join([
         "import torch",
         f"from diffusers import {', '.join(sorted(classes))}",

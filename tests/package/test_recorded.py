@@ -13,7 +13,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from test_families import make_prx_pipeline
 
 import precompute_latents
-from diffusion_training.data.captions import tokenize
+from diffusion_training.data.captions import are_cut, tokenize
 from diffusion_training.families import recorded, recorded_captions
 from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.denoiser_call import Unrecordable, reshape_noise
@@ -422,6 +422,27 @@ def test_settings_of_a_pipeline_are_what_is_no_part_of_it():
     assert list_pipeline_settings(parts | index) == {
         name: value for name, value in index.items() if name != "_class_name"
     }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("sd3", "krea2", "sana", "ernie_image")),
+    ],
+)
+@torch.no_grad()
+def test_captions_are_cut_if_no_text_encoder_reads_their_end(tmp_path, name):
+    """The second caption is too long for CLIP, which has 8 tokens here, but not for T5."""
+    tiny_pipelines.MAKE[name](tmp_path)
+    _, encoders = open_recorded(tmp_path)
+    captions = ["a cat", "a red cat by " * 5, "a red cat by " * 300]
+    cut = are_cut(pickle.loads(pickle.dumps(encoders.tokenizers)), captions)
+    one, other = (
+        encode(encoders, [caption + more for caption in captions]) for more in ("", "the sea")
+    )
+    is_read = [any(not torch.equal(one[part][i], other[part][i]) for part in one) for i in range(3)]
+    assert cut == [not each for each in is_read] == [False, False, True]
 
 
 def test_captions_are_bytes_that_a_mask_counts():

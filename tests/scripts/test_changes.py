@@ -17,6 +17,8 @@ import torch
 import transformers
 from conftest import (
     ROOT,
+    Script,
+    assert_same_weights,
     finish,
     make_captioned,
     make_images,
@@ -389,6 +391,37 @@ def test_controlnet_flow_change_predicts_as_its_pipeline(root, tmp_path, monkeyp
         f"--output_dir={tmp_path / 'again'}", "--max_train_steps=1")  # fmt: skip
     one, two = (weights(folder / "controlnet") for folder in (out, tmp_path / "again"))
     assert all(torch.allclose(one[key], two[key], atol=1e-6) for key in one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_controlnet_flow_change_averages_gradients_and_resumes_on_two_processes(
+    root, tmp_path, monkeypatch, name
+):
+    train = Script("train_flow")
+    train.module = apply(CHANGES["controlnet_flow"], "flow", tmp_path)
+    flags = list_flags(root, tmp_path / "whole", "controlnet_flow", "flow")
+    flags += [f"--pretrained_model_name_or_path={root / name}", "--gradient_checkpointing"]
+    take_step = torch.optim.AdamW.step
+
+    def keep_gradients(self, *args):
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        path = tmp_path / f"{torch.distributed.get_rank()}.pt"
+        torch.save([weight.grad for weight in weights], path)
+        return take_step(self, *args)
+
+    with monkeypatch.context() as m:
+        m.setattr(torch.optim.AdamW, "step", keep_gradients)
+        train.fork(*flags, num_processes=2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert all(gradient is not None for gradient in one) and any(each.any() for each in one)
+    assert all(map(torch.equal, one, other))
+    killed = tmp_path / "killed"
+    flags += ["--resume_from_checkpoint=latest"]
+    train.kill_after_checkpoint(killed, *flags, num_processes=2)
+    train.fork(*flags, f"--output_dir={killed}", num_processes=2)
+    for part in ("controlnet", "checkpoint-4/controlnet", "checkpoint-4/controlnet_ema"):
+        assert_same_weights(tmp_path / "whole" / part, killed / part)
 
 
 @pytest.mark.long

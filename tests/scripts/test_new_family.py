@@ -5,10 +5,12 @@ flow matching. The scripts cache, train (fully and as a LoRA), resume and draw w
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_pipelines
 import torch
 import torch.nn.functional as F
 import transformers
@@ -301,6 +303,32 @@ def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, m
     monkeypatch.delitem(FAMILIES, "sd3")
     with pytest.raises(SystemExit, match="pooled embeddings, which this version can't read"):
         load_cache(root / "embeddings")
+
+
+class ThreeEncoders(StableDiffusion3):
+    """With the third text encoder, whose embeddings follow those of the others."""
+
+    suffixes = ("", "_2", "_3")
+
+    def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
+        *two, third = encoders.text_encoders
+        prompts = super().encode(replace(encoders, text_encoders=two), tokens)
+        embeds = [prompts["prompt_embeds"], third(tokens["input_ids_3"])[0].float()]
+        return {**prompts, "prompt_embeds": torch.cat(embeds, dim=1)}
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_cache_of_ids_has_those_of_three_text_encoders(root, tmp_path, flags, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "sd3", ThreeEncoders())
+    tiny_pipelines.MAKE["sd3"](tmp_path / "base")
+    base = f"--pretrained_model_name_or_path={tmp_path / 'base'}"
+    data = [f"--train_data_dir={root / 'images'}", "--center_crop", "--random_flip"]
+    precompute(*precompute.flags(tmp_path / "ids", base, *data, "--text_cache=ids"))
+    train(*flags, base, f"--latents_dir={tmp_path / 'ids'}", "--max_train_steps=1")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base/tokenizer_3")
+    (rows,) = load_cache(tmp_path / "ids").shards
+    expected = tokenizer(CAPTIONS, padding="max_length", max_length=8, truncation=True).input_ids
+    assert rows["input_ids_3"].to_pylist() == expected
 
 
 # ------------------------------------------------------------------- training

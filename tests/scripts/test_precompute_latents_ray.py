@@ -400,11 +400,15 @@ def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, 
 def test_ray_cache_for_a_recorded_pipeline_has_the_same_bytes(tmp_path, flags, without_ray, name):
     """An encoder takes what the driver has found out by trying the text encoders."""
     tiny_pipelines.MAKE[name](tmp_path / "base")
+    captions = tmp_path / "images/metadata.jsonl"
+    captions.write_text(captions.read_text().replace("No. 3 ", "more tokens than are read " * 120))
     flags += [f"--pretrained_model_name_or_path={tmp_path / 'base'}", "--resolution=32"]
     flags += ["--no-random_flip", "--mixed_precision=bf16"]
     precompute(*flags, f"--output_dir={tmp_path / 'one'}")
     code, said = without_ray(*flags, "--num_encoders=2")
     assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "one"), said
+    assert json.loads(contents(tmp_path / "one")["cache.json"])["captions_cut"] == 1
+    assert "1 of 24 captions have more than 4096 bytes, or more tokens than" in said
 
 
 def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
