@@ -77,7 +77,7 @@ class PlannedCache:
         if is_shared(self.output_dir):  # the trainer that waits for it goes on
             return
         print(f"Next: {self.suggest_training()}")
-        if self.output_dir not in DEMO_CACHES and self.family.loads_lora:
+        if self.output_dir not in DEMO_CACHES and self.family.has_lora():
             print("Without --rank it trains the whole model. recipes/ has flags for your GPU")
 
     def suggest_training(self) -> str:
@@ -95,7 +95,9 @@ class PlannedCache:
             words.append("--random_flip")
         if self.flags["mixed_precision"] != "no":
             words += ["--mixed_precision", self.flags["mixed_precision"]]
-        if self.family.loads_lora:
+        if self.flags["max_sequence_length"]:
+            words += ["--max_sequence_length", str(self.flags["max_sequence_length"])]
+        if self.family.has_lora():
             words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
         if self.family.reads_references:
             words += ["--caption_dropout", "0"]
