@@ -86,12 +86,15 @@ def explained(sentence: str, alone: bool = False) -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Describe an error in one line.
 
-    An error that `datasets` or a loader process wrapped is replaced by its cause. So is diffusers'
-    error for a hub that can't be reached. The address of a buffer in Pillow's message is cut off.
-    A temporary name is replaced by the name that the file will have.
+    An error that `datasets` or a loader process wrapped is replaced by its cause. So are the
+    libraries' errors for a folder that does not exist, and for a hub that can't be reached. The
+    address of a buffer in Pillow's message is cut off. A temporary name is replaced by the name
+    that the file will have.
     """
     cause: BaseException | None = error
     while cause:
+        if is_a(cause, "HFValidationError"):  # for example /nowhere/model
+            return "there is no such folder, and no model on the hub can have this name"
         if is_a(cause, "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
             return (
                 "it is neither a folder here nor in the local cache, and the hub can't be reached: "

@@ -55,8 +55,12 @@ if args.latents_dir is None:  # the demo of the big script; flags that are given
     args = parser.parse_args()
 if not (args.pretrained_model_name_or_path and args.max_train_steps):
     parser.error("--pretrained_model_name_or_path and --max_train_steps are needed")
+for name, value in vars(args).items():  # a count is at least 1, and nan is no number
+    least = 1 if isinstance(value, int) and name not in ("seed", "lr_warmup_steps") else 0
+    if type(value) in (int, float) and not least <= value < float("inf"):
+        parser.error(f"--{name} {value} is out of range")
 if not (args.latents_dir / "state.json").is_file():
-    parser.error(f"no cache in {args.latents_dir}: run accelerate launch precompute_latents.py")
+    parser.error(f"no cache in {args.latents_dir}: run precompute_latents.py")
 cache = json.loads((args.latents_dir / "cache.json").read_text())
 if [cache["latents"], cache["text_cache"], *cache.get("features", [])] != ["moments", "embeddings"]:
     parser.error(f"{args.latents_dir} is no plain cache of embeddings: use the big script")
@@ -71,7 +75,6 @@ if not all((path / STATE).is_file() for path in checkpoints.values()):
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import copy
 import os
-import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -126,10 +129,9 @@ if source:
 else:
     unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet")
 unet.register_to_config(sample_size=shape[1])  # the size that the pipeline draws
-# On a GPU, convolutions are fastest if the channels of a pixel are neighbours in memory.
 layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
 pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
-unet.to(device, memory_format=layout)
+unet.to(device, memory_format=layout)  # on a GPU the fastest for convolutions
 ema = copy.deepcopy(unet).eval().requires_grad_(False)
 # Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
 optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, fused=True)
@@ -155,9 +157,8 @@ if checkpoints:
 optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
-warmup = args.lr_warmup_steps
-if warmup is None:
-    warmup = 0 if args.lr_scheduler == "constant" else 500
+usual = 0 if args.lr_scheduler == "constant" else 500
+warmup = usual if args.lr_warmup_steps is None else args.lr_warmup_steps
 schedule = {"constant": "constant_with_warmup"}.get(args.lr_scheduler, args.lr_scheduler)
 counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps + 1}
 lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
@@ -233,8 +234,7 @@ while step < args.max_train_steps and not stop:
         # A checkpoint is complete or absent: it gets its name when all of it is on the disk.
         folder = args.output_dir / f"checkpoint-{step}"
         unfinished = folder.with_name(f".unfinished-{folder.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
         state = {"unet": unet.state_dict(), "ema": ema.state_dict()}
         state |= {"optimizer": optimizer.state_dict(), "config": config}
         with open(unfinished / STATE, "wb") as file:

@@ -47,16 +47,20 @@ add("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.train_data_dir is None:  # the demo of the big script; flags that are given still win
     demo = Path(__file__).resolve().parent.parent / "demo"
-    config = demo / "digits_unet.json"
-    parser.set_defaults(train_data_dir=demo / "digits", model_config_name_or_path=config)
-    parser.set_defaults(output_dir="ddpm-digits-minimal", max_train_steps=2900, resolution=8)
-    parser.set_defaults(train_batch_size=64, learning_rate=4e-3, lr_warmup_steps=100, snr_gamma=5)
+    parser.set_defaults(model_config_name_or_path=demo / "digits_unet.json", lr_warmup_steps=100)
+    parser.set_defaults(train_data_dir=demo / "digits", output_dir="ddpm-digits-minimal")
+    parser.set_defaults(max_train_steps=2900, resolution=8, train_batch_size=64)
+    parser.set_defaults(learning_rate=4e-3, snr_gamma=5)
     parser.set_defaults(prediction_type="v_prediction", ddpm_beta_schedule="squaredcos_cap_v2")
     args = parser.parse_args()
 if not Path(args.train_data_dir).is_dir():
     parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
 if not (args.model_config_name_or_path and args.max_train_steps):
     parser.error("--model_config_name_or_path and --max_train_steps are needed")
+for name, value in vars(args).items():  # a count is at least 1, and nan is no number
+    least = 1 if isinstance(value, int) and name not in ("seed", "lr_warmup_steps") else 0
+    if type(value) in (int, float) and not least <= value < float("inf"):
+        parser.error(f"--{name} {value} is out of range")
 STATE = "minimal_train_unconditional.pt"  # the one file of a checkpoint
 checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
 if not all((path / STATE).is_file() for path in checkpoints.values()):
@@ -66,7 +70,6 @@ if not all((path / STATE).is_file() for path in checkpoints.values()):
 import copy
 import io
 import os
-import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -114,10 +117,9 @@ def key_seed(purpose, *key):
 config = UNet2DModel.load_config(args.model_config_name_or_path) | {"sample_size": args.resolution}
 torch.manual_seed(args.seed)  # every process starts from the same weights
 unet = UNet2DModel.from_config(config)
-# On a GPU, convolutions are fastest if the channels of a pixel are neighbours in memory.
 layout = torch.channels_last if device.type == "cuda" else torch.preserve_format
 pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
-unet.to(device, memory_format=layout)
+unet.to(device, memory_format=layout)  # on a GPU the fastest for convolutions
 ema = copy.deepcopy(unet).eval().requires_grad_(False)
 # Betas and weight decay are those of diffusers' script. `fused` updates all weights in one go.
 adam = {"betas": (0.95, 0.999), "weight_decay": 1e-6, "fused": True}
@@ -129,8 +131,9 @@ noise_scheduler = DDPMScheduler(**objective)
 try:
     rows = datasets.load_dataset(str(args.train_data_dir), split="train").select_columns("image")
 except Exception as error:
-    sys.exit(f"{args.train_data_dir} can't be read as a data set of images: {error}")
+    sys.exit(f"{args.train_data_dir} can't be read as images or parquet files alone: {error}")
 rows = rows.cast_column("image", datasets.Image(decode=False))
+accelerator.print(f"{len(rows)} images in split 'train'")
 threads = ThreadPoolExecutor(8)  # Pillow and torchvision release Python's lock
 
 
@@ -165,9 +168,8 @@ if checkpoints:
 optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
-warmup = args.lr_warmup_steps
-if warmup is None:
-    warmup = 0 if args.lr_scheduler == "constant" else 500
+usual = 0 if args.lr_scheduler == "constant" else 500
+warmup = usual if args.lr_warmup_steps is None else args.lr_warmup_steps
 schedule = {"constant": "constant_with_warmup"}.get(args.lr_scheduler, args.lr_scheduler)
 counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps + 1}
 lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
@@ -234,8 +236,7 @@ while step < args.max_train_steps and not stop:
         # A checkpoint is complete or absent: it gets its name when all of it is on the disk.
         folder = args.output_dir / f"checkpoint-{step}"
         unfinished = folder.with_name(f".unfinished-{folder.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
         state = {"unet": unet.state_dict(), "ema": ema.state_dict()}
         state |= {"optimizer": optimizer.state_dict(), "config": config | objective}
         with open(unfinished / STATE, "wb") as file:

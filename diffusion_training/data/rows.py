@@ -206,6 +206,8 @@ def open_builder(
         builder.download_and_prepare()
         rows = builder.as_dataset(split=args.dataset_split)
     if metadata:
+        if not isinstance(rows.features["image"], datasets.Image):
+            fail(f"{described} has a column 'image', which hides the images: rename it")
         paths = pc.struct_field(rows.data["image"], "path").to_pylist()
         path, count = collections.Counter(paths).most_common(1)[0]
         sentence = f"{described} names {path} {count} times"

@@ -95,6 +95,8 @@ class PlannedCache:
             words.append("--random_flip")
         if self.flags["mixed_precision"] != "no":
             words += ["--mixed_precision", self.flags["mixed_precision"]]
+        if self.flags["max_sequence_length"]:
+            words += ["--max_sequence_length", str(self.flags["max_sequence_length"])]
         if self.family.suggests_lora:
             words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
         if self.family.reads_references:

@@ -95,7 +95,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
         shards = Shards(folder, cache)
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if (Path(folder) / "dataset_info.json").is_file() and missing != damaged:
             missing = (
                 f"if its rows were chosen from a cache, run python -m {CHOOSE} {folder} --like "

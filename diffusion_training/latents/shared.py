@@ -18,7 +18,7 @@ from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import count_references, find_shared
 from diffusion_training.data.rows import load_rows
-from diffusion_training.errors import amount, end_if_stopped, fail, print_once
+from diffusion_training.errors import amount, fail, print_once
 from diffusion_training.files import hash_values
 from diffusion_training.latents.flags import add_cache_flags
 from diffusion_training.latents.reader import load_cache
@@ -136,6 +136,5 @@ def make_cache(command: list[str], environment: dict[str, str]) -> None:
         child.terminate()
         child.wait()
         raise
-    end_if_stopped()
     if status:
         fail("precompute_latents.py could not encode the images, see its message", alone=True)

@@ -40,7 +40,8 @@ def is_valid_field(name: str, value: Any) -> bool:
 def iterate_metrics(output_dir: str | Path, last_step: float = math.inf) -> Iterator[dict]:
     """Read the records of metrics.jsonl up to a step.
 
-    Lines damaged by a kill, a power cut or editing are skipped.
+    Lines damaged by a kill, a power cut or editing are skipped, and so are fields that are no
+    finite numbers, such as a text that a changed script adds.
     """
     path = Path(output_dir) / "metrics.jsonl"
     if not path.is_file():
@@ -49,9 +50,10 @@ def iterate_metrics(output_dir: str | Path, last_step: float = math.inf) -> Iter
         for line in file:
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
+                if fits(record, dict):
+                    record = {key: it for key, it in record.items() if is_valid_field(key, it)}
                 is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT, MEASURED))
-                is_valid = is_record and all(map(is_valid_field, record.keys(), record.values()))
-                if is_valid and record["step"] <= last_step:
+                if is_record and record["step"] <= last_step:
                     yield record
 
 

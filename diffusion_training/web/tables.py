@@ -70,7 +70,7 @@ def find_tables(fs: AbstractFileSystem, path: str) -> list[str]:
                 raise ValueError("it is neither a file nor a folder")
             raise FileNotFoundError("it does not exist")
         found = fs.glob(path, detail=True)
-        folder = path[: path.rfind("/", 0, match.start())]
+        folder = path[: match.start()].rpartition("/")[0]
     is_named = re.search(r"/[._]", path[len(folder) :])
     return [
         file

@@ -9,7 +9,7 @@ import pytest
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.latents import columns as module
-from diffusion_training.latents.plan import PlannedCache
+from diffusion_training.latents.plan import MODEL_FLAGS, PlannedCache
 
 HALF = pa.float16()
 CACHE = {
@@ -85,3 +85,17 @@ def test_buckets_read_four_times_as_many_rows_per_batch():
         assert larger.rows_per_batch == count // 3 * 5 and larger.flags == {"batch_size": 5}
         # the demo's cache
         assert planned.suggest_training() == "accelerate launch train_text_to_image.py"
+
+
+def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
+    flags = dict.fromkeys(MODEL_FLAGS) | {"pretrained_model_name_or_path": "base"}
+    flags |= {"model_family": "prx", "random_flip": False, "mixed_precision": "no"}
+    flags |= {"max_sequence_length": 64}
+    family = FAMILIES["prx"]
+    planned = PlannedCache("cache", family, None, None, "embeddings", 3, 9, {}, flags)
+    expected = "accelerate launch train_flow.py --latents_dir cache"
+    expected += " --pretrained_model_name_or_path base --model_family prx --max_sequence_length 64"
+    assert planned.suggest_training() == expected
+    monkeypatch.setattr(type(family), "suggests_lora", True)
+    lora = " --rank 16 --train_batch_size 1 --gradient_checkpointing"
+    assert planned.suggest_training() == expected + lora

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import DDPMScheduler
+from transformers import AutoModel
 
 from diffusion_training.arguments import Flags
 from diffusion_training.errors import (
@@ -180,6 +181,10 @@ def test_explain_gives_one_line(tmp_path):
     with pytest.raises(OSError, match="does not appear to have a file") as offline:
         DDPMScheduler.from_pretrained("some/pipeline", subfolder="scheduler", cache_dir=tmp_path)
     assert explain(offline.value).endswith("and that HF_HUB_OFFLINE is not set")
+    for load in (AutoModel.from_pretrained, DDPMScheduler.from_pretrained):
+        with pytest.raises(Exception) as nowhere:
+            load("/nowhere/model")
+        assert explain(nowhere.value).startswith("there is no such folder, and no model on the hub")
     with pytest.raises(UnicodeEncodeError) as name:
         "images/\udcff.png".encode()
     said = "'images/\\udcff.png' can't be read as text: rename it, or write it in UTF-8"

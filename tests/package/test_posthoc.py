@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from diffusion_training.training.posthoc import (
+    WIDTHS,
     PosthocEma,
     check_snapshots,
     correlate,
@@ -38,6 +39,13 @@ def test_the_width_is_the_standard_deviation_of_the_times(sigma_rel):
     weights = times**gamma / (times**gamma).sum()
     mean = weights @ times
     assert (weights @ (times - mean) ** 2) ** 0.5 == pytest.approx(sigma_rel, rel=1e-4)
+
+
+def test_the_measured_widths_grow_by_less_than_a_factor_of_1_7():
+    """So that the best width is never far from one of them."""
+    widths = np.array(WIDTHS)
+    assert widths[0] == 0.02 and widths[-1] == 0.25
+    assert np.all(widths[1:] > widths[:-1]) and np.all(widths[1:] < 1.7 * widths[:-1])
 
 
 def test_the_averages_have_the_profile_of_a_power_of_the_images():

@@ -249,6 +249,8 @@ def test_missing_unfinished_or_damaged_caches_are_refused(tmp_path, cache):
         tmp_path / "nowhere",
         "nowhere/cache.json is missing: make the cache with precompute_latents.py",
     )
+    (tmp_path / "photo.png").touch()  # somebody's file is not to be deleted
+    refused(tmp_path / "photo.png", "photo.png/cache.json is missing: make the cache with")
     for name in ("cache.json", "state.json"):  # precompute_latents.py can't read these either
         path, data = cache / name, (cache / name).read_bytes()
         path.write_bytes(data[:-4])

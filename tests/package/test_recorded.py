@@ -121,6 +121,7 @@ GUIDANCE = {  # the flags of guidance 2.5 in samples; hunyuan_image draws withou
     "krea2": {"guidance_scale": 1.5},  # it counts from 0
     "hunyuan_image": {},
 }
+PATCH_SIZES = {"flux": 2, "chroma": 2, "krea2": 2, "hunyuan_image": 1}  # of transformers
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,10 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
     if name in FEW:
         assert family.guidance_args(2.5) == GUIDANCE[name]
         assert family.guided is None or "'of': 'empty'" in repr(family.guided["results"])
+        assert family.own_calls.patch_size == PATCH_SIZES[name]
+        captions = tokenize(encoders.tokenizers, [""])
+        empty = family.encode_empty(encoders, Base(family, "", "", {}), captions)
+        assert empty.keys() == encode(encoders, [""]).keys()
     noise = draw_noise(encoders, 1)
     ours = []
     for caption in CAPTIONS:

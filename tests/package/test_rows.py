@@ -364,6 +364,14 @@ def test_an_image_that_a_metadata_file_names_twice_is_reported(tmp_path, load, c
     assert "images/1.png 2 times; each time counts as an image" in capsys.readouterr().out
 
 
+def test_a_metadata_file_with_a_column_named_image_is_refused(tmp_path, load):
+    """`datasets` takes it for the images."""
+    make_images(tmp_path / "images", 1)
+    (tmp_path / "images/metadata.csv").write_text("file_name,image\n0.png,x\n")
+    with pytest.raises(SystemExit, match=r"metadata.csv\) has a column 'image', which hides the"):
+        load(tmp_path / "images")
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_truncated_stream_ends_in_one_sentence(tmp_path, load, workers):
     make_images(tmp_path / "images", 12)

@@ -1,7 +1,9 @@
 """--validation_metrics: right figures, the same on any number of processes, and no other bits."""
 
+import importlib.util
 import os
 import signal
+import sys
 import warnings
 from functools import partialmethod
 from types import SimpleNamespace
@@ -220,7 +222,11 @@ def test_best_metric_keeps_the_weights_of_its_step(tmp_path, flags, inputs, monk
     assert read_best(out / "best")["step"] == 5
 
 
-def test_unconditional_samples_are_measured_with_a_torchscript_network(tmp_path, inputs):
+def test_unconditional_samples_are_measured_with_a_torchscript_network(
+    tmp_path, inputs, monkeypatch
+):
+    # bytes in use, and bytes that torch has reserved
+    patch(monkeypatch, "measure_memory", lambda device: (3 * 10**9, 5 * 10**9))
     make_images(tmp_path / "images", 12)
     flags = unconditional.flags(
         tmp_path / "out",
@@ -237,7 +243,7 @@ def test_unconditional_samples_are_measured_with_a_torchscript_network(tmp_path,
     (record,) = measured(tmp_path / "out")
     assert record["fid"] > 0 and record["step"] == 2 and record["real_images"] == 6
     assert -1 <= record["copy"] <= 1 and record["kid_low"] < record["kid"] < record["kid_high"]
-    assert record["metric_memory_gb"] > 0 and record["sampling_seconds"] > 0
+    assert record["metric_memory_gb"] == 3 and record["sampling_seconds"] > 0
 
 
 @pytest.mark.parametrize("name, kind", [
@@ -388,6 +394,21 @@ def test_networks_give_the_features_of_their_models(tmp_path, inputs):
         )
         assert torch.equal(dino.embed_images(images), model(**pixels).last_hidden_state[:, 0])
     assert dino.embed_texts is None
+
+
+def test_inception_is_that_of_torchmetrics_fid(monkeypatch):
+    """Of its sizes of features, only 2048 gives FID. Its weights are not downloaded here."""
+
+    def make(name, features_list):
+        assert (name, features_list) == ("inception-v3-compat", ["2048"])
+        return lambda images: torch.ones(len(images), 2048)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    fid = SimpleNamespace(NoTrainInceptionV3=make)
+    monkeypatch.setitem(sys.modules, "torchmetrics.image.fid", fid)
+    network = load_network("inception")
+    assert network.name == "inception" and network.embed_texts is None
+    assert network.embed_images(torch.zeros(3, 3, 8, 8)).shape == (3, 2048)
 
 
 def test_networks_without_pooler_or_class_token_can_be_used(tmp_path):

@@ -408,13 +408,18 @@ def test_minimal_mistakes_end_in_a_sentence_before_importing_torch(tmp_path, inp
     base = ["--pretrained_model_name_or_path=base", "--max_train_steps=1"]
     for name, command in {TEXT: "", FLOW: " --model_family prx"}.items():
         said = refused(name, "--latents_dir", tmp_path / "no", *base)
-        command = f"accelerate launch precompute_latents.py{command}"
+        command = f"precompute_latents.py{command}"
         assert said.endswith(f"no cache in {tmp_path / 'no'}: run {command}")
     caches = inputs / "cache-sd", inputs / "cache-prx"
     said = refused(TEXT, "--latents_dir", caches[1], *base)
     assert said.endswith("is no plain cache of embeddings: use the big script")
     said = refused(FLOW, "--latents_dir", caches[0], *base)
     assert said.endswith("is no plain cache of PRX: use the big script")
+    for name in BIG:  # nothing would be trained, or something else
+        given = [*data_flags(name, inputs), "--max_train_steps=1", "--seed=0"]
+        for flag in ("train_batch_size -1", "gradient_accumulation_steps 0", "learning_rate nan"):
+            said = refused(name, *given, *f"--{flag}".split())
+            assert said.endswith(f"--{flag} is out of range")
     said = refused(TEXT, "--latents_dir", caches[0], *base, "--resolution=32")
     assert said.endswith("was not made with this --random_flip and --resolution")
 
@@ -449,7 +454,7 @@ def test_minimal_refuses_a_folder_without_images(tmp_path, inputs):
     log = tmp_path / "log"
     assert finish(start(lambda: run_twin(UNCONDITIONAL, *flags), log=log)) == [1]
     said = log.read_text()
-    assert f"{tmp_path / 'images'} can't be read as a data set of images" in said
+    assert f"{tmp_path / 'images'} can't be read as images or parquet files alone" in said
     assert "Traceback" not in said and not (tmp_path / "out").exists()
 
 
