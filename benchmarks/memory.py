@@ -613,10 +613,6 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f}"
 
 
-def can_have_lora(name: str) -> bool:
-    return FAMILIES[MODELS[name].family].suggests_lora
-
-
 def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:
     """The first way that fits into nine tenths of a card; with a * if its samples do not fit."""
     room = 0.9 * card * 2**30
@@ -653,18 +649,14 @@ def list_images(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         cells = [name, f"{MODELS[name].side}"]
         for way in (*FULL[1:3], *LORA[1:3]):
-            if way.rank and not can_have_lora(name):
-                cells.append("")
-            else:
-                cells.append(gigabytes(count_step(name, way, 2) - count_step(name, way)))
+            cells.append(gigabytes(count_step(name, way, 2) - count_step(name, way)))
         yield cells
 
 
 def list_samples(names: list[str]) -> Iterator[list[str]]:
     for name in names:
-        rank = RANK if can_have_lora(name) else None
         for side in (MODELS[name].side // 2, MODELS[name].side):
-            yield [name, str(side), *map(gigabytes, count_samples(name, side, rank))]
+            yield [name, str(side), *map(gigabytes, count_samples(name, side, RANK))]
 
 
 def list_parts(names: list[str]) -> Iterator[list[str]]:
@@ -672,10 +664,9 @@ def list_parts(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         held = count_held(name, FULL[1])
         cells = [name, f"{held['gradients'] / 4e9:.2f}", gigabytes(sum(held.values()))]
-        cells += [gigabytes(sum(count_held(name, way).values())) for way in FULL[3:6]]
-        lora = LORA[2:5] if can_have_lora(name) else ()
-        cells += [gigabytes(sum(count_held(name, way).values())) for way in lora]
-        yield cells + [""] * (3 - len(lora))
+        for way in (*FULL[3:6], *LORA[2:5]):
+            cells.append(gigabytes(sum(count_held(name, way).values())))
+        yield cells
 
 
 def list_disk(names: list[str]) -> Iterator[list[str]]:
@@ -688,10 +679,8 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
             frozen = [make_vae(model), *make_encoders(model)]
             checkpoint, result = count_disk({"model": denoiser}, True, "adamw")
             small, _ = count_disk({"model": denoiser}, False, "adafactor")
-            lora = 0
-            if can_have_lora(name):
-                prepare_lora(model, denoiser, "bf16")
-                lora, _ = count_disk({"model": denoiser}, True, "adamw")
+            prepare_lora(model, denoiser, "bf16")
+            lora, _ = count_disk({"model": denoiser}, True, "adamw")
         embeds = prompts["prompt_embeds"].numel()
         if family.ragged and family.masked:
             text = f"{2 * embeds / model.tokens / 1e3:.1f} kB a token"
@@ -704,7 +693,7 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
             gigabytes(checkpoint),
             gigabytes(small),
             gigabytes(result + 4 * sum(map(count_numbers, frozen))),
-            f"{lora / 1e9:.2f}" if lora else "",
+            f"{lora / 1e9:.2f}",
         ]
 
 
@@ -715,7 +704,7 @@ def list_host(names: list[str]) -> Iterator[list[str]]:
         with torch.device("meta"):
             frozen = sum(map(count_numbers, [make_vae(model), *make_encoders(model)]))
             trained = count_numbers(make_denoiser(model))
-        base = gigabytes(2 * trained) if can_have_lora(name) else ""
+        base = gigabytes(2 * trained)
         yield [name, gigabytes(4 * frozen), base, gigabytes(4 * trained)]
 
 
@@ -748,16 +737,15 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     names = parser.parse_args(argv).models
-    with_lora = [name for name in names if can_have_lora(name)]
     cards = [f"{card} GB" for card in CARDS]
     full = [way.name for way in FULL]
     lora = [way.name for way in LORA]
     print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
-    print_table("Cards: a LoRA", ["model", *cards], list_cards(with_lora, LORA))
+    print_table("Cards: a LoRA", ["model", *cards], list_cards(names, LORA))
     columns = ["model", *(way.name for way in SHARDED)]
     print_table("A step, the whole model with --shard", columns, list_sharded(names))
     print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
-    print_table("A step, a LoRA", ["model", *lora], list_steps(with_lora, LORA))
+    print_table("A step, a LoRA", ["model", *lora], list_steps(names, LORA))
     columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit, no EMA"]
     columns += ["Adafactor, no EMA", "LoRA, bf16 base", "LoRA, int8 base"]
     columns += ["LoRA, nf4 base"]

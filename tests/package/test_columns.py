@@ -13,7 +13,7 @@ from diffusion_training.latents.plan import MODEL_FLAGS, PlannedCache
 
 HALF = pa.float16()
 CACHE = {
-    "features": [],
+    "features": [], "text_encoder": {},
     "prompt_embeds_shape": [5, 6], "tokenizer": {"model_max_length": 5}, "latents_shape": [4, 3, 2],
     "text_cache": "embeddings", "transform": {"random_flip": True},
 }  # fmt: skip
