@@ -1,6 +1,7 @@
 """Tiny text-to-image pipelines of diffusers with random weights and all parts of the real ones."""
 
 import importlib
+import string
 from functools import partial
 
 import diffusers
@@ -928,6 +929,51 @@ def make_flux3(kind="Flux3AutoBlocks", **options):
 @of_blocks
 def make_flux3_distilled():
     return make_flux3("Flux3DistilledAutoBlocks", flow_map=True)
+
+
+@of_blocks
+def make_anima():
+    tokenizer = make_chat_tokenizer(512)
+    letters = [(letter, -1.0) for letter in ["\u2581", *string.ascii_lowercase]]
+    special = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>")]
+    t5_tokenizer = transformers.T5TokenizerFast(vocab=special + letters, extra_ids=0)
+    return make_blocks(
+        diffusers.AnimaAutoBlocks,
+        text_encoder=make_qwen3(tokenizer),
+        tokenizer=tokenizer,
+        t5_tokenizer=t5_tokenizer,
+        text_conditioner=diffusers.AnimaTextConditioner(
+            source_dim=WIDTH,
+            target_dim=WIDTH,
+            model_dim=WIDTH,
+            num_layers=1,
+            num_attention_heads=2,
+            target_vocab_size=len(t5_tokenizer),
+        ),
+        vae=diffusers.AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            latents_mean=[-0.5, 0.1, 0.3, 1.0],
+            latents_std=[0.8, 1.2, 2.0, 0.5],
+        ),
+        transformer=diffusers.CosmosTransformer3DModel(
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            mlp_ratio=2.0,
+            text_embed_dim=WIDTH,
+            adaln_lora_dim=4,
+            max_size=(4, 128, 128),
+            rope_scale=(1.0, 4.0, 4.0),
+            concat_padding_mask=True,
+            extra_pos_embed_type=None,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    )
 
 
 def make_small(monkeypatch):

@@ -2,7 +2,8 @@
 
 1. `find_pipeline_class` makes a subclass with `encode_prompt` and a `__call__` of named arguments.
 2. `convert_index` turns modular_model_index.json into the form of model_index.json.
-3. Captions stay as they are: a block that rewrites them with a language model is left out.
+3. Blocks with a model for captions alone, as Anima's text_conditioner, belong to `encode_prompt`.
+4. Captions stay as they are: a block that rewrites them with a language model is left out.
 """
 
 import contextlib
@@ -48,8 +49,10 @@ def walk(block: Any) -> Iterator[Any]:
 class CalledLikeOthers:
     """What `adapt` puts before a class of modular pipelines."""
 
-    own_blocks: Any  # all but the one that encodes captions
-    text_block: Any  # that one
+    own_blocks: Any  # all but those that encode captions
+    text_blocks: list[Any]  # those, in their order
+    encoded: list[str]  # their results, except those that one of them reads
+    of_text: dict[str, Any]  # {input of the first of these: its default}
     expected: dict[str, Any]  # {part: its ComponentSpec}
     created: dict[str, dict[str, Any]]  # {part that the blocks make: its config}
 
@@ -71,8 +74,8 @@ class CalledLikeOthers:
     def encode_prompt(
         self, prompt: list[str], negative_prompt: list[str] | None = None, **options: Any
     ) -> list[torch.Tensor | None]:
-        """Encode each caption alone, as the block does; shorter rows are padded with zeros."""
-        given = {each.name: each.default for each in self.text_block.inputs} | options
+        """Encode each caption alone, as the blocks do; shorter rows are padded with zeros."""
+        given = self.of_text | options
         given["negative_prompt"] = negative_prompt[0] if negative_prompt else None
         rows = []
         for caption in prompt:
@@ -80,8 +83,9 @@ class CalledLikeOthers:
             for name, value in given.items():
                 state.set(name, value)
             state.set("prompt", caption)
-            self.text_block(self, state)
-            rows.append([state.get(each.name) for each in self.text_block.intermediate_outputs])
+            for block in self.text_blocks:
+                block(self, state)
+            rows.append([state.get(name) for name in self.encoded])
         return [join(column) for column in zip(*rows, strict=True)]
 
     def draw(self, prompt: list[str], guidance_scale: float = 1.0, **options: Any) -> Any:
@@ -93,13 +97,11 @@ class CalledLikeOthers:
                 pipeline.guider.enable()
             else:
                 pipeline.guider.disable()
-        of_text = {each.name for each in self.text_block.inputs}
-        asked = {name: value for name, value in options.items() if name in of_text}
+        asked = {name: value for name, value in options.items() if name in self.of_text}
         encoded = self.encode_prompt(prompt, **asked)
-        outputs = [each.name for each in self.text_block.intermediate_outputs]
-        options = {name: value for name, value in options.items() if name not in of_text}
+        options = {name: value for name, value in options.items() if name not in self.of_text}
         state = super().__call__(  # type: ignore[misc]
-            **dict(zip(outputs, encoded, strict=True)), **options
+            **dict(zip(self.encoded, encoded, strict=True)), **options
         )
         return SimpleNamespace(images=state.get("images"))
 
@@ -126,13 +128,18 @@ def adapt(kind: Any) -> Any:
     text_block = blocks.sub_blocks.pop("text_encoder", None)
     if text_block is None:
         return kind
+    first = {each.name for each in text_block.intermediate_outputs}
+    text_blocks = [text_block, *take_readers(blocks, first)]
+    read = {each.name for block in text_blocks[1:] for each in block.inputs}
+    results = [each.name for block in text_blocks for each in block.intermediate_outputs]
+    encoded = [name for name in results if name not in read]
+    of_text = {each.name: each.default for each in text_block.inputs}
     created = {}
     for name, spec in expected.items():
         if spec.default_creation_method == "from_config":
             part = spec.create()
             created[name] = {"_class_name": type(part).__name__} | dict(getattr(part, "config", {}))
-    encoded = {each.name for each in text_block.intermediate_outputs}
-    inputs = {each.name: each.default for each in [*text_block.inputs, *blocks.inputs] if each.name}
+    inputs = of_text | {each.name: each.default for each in blocks.inputs if each.name}
     defaults = {name: value for name, value in inputs.items() if name not in encoded}
     limit = {}
     if "max_sequence_length" in defaults:
@@ -150,9 +157,28 @@ def adapt(kind: Any) -> Any:
         for name, value in defaults.items()
     ]
     call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    names = {"own_blocks": blocks, "text_block": text_block, "expected": expected}
-    names |= {"created": created, "__call__": call, "__module__": kind.__module__}
+    names = {"own_blocks": blocks, "text_blocks": text_blocks, "encoded": encoded}
+    names |= {"of_text": of_text, "expected": expected, "created": created}
+    names |= {"__call__": call, "__module__": kind.__module__}
     return type(kind.__name__, (CalledLikeOthers, kind), names)
+
+
+def take_readers(blocks: Any, results: set[str]) -> list[Any]:
+    """Remove the blocks with a model that read nothing but results of captions.
+
+    Returns them, once each: the same block is in those for images and for edits.
+    """
+    taken = {}
+    for block in walk(blocks):
+        for name, inner in list(block.sub_blocks.items()):
+            has_model = any(
+                issubclass(spec.type_hint or object, torch.nn.Module)
+                for spec in inner.expected_components
+                if spec.name not in ("transformer", "vae")
+            )
+            if has_model and results.issuperset(each.name for each in inner.inputs):
+                taken[name] = block.sub_blocks.pop(name)
+    return list(taken.values())
 
 
 def convert_index(config: dict[str, Any]) -> dict[str, Any]:

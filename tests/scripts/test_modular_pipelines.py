@@ -1,4 +1,4 @@
-"""Pipelines of blocks: FLUX.3 has no other."""
+"""Pipelines of blocks: FLUX.3 and Anima have no other."""
 
 import functools
 import json
@@ -19,7 +19,10 @@ from diffusion_training.training.pipelines import name_source
 precompute, train = Script("precompute_latents"), Script("train_flow")
 # of 80 tokens with their padding, of 160, and of more than the 512 that are kept
 CAPTIONS = ["a digit zero", "one", "a digit two " * 40, "", "a digit one " * 300, "digit"]
-DRAWN = {"height": 8, "width": 12, "num_inference_steps": 2}
+DRAWN = {
+    "flux3": {"height": 8, "width": 12, "num_inference_steps": 2},
+    "anima": {"height": 16, "width": 32, "num_inference_steps": 2},
+}
 LORA = "pytorch_lora_weights.safetensors"
 
 
@@ -33,21 +36,24 @@ def make(folder, name="flux3"):
 
 def open_blocks(folder):
     """The pipeline as its users open it, without the block that rewrites captions."""
-    blocks = diffusers.Flux3AutoBlocks()
-    blocks.sub_blocks.pop("prompt_upsampler")
+    index = json.loads((folder / "modular_model_index.json").read_text())
+    blocks = getattr(diffusers, index["_blocks_class_name"])()
+    blocks.sub_blocks.pop("prompt_upsampler", None)
     pipeline = blocks.init_pipeline(str(folder))
     pipeline.load_components()
     return pipeline
 
 
-def draw(pipeline):
-    generator = torch.Generator().manual_seed(0)
-    return pipeline(prompt="one", generator=generator, output_type="np", output="images", **DRAWN)
+def draw(pipeline, name):
+    options = {"output_type": "np", "output": "images", **DRAWN[name]}
+    return pipeline(prompt="one", generator=torch.Generator().manual_seed(0), **options)
 
 
+# shape: of the latents; Anima's blocks have an axis of frames more
+@pytest.mark.parametrize("name, shape", [("flux3", (16, 2, 3)), ("anima", (4, 2, 4))])
 @torch.no_grad()
-def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path):
-    base, data = make(tmp_path)
+def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path, name, shape):
+    base, data = make(tmp_path, name)
     args = precompute_latents.parse_args([base, *data])
     encoders = load_encoders(open_base(args), torch.float32)
     family, calls = encoders.family, []
@@ -62,20 +68,23 @@ def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path):
 
     pipeline.guider.disable()
     for caption in CAPTIONS[1:4]:
-        noise = torch.randn(1, 16, 2, 3)
+        noise = torch.randn(1, *shape)
+        latents = noise if name == "flux3" else noise.unsqueeze(2)
         pipeline.transformer.forward = note
-        pipeline(prompt=caption, latents=noise, output_type="np", **DRAWN)
+        pipeline(prompt=caption, latents=latents, output_type="np", **DRAWN[name])
         pipeline.transformer.forward = forward
         prompts = encode_prompts(encoders, tokenize(encoders.tokenizers, [caption]))
         time, velocity = calls[0]
         calls.clear()
         ours = family.predict(pipeline.transformer, noise, time, prompts)
-        assert torch.equal(ours, velocity.mT.reshape(noise.shape))
+        velocity = velocity.mT if name == "flux3" else velocity
+        assert torch.equal(ours, velocity.reshape(noise.shape))
 
 
+@pytest.mark.parametrize("name", ["flux3", pytest.param("anima", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("without_figures")
-def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path):
-    base, data = make(tmp_path)
+def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path, name):
+    base, data = make(tmp_path, name)
     precompute(base, *data, f"--output_dir={tmp_path / 'cache'}")
     flags = [base, f"--latents_dir={tmp_path / 'cache'}", "--train_batch_size=2", "--rank=2"]
     flags += ["--learning_rate=0.1", "--lora_layers=all", "--report_to=none", "--max_train_steps=2"]
@@ -84,9 +93,9 @@ def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path):
     half = ["--mixed_precision=bf16", "--max_train_steps=1", f"--output_dir={tmp_path / 'half'}"]
     train(*[flag for flag in flags if "latents_dir" not in flag], *data, *half)  # a bf16 VAE
     pipeline = open_blocks(tmp_path / "base")
-    before = draw(pipeline)
+    before = draw(pipeline, name)
     pipeline.load_lora_weights(tmp_path / "lora", weight_name=LORA)
-    assert np.abs(draw(pipeline) - before).max() > 1e-3
+    assert np.abs(draw(pipeline, name) - before).max() > 1e-3
     assert list((tmp_path / "lora/samples").glob("*.png"))
 
 
@@ -111,10 +120,11 @@ def test_what_a_modular_pipeline_can_not_train_is_refused(
     )
 
 
+@pytest.mark.parametrize("name", ["flux3", "anima"])
 @pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
-def test_a_whole_modular_pipeline_trains_is_killed_resumes_and_can_be_moved(tmp_path):
-    base, data = make(tmp_path)
+def test_a_whole_modular_pipeline_trains_is_killed_resumes_and_can_be_moved(tmp_path, name):
+    base, data = make(tmp_path, name)
     precompute(base, *data, f"--output_dir={tmp_path / 'cache'}")
     flags = [base, f"--latents_dir={tmp_path / 'cache'}", "--train_batch_size=2", "--shift=3"]
     flags += ["--max_train_steps=3", "--checkpointing_steps=1", "--report_to=none"]
