@@ -29,14 +29,20 @@ def find_pipeline_class(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def silencing_diffusers() -> Iterator[None]:
-    """Leave out the messages of diffusers, also of errors that are expected."""
-    level = diffusers.utils.logging.get_verbosity()
-    diffusers.utils.logging.set_verbosity(logging.CRITICAL)
+def silencing(*modules: str) -> Iterator[None]:
+    """Leave out messages of diffusers, transformers and other modules, also of expected errors.
+
+    They would report probes as if they were the user's captions.
+    """
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", *modules)]
+    levels = [each.level for each in loggers]
     try:
+        for each in loggers:
+            each.setLevel(logging.CRITICAL)
         yield
     finally:
-        diffusers.utils.logging.set_verbosity(level)
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
 
 
 def walk(block: Any) -> Iterator[Any]:
@@ -57,7 +63,7 @@ class CalledLikeOthers:
     created: dict[str, dict[str, Any]]  # {part that the blocks make: its config}
 
     def __init__(self, **parts: Any) -> None:
-        with silencing_diffusers():  # guiders say that they are experimental
+        with silencing():  # guiders say that they are experimental
             super().__init__(blocks=self.own_blocks)  # type: ignore[call-arg]
         pipeline: Any = self
         pipeline._component_specs |= self.expected
@@ -116,7 +122,7 @@ class CalledLikeOthers:
 
 
 @functools.cache
-@silencing_diffusers()
+@silencing()
 def adapt(kind: Any) -> Any:
     """A subclass of a modular pipeline that is called like the other pipelines of diffusers.
 

@@ -20,7 +20,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from diffusion_training.errors import explain, is_machines_fault
-from diffusion_training.families.modular import find_pipeline_class, silencing_diffusers
+from diffusion_training.families.modular import find_pipeline_class, silencing
 from diffusion_training.families.reference_latents import ReferenceShapes, encode_reference
 from diffusion_training.families.tape import Unrecordable
 
@@ -281,7 +281,7 @@ class PipelineCode:
                 torch.inference_mode(False),
                 torch.device("cpu"),
                 drawing(self.kind, draw),
-                silencing_diffusers(),
+                silencing(self.kind.__module__),
             ):
                 vae.decode, vae.encode = decode, encode
                 self.pipeline(prompt=list(captions), **asked)  # some write into the list
