@@ -139,6 +139,8 @@ class Family:
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU
     blocks = ""  # the class of a modular pipeline's blocks
+    has_guider = False  # has a modular pipeline an object for guidance?
+    can_rewrite = False  # has it a block that rewrites captions?
     # Can the denoiser see references, the images that an edit starts from? And the text encoder?
     takes_references = False
     reads_references = False

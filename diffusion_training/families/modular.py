@@ -61,6 +61,7 @@ class CalledLikeOthers:
     of_text: dict[str, Any]  # {input of the first of these: its default}
     expected: dict[str, Any]  # {part: its ComponentSpec}
     created: dict[str, dict[str, Any]]  # {part that the blocks make: its config}
+    can_rewrite: bool  # was there a block that rewrites captions?
 
     def __init__(self, **parts: Any) -> None:
         with silencing():  # guiders say that they are experimental
@@ -129,7 +130,7 @@ def adapt(kind: Any) -> Any:
     If it has no block named text_encoder, this is the class itself, without `encode_prompt`.
     """
     blocks = getattr(diffusers, kind.default_blocks_name)()
-    blocks.sub_blocks.pop("prompt_upsampler", None)
+    can_rewrite = blocks.sub_blocks.pop("prompt_upsampler", None) is not None
     expected = {spec.name: spec for spec in blocks.expected_components}
     text_block = blocks.sub_blocks.pop("text_encoder", None)
     if text_block is None:
@@ -165,7 +166,7 @@ def adapt(kind: Any) -> Any:
     call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
     names = {"own_blocks": blocks, "text_blocks": text_blocks, "encoded": encoded}
     names |= {"of_text": of_text, "expected": expected, "created": created}
-    names |= {"__call__": call, "__module__": kind.__module__}
+    names |= {"can_rewrite": can_rewrite, "__call__": call, "__module__": kind.__module__}
     return type(kind.__name__, (CalledLikeOthers, kind), names)
 
 

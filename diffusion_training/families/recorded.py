@@ -95,7 +95,10 @@ class Recorded(Family):
         self.embedded_guidance_scale = embedded_guidance_scale
         self.name = self.pipeline = index["_class_name"]
         self.title = self.name.removesuffix("Pipeline").removesuffix("Modular")
-        self.blocks = getattr(self.pipeline_class, "default_blocks_name", "")
+        kind = self.pipeline_class
+        self.blocks = getattr(kind, "default_blocks_name", "")
+        self.has_guider = "guider" in getattr(kind, "created", {})
+        self.can_rewrite = getattr(kind, "can_rewrite", False)
         self.model = index[self.folder][1]
         self.vae_classes = (configs["vae"]["_class_name"],)
         self.ignored_vae_settings = ()

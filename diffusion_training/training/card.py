@@ -163,11 +163,11 @@ def describe_text_to_image(
         opener = f"{family.pipeline}.from_single_file"
     max_tokens = vars(args).get("max_sequence_length")
     guidance = family.guidance_args(args.guidance_scale)
-    if family.blocks and "guidance_scale" in guidance:
+    if family.has_guider and "guidance_scale" in guidance:
         setup = [f"pipeline.guider.guidance_scale = {guidance.pop('guidance_scale'):g}", *setup]
     drawn = call_pipeline(about, args, guidance)
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
-    options = (family.precision, more, args.resolution, family.blocks)
+    options = (family.precision, more, args.resolution, family.blocks, family.can_rewrite)
     usage = write_usage(source, call, setup, opener, *options)
     tag = family.title.lower().replace(" ", "-").replace(".", "")
     task = "image-to-image" if references else "text-to-image"

@@ -121,12 +121,14 @@ def write_usage(
     more: str = "",
     side: int = 512,
     blocks: str = "",
+    can_rewrite: bool = False,
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
     call: arguments of the pipeline. setup: lines before the call. opener: a function. precision: of
     the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
     small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
+    can_rewrite: have these a block that rewrites prompts?
     """
     enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
@@ -139,24 +141,27 @@ def write_usage(
     if blocks:
         opening = [
             f"blocks = {blocks}()",
-            'blocks.sub_blocks.pop("prompt_upsampler", None)  # prompts stay as they are',
+            *['blocks.sub_blocks.pop("prompt_upsampler")  # prompts stay as they are']
+            * can_rewrite,
             f"pipeline = blocks.init_pipeline({json.dumps(source)})",
             f"pipeline.load_components({more.removeprefix(', ')})",
             "pipeline.to(device)",
         ]
         draw = f'pipeline({call}, output="images")[0]'
+    loaded = call.count("load_image(")
+    yours = "  # your image" + "s" * (loaded > 1) if loaded else ""
     classes = [blocks or opener.split(".")[0]]
     classes += ["DDIMScheduler"] * any("DDIM" in line for line in setup)
     return "\n".join([
         "import torch",
         f"from diffusers import {', '.join(sorted(classes))}",
-        *["from diffusers.utils import load_image"] * ("load_image(" in call),
+        *["from diffusers.utils import load_image"] * (loaded > 0),
         "",
         'device = "cuda" if torch.cuda.is_available() else "cpu"',
         *dtype,
         *opening,
         *setup,
-        f"image = {draw}",
+        f"image = {draw}{yours}",
         *[f'image{enlarge}.save("image.png")'] * ("output_type" not in call),  # not for arrays
     ])  # fmt: skip
 

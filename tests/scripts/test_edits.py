@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import diffusers
 import numpy as np
@@ -86,7 +87,8 @@ def test_an_edit_lora_trains_draws_and_is_read_by_the_pipeline(tmp_path, name, m
     grid = Image.open(tmp_path / "lora/samples/step-0000003.png")
     assert grid.width > 3 * SIDE  # reference, before, after
     card = (tmp_path / "lora/README.md").read_text()
-    assert "image=load_image(" in card and "image-to-image" in card
+    assert re.search(r"image=load_image\(.*  # your image$", card, re.MULTILINE)
+    assert "image-to-image" in card
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "base")
     pipeline.load_lora_weights(tmp_path / "lora")
     reference = Image.open(pairs.images / "0.control.png")

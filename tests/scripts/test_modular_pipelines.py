@@ -11,10 +11,14 @@ import torch
 from conftest import Script, assert_same_weights, make_captioned
 
 import precompute_latents
+import train_flow
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recorded import Recorded
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
+from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.pipelines import name_source
+from diffusion_training.training.report import name_run
 
 precompute, train = Script("precompute_latents"), Script("train_flow")
 # of 80 tokens with their padding, of 160, and of more than the 512 that are kept
@@ -118,6 +122,24 @@ def test_what_a_modular_pipeline_can_not_train_is_refused(
     assert reason in precompute.refused(
         base, *data, *more.split(), f"--output_dir={tmp_path}/cache"
     )
+
+
+@pytest.mark.parametrize(
+    "name, has_guider, can_rewrite",
+    [("Flux3", True, True), ("Anima", True, False), ("Flux", False, False)],
+)
+def test_a_card_sets_only_what_the_blocks_have(tmp_path, name, has_guider, can_rewrite):
+    index = {"_class_name": f"{name}ModularPipeline", "transformer": ["diffusers", "ModelMixin"]}
+    configs = {"vae": {"_class_name": "AutoencoderKL"}, "scheduler": {}, "transformer": {}}
+    findings = {"off": {"guidance_scale": 1.0}, "own": {}, "guided": None}
+    flags = ["--latents_dir=x", "--pretrained_model_name_or_path=x", f"--output_dir={tmp_path}"]
+    args = train_flow.parse_args([*flags, "--resolution=16", "--validation_prompts", "one"])
+    family = Recorded(index, configs, findings=findings)
+    about = name_run(1, args, local=False)
+    card = describe_text_to_image(family, "transformer", False, about, args).usage
+    assert ("guider.guidance_scale = 1" in card) == has_guider
+    assert (", guidance_scale=1" in card) == (not has_guider)
+    assert ("prompt_upsampler" in card) == can_rewrite
 
 
 @pytest.mark.parametrize("name", ["flux3", "anima"])
