@@ -115,6 +115,8 @@ class DenoiserCalls:
         run = PipelineRun("denoiser", torch.zeros, texts=[self.make_texts([1])])
         self.code([""], self.options | {"height": height, "width": width}, run)
         shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
+        if len(shape) == 4:
+            raise Unrecordable(f"it draws videos, from noise of the shape {run.noise_shapes[0]}")
         if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
             shapes = f"{run.noise_shapes} for {height} x {width}"
             raise Unrecordable(f"it draws noise of the shapes {shapes}")
@@ -182,7 +184,9 @@ class DenoiserCalls:
                     maps[name] = formula
                     break
             else:
-                raise Unrecordable(f"{name} is computed from the time in an unknown way")
+                raise Unrecordable(
+                    f"its denoiser's {name} is computed from the time in an unknown way"
+                )
         if not maps:
             raise Unrecordable("no argument of its denoiser depends on the time")
         return maps
@@ -280,9 +284,9 @@ class DenoiserCalls:
         others = [vary(tensor) for tensor in inputs]
         expected, _ = tree_flatten_with_path(call(*others))
         if [path for path, _ in expected] != [path for path, _ in named]:
-            raise Unrecordable("it gets other arguments for other captions")
+            raise Unrecordable("its denoiser gets other arguments for other captions")
         if name := find_difference(expected, made.fill(others)):
-            raise Unrecordable(f"{name} can't be repeated for other values")
+            raise Unrecordable(f"its denoiser's {name} can't be repeated for other values")
         return made
 
     def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:

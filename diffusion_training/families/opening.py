@@ -20,7 +20,7 @@ from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES, find_family
 from diffusion_training.families.modular import convert_index
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY
-from diffusion_training.families.recorded import Recorded, recognize
+from diffusion_training.families.recorded import Recorded, find_missing
 from diffusion_training.files import clean, delete, saving
 
 
@@ -32,10 +32,14 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     name = args.pretrained_model_name_or_path
     source = open_source(args)
     index = read_index(source, args)
-    class_name = str(index.get("_class_name", ""))
-    own = find_family(class_name)  # of the pipeline
+    class_name = index.get("_class_name", "")
+    if isinstance(class_name, list):  # [a file in the pipeline's folder, a class in it]
+        class_name, own = class_name[-1], None
+    else:
+        own = find_family(class_name)  # of the pipeline
+    missing = None if own else find_missing(index)
     guidance = vars(args).get("embedded_guidance_scale")
-    if own is None and recognize(index):
+    if own is None and missing is None:
         configs = read_configs(str(source), index, args)
         own = Recorded(index, configs, 1.0 if guidance is None else guidance)
     wanted = FAMILIES.get(vars(args).get("model_family") or "")
@@ -45,10 +49,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
     if class_name and own is None:
-        fail(
-            f"{name} is a {class_name}, which these scripts can't train: it is not a pipeline of "
-            "diffusers with a transformer and encode_prompt"
-        )
+        fail(f"{name} is a {class_name}, which these scripts can't train: {missing}")
     family = wanted or own or FAMILIES[DEFAULT_FAMILY]
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")

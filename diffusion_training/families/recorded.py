@@ -140,12 +140,12 @@ class Recorded(Family):
         )
 
     @contextlib.contextmanager
-    def explaining(self, what: str) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """End the program in a sentence if the pipeline's code can't be recorded."""
         try:
             yield
         except Unrecordable as error:
-            fail(f"{self.pipeline} can't be trained here: {what}, {error}")
+            fail(f"{self.pipeline} can't be trained here: {error}")
 
     # ---- captions
 
@@ -196,9 +196,9 @@ class Recorded(Family):
         if self.findings:
             return self
         (parts,) = text_encoders
-        with self.explaining("its references"):
+        with self.explaining():
             references = find_references(parts)
-        with self.explaining("its captions"):
+        with self.explaining():
             findings = describe_captions(parts, references, self.max_tokens)
         found = self.recall({"recorded": json.loads(json.dumps(findings))})
         found.check_text(parts)
@@ -214,12 +214,12 @@ class Recorded(Family):
         batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
         calls = self.open_calls(self.configs[self.folder], tuple([BLANK] * len(parts.images)))
         run = PipelineRun("denoiser", torch.zeros, texts=[calls.join(batch)])
-        with self.explaining("its captions"):
+        with self.explaining():
             calls.run(1, calls.shape[1:], run)
             given = tree_map_only(torch.Tensor, exactly, live.calls[0])
             expected, _ = tree_flatten_with_path(given)
             if name := find_difference(expected, tree_leaves(run.calls[0])):
-                raise Unrecordable(f"recorded, they give another {name}")
+                raise Unrecordable(f"a recorded caption gives its denoiser another {name}")
 
     def recall(self, settings: dict[str, Any]) -> "Recorded":
         """The family with the findings in a cache's settings."""
@@ -260,7 +260,7 @@ class Recorded(Family):
 
     def see_references(self, images: list[Any]) -> PipelineRun:
         """A run of the pipeline's code that notes what its VAE gets for references."""
-        with self.explaining("its references"):
+        with self.explaining():
             return self.own_calls.probe(image=images)
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
@@ -290,11 +290,11 @@ class Recorded(Family):
         return self.own_calls.downscale
 
     def find_layout(self, vae: torch.nn.Module, size: tuple[int, int]) -> Layout:
-        with self.explaining("its latents"):
+        with self.explaining():
             return find_layout(self.own_calls, vae, size)
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
-        with self.explaining("its latents"):
+        with self.explaining():
             return describe_scale(self.own_calls, vae)
 
     def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
@@ -339,7 +339,7 @@ class Recorded(Family):
         if self.embedded_guidance:
             options[self.embedded_guidance] = self.embedded_guidance_scale
         code = code or PipelineCode(self.folder, self.index, self.configs | {self.folder: config})
-        with self.explaining("its denoiser"):
+        with self.explaining():
             calls = DenoiserCalls(code, self.findings, options, references)
         CALLS.append(((*model, *text, references), calls))
         return calls
@@ -355,7 +355,7 @@ class Recorded(Family):
         config = getattr(model, "module", model).config
         references, sizes, texts = split_references(dict(prompts))
         calls = self.open_calls(config, sizes)
-        with self.explaining("its denoiser"):
+        with self.explaining():
             return calls.predict(model, noisy, times, texts, references)
 
     def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
@@ -371,7 +371,7 @@ class Recorded(Family):
             f"{self.model} can't be called with the cache's captions, which another version of "
             "diffusers may have encoded (make the cache again)"
         )
-        with explained(misfit), self.explaining("its denoiser"):
+        with explained(misfit), self.explaining():
             if not calls.one_by_one:
                 calls.one_by_one = find_one_by_one(calls, resolution, model.config)
         times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
@@ -453,10 +453,20 @@ class Recorded(Family):
         return chosen
 
 
-def recognize(index: dict[str, Any]) -> bool:
-    """Whether a model_index.json may be that of a recorded pipeline."""
-    kind = find_pipeline_class(str(index.get("_class_name")))
-    folder = index.get(Recorded.folder)
-    return (
-        hasattr(kind, "encode_prompt") and is_component(folder) and is_component(index.get("vae"))
-    )
+def find_missing(index: dict[str, Any]) -> str | None:
+    """What the pipeline of a model_index.json lacks to be recorded, or None."""
+    name = index.get("_class_name")
+    if isinstance(name, list):
+        return f"its class is in {name[0]}.py of its folder, and only classes of diffusers are read"
+    kind = find_pipeline_class(str(name))
+    if kind is None:
+        return "diffusers has no class of this name"
+    if not is_component(index.get(Recorded.folder)):
+        if is_component(index.get("unet")):
+            return (
+                "its denoiser is a U-Net, and those are trained for Stable Diffusion and SDXL alone"
+            )
+        return "it has no transformer"
+    if not hasattr(kind, "encode_prompt"):
+        return "it has no encode_prompt"
+    return None if is_component(index.get("vae")) else "it has no VAE"

@@ -64,7 +64,7 @@ def find_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layout
             shift, large, counted = (see_decoded(calls, vae, size, each) for each in fills)
             order = ((counted - shift) / (large / LARGE)).round().long().flatten()
             if not torch.equal(order.sort().values, torch.arange(count)):
-                raise Unrecordable("they are not all that it decodes")
+                raise Unrecordable("its VAE gets other numbers than its latents")
             back = order.argsort()
             in_order = (each.flatten()[back] for each in (shift, large))
         calls.layouts[size] = Layout(shift.shape[1:], order, *in_order)
@@ -83,7 +83,7 @@ def describe_scale(calls: DenoiserCalls, vae: Any) -> dict[str, Any]:
     layout = find_layout(calls, vae, (height, width))
     shift, large = (each.view(channels, -1) for each in (layout.shift, layout.large))
     if any((each != each[:, :1]).any() for each in (shift, large)):
-        raise Unrecordable("they have no scale per channel")
+        raise Unrecordable("its latents have no scale per channel")
     scales: dict[str, Any] = {
         "scaling_factor": [shorten_factor(number) for number in large[:, 0]],
         "shift_factor": [float(str(number)) for number in shift[:, 0].numpy()],

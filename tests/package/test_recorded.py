@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import diffusers
 import pytest
@@ -16,7 +17,7 @@ import precompute_latents
 from diffusion_training.data.captions import are_cut, tokenize
 from diffusion_training.families import recorded, recorded_captions
 from diffusion_training.families.base import Base, from_sequence
-from diffusion_training.families.denoiser_call import Unrecordable, reshape_noise
+from diffusion_training.families.denoiser_call import DenoiserCalls, Unrecordable, reshape_noise
 from diffusion_training.families.known import FAMILIES
 from diffusion_training.families.opening import open_base, read_configs
 from diffusion_training.families.pipeline_code import list_pipeline_settings
@@ -323,8 +324,46 @@ def test_captions_that_do_not_fit_the_denoiser_end_in_a_sentence(own):
 
 def test_a_denoiser_that_is_always_guided_is_refused(own, monkeypatch):
     monkeypatch.setattr(recorded_captions, "is_guided", lambda run: True)
-    with pytest.raises(SystemExit, match="its captions, its denoiser is always called with guid"):
+    with pytest.raises(SystemExit, match="here: its denoiser is always called with guid"):
         own()
+
+
+def test_a_pipeline_of_videos_is_refused():
+    def draw(captions, options, run):
+        run.noise_shapes.append((1, 4, 21, 32, 64))
+
+    wan = SimpleNamespace(code=draw, options={}, make_texts=lambda lengths: None)
+    with pytest.raises(Unrecordable, match=r"it draws videos, from noise .*\(1, 4, 21, 32, 64\)"):
+        DenoiserCalls.find_geometry(wan)
+
+
+VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransformer2DModel"]
+
+
+@pytest.mark.parametrize(
+    "name, parts, reason",
+    [
+        ("PRXPixelPipeline", {"transformer": TRANSFORMER}, "it has no VAE"),
+        ("OmniGenPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "it has no encode_prompt"),
+        ("DreamLitePipeline", {"unet": ["diffusers", "X"], "vae": VAE}, "its denoiser is a U-Net"),
+        ("FluxPipeline", {"vae": VAE}, "it has no transformer"),
+        ("NoPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "has no class of this name"),
+        (["own", "FluxPipeline"], {"transformer": TRANSFORMER, "vae": VAE}, "is in own.py of its"),
+    ],
+)
+def test_a_pipeline_is_refused_by_the_part_that_it_lacks(tmp_path, name, parts, reason):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name} | parts))
+    flags = [f"--pretrained_model_name_or_path={tmp_path}", f"--train_data_dir={tmp_path}"]
+    with pytest.raises(SystemExit, match=f"Pipeline, which these scripts can't train: .*{reason}"):
+        open_base(precompute_latents.parse_args(flags))
+
+
+def test_log_messages_about_probes_are_left_out(own, caplog):
+    family, parts, _ = own()
+    parts.others["tokenizer"].model_max_length = 2
+    with caplog.at_level("WARNING"):
+        parts.record(["a caption of more tokens"], {})
+    assert not caplog.records
 
 
 def test_results_of_encode_prompt_may_hold_plain_values():
@@ -339,7 +378,7 @@ def test_a_time_computed_in_an_unknown_way_is_refused(own, monkeypatch):
     monkeypatch.setattr(OWN, "map_time", lambda t: (t / 1000) ** 2)
     with pytest.raises(SystemExit) as stop:
         own()
-    assert "OwnPipeline can't be trained here: its denoiser, ['timestep']" in str(stop.value)
+    assert "OwnPipeline can't be trained here: its denoiser's ['timestep']" in str(stop.value)
     assert "\n" not in str(stop.value)
 
 
@@ -347,7 +386,7 @@ def test_a_use_of_captions_that_depends_on_their_values_is_refused(own, monkeypa
     monkeypatch.setattr(OWN, "read_text", lambda embeds: embeds * (embeds.sum().item() != 0))
     with pytest.raises(SystemExit) as stop:
         own()
-    said = "its denoiser, ['encoder_hidden_states'] can't be repeated for other values"
+    said = "its denoiser's ['encoder_hidden_states'] can't be repeated for other values"
     assert said in str(stop.value)
 
 

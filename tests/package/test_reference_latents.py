@@ -101,6 +101,6 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
 def test_more_references_than_a_pipeline_takes_are_refused_by_name(tmp_path, name, monkeypatch):
     tiny_pipelines.make_small(monkeypatch)
     with pytest.raises(
-        Refused, match="Pipeline can't be trained here: its references, it .* 2 ref|only one"
+        Refused, match="Pipeline can't be trained here: it .* 2 ref|only one"
     ):
         open_edit(MAKE[name](tmp_path), 2)

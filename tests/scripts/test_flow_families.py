@@ -483,5 +483,5 @@ def test_pipelines_of_unknown_families_are_refused(tmp_path, script, roots):
     (base / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     argv = [f"--pretrained_model_name_or_path={base}", f"--train_data_dir={images}"]
     argv += [f"--output_dir={tmp_path / 'out'}"]
-    sentence = f"{base} is a FluxPipeline, which these scripts can't train: it is not a"
+    sentence = f"{base} is a FluxPipeline, which these scripts can't train: it has no transformer"
     assert sentence in script.refused(*argv)
