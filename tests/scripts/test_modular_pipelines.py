@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import diffusers
 import numpy as np
@@ -112,12 +113,20 @@ def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path, name):
             "--conditioning_data_dir=images",
             "references of a Flux3ModularPipeline can't be",
         ),
+        # its blocks start from an image with noise
+        pytest.param(
+            "anima",
+            "--conditioning_data_dir=references",
+            "its denoiser does not get references beside the noise",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_a_modular_pipeline_can_not_train_is_refused(
     tmp_path, monkeypatch, name, more, reason
 ):
     base, data = make(tmp_path, name)
+    shutil.copytree(tmp_path / "images", tmp_path / "references")
     monkeypatch.chdir(tmp_path)
     assert reason in precompute.refused(
         base, *data, *more.split(), f"--output_dir={tmp_path}/cache"
