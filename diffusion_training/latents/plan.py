@@ -91,6 +91,8 @@ class PlannedCache:
                 words += [f"--{name}", self.flags[name]]
         if self.flags["model_family"]:
             words += ["--model_family", self.flags["model_family"]]
+            if self.flags["pretrained_model_name_or_path"] is None:
+                words += ["--transformer_config_name_or_path", "configs/prx_163m.json"]
         if self.flags["random_flip"]:
             words.append("--random_flip")
         if self.flags["mixed_precision"] != "no":

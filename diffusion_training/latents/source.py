@@ -263,7 +263,8 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
     encoders.text_encoders.requires_grad_(False).to(launch.device)
     try_encoders(encoders)
     if launch.is_main:
-        report_equal(texts, args)
+        if not references:
+            report_equal(texts, args)
         report_emptied(encoders.tokenizers, texts)
         cut = are_cut(encoders.tokenizers, texts or [""])
         limit = encoders.tokenizers[0].model_max_length

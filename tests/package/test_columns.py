@@ -99,3 +99,5 @@ def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
     monkeypatch.setattr(type(family), "suggests_lora", True)
     lora = " --rank 16 --train_batch_size 1 --gradient_checkpointing"
     assert planned.suggest_training() == expected + lora
+    flags |= {"pretrained_model_name_or_path": None, "vae_name_or_path": "vae"}
+    assert "--transformer_config_name_or_path configs/prx_163m.json" in planned.suggest_training()
