@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -63,8 +64,8 @@ from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 BLANK = 256, 256  # height and width in pixels of a reference in trials
-# layers that are neither attention nor feed-forward
-SPARED = ("norm", "mod", "gate", "embed", "adaln", "router")
+# layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks
+SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router")
 # [(the plain values that they depend on, calls)], recorded once in a process
 CALLS: list[tuple[tuple[Any, ...], DenoiserCalls]] = []
 
@@ -443,7 +444,7 @@ class Recorded(Family):
             words = name.lower().split(".")
             is_in_block = any(word.isdigit() for word in words)
             is_attention = any("attn" in word or "attention" in word for word in words)
-            is_spared = any(spared in word for word in words for spared in SPARED)
+            is_spared = SPARED.search(name.lower())
             if isinstance(module, torch.nn.Linear) and is_in_block and not is_spared:
                 if is_attention or which == "all":
                     chosen.append(name)
