@@ -220,9 +220,14 @@ class Recorded(Family):
                 raise Unrecordable(f"recorded, they give another {name}")
 
     def recall(self, settings: dict[str, Any]) -> "Recorded":
-        """The family with the findings in a cache's settings."""
+        """The family with the findings in a cache's settings.
+
+        Raises an error if the pipeline can't be called with them.
+        """
         findings = settings["recorded"]
-        return Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
+        found = Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
+        _ = found.own_calls, found.guided, findings["own"]
+        return found
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         """Encode captions one by one, from their bytes."""
@@ -244,11 +249,12 @@ class Recorded(Family):
             return empty
         (parts,) = encoders.text_encoders
         (images,) = tokens.get("references") or [None]
-        asked = turn_on(self.findings["off"], guided["name"])
-        results = parts.record([SHORT], asked, "denoiser", images).encoded
         rows = {name: value[0] for name, value in dict[str, Any](empty).items()}
-        for structure, result in zip(guided["results"], results, strict=True):
-            rows |= take_rows(structure, plain(result), of="empty")
+        with explained(f"{self.pipeline} is not guided as its cache says: make the cache again"):
+            asked = turn_on(self.findings["off"], guided["name"])
+            results = parts.record([SHORT], asked, "denoiser", images).encoded
+            for structure, result in zip(guided["results"], results, strict=True):
+                rows |= take_rows(structure, plain(result), of="empty")
         return cast(Prompts, stack_rows(self.findings["parts"], [rows]))
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -180,7 +180,8 @@ def open_data(
     transform = settings["transform"]
     clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
     classes = tuple(settings.get("classes", ()))
-    family = base.family.recall(settings)
+    with explained(f"{args.latents_dir[0]}/cache.json is damaged: make the cache again"):
+        family = base.family.recall(settings)
     base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
