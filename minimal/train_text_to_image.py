@@ -69,7 +69,8 @@ if args.random_flip > made["random_flip"] or args.resolution not in (None, made[
     parser.error(f"{args.latents_dir} was not made with this --random_flip and --resolution")
 STATE = "minimal_train_text_to_image.pt"  # the one file of a checkpoint
 checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
-if not all((p / STATE).is_file() for p in checkpoints.values() or args.output_dir.glob("*.json")):
+is_ours = all((path / STATE).is_file() for path in checkpoints.values())
+if not is_ours or (not checkpoints and any(args.output_dir.glob("*.json"))):
     parser.error(f"{args.output_dir} holds what another script saved: choose another folder")
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
