@@ -109,6 +109,7 @@ from diffusion_training.data.captions import (
 )
 from diffusion_training.data.class_labels import name_classes
 from diffusion_training.data.images import shrink_masks
+from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows
 from diffusion_training.errors import end_if_stopped, explained, fail, in_one_sentence
@@ -647,7 +648,8 @@ def main(args: Namespace) -> None:
         load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
     encoders = exact or load_encoders(base, launch.dtype)
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
-    report_equal(texts, args)
+    if not list_reference_columns(images.rows, args):  # edits may share one instruction
+        report_equal(texts, args)
     report_emptied(encoders.tokenizers, texts)
 
     # The plan decides the content of the caches. A run can resume only those with an equal plan.

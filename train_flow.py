@@ -1,4 +1,4 @@
-"""Train a flow-matching transformer (PRX) or a LoRA for Z-Image: captioned images -> a pipeline.
+"""Train a flow-matching transformer, or a LoRA for one: captioned images -> a diffusers pipeline.
 
     # the demo: digits by name
     accelerate launch precompute_latents.py --model_family prx && accelerate launch train_flow.py
@@ -7,8 +7,9 @@
         --transformer_config_name_or_path configs/prx_163m.json \\
         --validation_prompts "a red bicycle" --output_dir flow-photos --mixed_precision bf16
 
-Input: caches of precompute_latents.py --model_family prx (--latents_dir), or the images and
-captions that precompute_latents.py takes, which are then encoded in every step.
+Models: PRX, Z-Image, FLUX, Qwen-Image and most others of diffusers (docs/models.md).
+Input: caches of precompute_latents.py (--latents_dir), or the images and captions that it takes,
+which are then encoded in every step.
 Output, in --output_dir:
     the pipeline, or with --rank pytorch_lora_weights.safetensors, with its model card, samples/,
     metrics.jsonl, loss.png, report.html, logs

@@ -68,8 +68,9 @@ if args.random_flip > made["random_flip"] or args.resolution not in (None, made[
     parser.error(f"{args.latents_dir} was not made with this --random_flip and --resolution")
 STATE = "minimal_train_flow.pt"  # the one file of a checkpoint
 checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
-if not all((path / STATE).is_file() for path in checkpoints.values()):
-    parser.error(f"{args.output_dir} has checkpoints of another script: choose another folder")
+is_ours = all((path / STATE).is_file() for path in checkpoints.values())
+if not is_ours or (not checkpoints and any(args.output_dir.glob("*.json"))):
+    parser.error(f"{args.output_dir} holds what another script saved: choose another folder")
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import copy

@@ -63,8 +63,9 @@ for name, value in vars(args).items():  # a count is at least 1, and nan is no n
         parser.error(f"--{name} {value} is out of range")
 STATE = "minimal_train_unconditional.pt"  # the one file of a checkpoint
 checkpoints = {int(path.name[11:]): path for path in args.output_dir.glob("checkpoint-[0-9]*")}
-if not all((path / STATE).is_file() for path in checkpoints.values()):
-    parser.error(f"{args.output_dir} has checkpoints of another script: choose another folder")
+is_ours = all((path / STATE).is_file() for path in checkpoints.values())
+if not is_ours or (not checkpoints and any(args.output_dir.glob("*.json"))):
+    parser.error(f"{args.output_dir} holds what another script saved: choose another folder")
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import copy

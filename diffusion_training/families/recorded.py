@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -63,8 +64,8 @@ from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 BLANK = 256, 256  # height and width in pixels of a reference in trials
-# layers that are neither attention nor feed-forward
-SPARED = ("norm", "mod", "gate", "embed", "adaln", "router")
+# layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks
+SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router")
 # [(the plain values that they depend on, calls)], recorded once in a process
 CALLS: list[tuple[tuple[Any, ...], DenoiserCalls]] = []
 
@@ -222,9 +223,14 @@ class Recorded(Family):
                 raise Unrecordable(f"a recorded caption gives its denoiser another {name}")
 
     def recall(self, settings: dict[str, Any]) -> "Recorded":
-        """The family with the findings in a cache's settings."""
+        """The family with the findings in a cache's settings.
+
+        Raises an error if the pipeline can't be called with them.
+        """
         findings = settings["recorded"]
-        return Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
+        found = Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
+        _ = found.own_calls, found.guided, findings["own"]
+        return found
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         """Encode captions one by one, from their bytes."""
@@ -246,11 +252,12 @@ class Recorded(Family):
             return empty
         (parts,) = encoders.text_encoders
         (images,) = tokens.get("references") or [None]
-        asked = turn_on(self.findings["off"], guided["name"])
-        results = parts.record([SHORT], asked, "denoiser", images).encoded
         rows = {name: value[0] for name, value in dict[str, Any](empty).items()}
-        for structure, result in zip(guided["results"], results, strict=True):
-            rows |= take_rows(structure, plain(result), of="empty")
+        with explained(f"{self.pipeline} is not guided as its cache says: make the cache again"):
+            asked = turn_on(self.findings["off"], guided["name"])
+            results = parts.record([SHORT], asked, "denoiser", images).encoded
+            for structure, result in zip(guided["results"], results, strict=True):
+                rows |= take_rows(structure, plain(result), of="empty")
         return cast(Prompts, stack_rows(self.findings["parts"], [rows]))
 
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -446,7 +453,7 @@ class Recorded(Family):
             words = name.lower().split(".")
             is_in_block = any(word.isdigit() for word in words)
             is_attention = any("attn" in word or "attention" in word for word in words)
-            is_spared = any(spared in word for word in words for spared in SPARED)
+            is_spared = SPARED.search(name.lower())
             if isinstance(module, torch.nn.Linear) and is_in_block and not is_spared:
                 if is_attention or which == "all":
                     chosen.append(name)

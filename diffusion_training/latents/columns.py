@@ -122,11 +122,9 @@ def list_columns(cache: dict) -> list[Column]:
     padding: dict[str, Any] = {"is_ragged": ragged_text, "is_padded": ragged_text}
     if cache["text_cache"] == "ids":
         tokens = (cache["tokenizer"]["model_max_length"],)  # the number of embeddings may differ
-        suffixes = [suffix for suffix in ("", "_2", "_3") if f"text_encoder{suffix}" in cache]
-        columns = [
-            Column(f"input_ids{suffix}", "int32", tokens, **padding, **captions)
-            for suffix in suffixes
-        ]
+        further = [suffix for suffix in ("_2", "_3") if f"text_encoder{suffix}" in cache]
+        names = [f"input_ids{suffix}" for suffix in ("", *further)]
+        columns = [Column(name, "int32", tokens, **padding, **captions) for name in names]
     else:
         shape = tuple(cache["prompt_embeds_shape"])
         columns = [Column("prompt_embeds", "float16", shape, **padding, **captions)]

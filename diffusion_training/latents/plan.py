@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
+import diffusers
 import fsspec
 
 from diffusion_training.arguments import list_values
@@ -91,6 +92,8 @@ class PlannedCache:
                 words += [f"--{name}", self.flags[name]]
         if self.flags["model_family"]:
             words += ["--model_family", self.flags["model_family"]]
+            if self.flags["pretrained_model_name_or_path"] is None:
+                words += ["--transformer_config_name_or_path", "configs/prx_163m.json"]
         if self.flags["random_flip"]:
             words.append("--random_flip")
         if self.flags["mixed_precision"] != "no":
@@ -98,7 +101,9 @@ class PlannedCache:
         if self.flags["max_sequence_length"]:
             words += ["--max_sequence_length", str(self.flags["max_sequence_length"])]
         if self.family.suggests_lora:
-            words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
+            words += ["--rank", "16", "--train_batch_size", "1"]
+            if getattr(diffusers, self.family.model)._supports_gradient_checkpointing:
+                words.append("--gradient_checkpointing")
         if self.family.reads_references:
             words += ["--caption_dropout", "0"]
         return shlex.join(words)

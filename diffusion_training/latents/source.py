@@ -180,7 +180,8 @@ def open_data(
     transform = settings["transform"]
     clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
     classes = tuple(settings.get("classes", ()))
-    family = base.family.recall(settings)
+    with explained(f"{args.latents_dir[0]}/cache.json is damaged: make the cache again"):
+        family = base.family.recall(settings)
     base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
@@ -263,7 +264,8 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
     encoders.text_encoders.requires_grad_(False).to(launch.device)
     try_encoders(encoders)
     if launch.is_main:
-        report_equal(texts, args)
+        if not references:
+            report_equal(texts, args)
         report_emptied(encoders.tokenizers, texts)
         cut = are_cut(encoders.tokenizers, texts or [""])
         limit = encoders.tokenizers[0].model_max_length

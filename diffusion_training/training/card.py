@@ -130,7 +130,7 @@ def describe_text_to_image(
     """
     trained_on = f"`{about.data}`\nfor {about.step} steps"
     how = "trained from scratch" if is_new else "fine-tuned"
-    what = f"A {family.title} pipeline whose {part} was {how} on {trained_on}."
+    what = f"The {part} of this {family.title} pipeline was {how} on {trained_on}."
     if about.base:
         what += f" The other models are those of\n`{about.base}`."
     source = about.name

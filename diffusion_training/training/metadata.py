@@ -78,7 +78,7 @@ def name_readers(args: Namespace, for_unet: bool) -> str:
     if not for_unet:
         if args.use_dora:
             return f"{file} is for diffusers (ComfyUI leaves out the magnitudes of this DoRA)."
-        return f"{file} is for diffusers and ComfyUI."
+        return f"{file} is for diffusers, and for ComfyUI if it knows the model."
     if not args.output_kohya_format:
         return f"{file} is for diffusers; other programs need --output_kohya_format."
     programs = "ComfyUI, A1111 and sd-scripts"

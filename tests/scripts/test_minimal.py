@@ -426,13 +426,19 @@ def test_minimal_mistakes_end_in_a_sentence_before_importing_torch(tmp_path, inp
 
 @pytest.mark.parametrize("name", BIG)
 def test_minimal_refuses_checkpoints_of_another_script(tmp_path, inputs, name):
-    """They are never resumed, even if the folder also has newer checkpoints of the twin."""
+    """They are never resumed, even if the folder also has newer checkpoints of the twin.
+
+    Nor is a pipeline replaced, such as the one that training starts from.
+    """
     flags = [*data_flags(name, inputs), "--max_train_steps=1", f"--output_dir={tmp_path}"]
+    sentence = f"{tmp_path} holds what another script saved: choose another folder"
+    (tmp_path / "model_index.json").touch()
+    assert refused(name, *flags).endswith(sentence)
     (tmp_path / "checkpoint-5").mkdir()
     for file in ("trainer_state.json", "minimal_other.pt"):
         (tmp_path / "checkpoint-5" / file).touch()
         said = refused(name, *flags)
-        assert said.endswith(f"{tmp_path} has checkpoints of another script: choose another folder")
+        assert said.endswith(sentence)
 
 
 def test_minimal_refuses_a_checkpoint_of_another_unet(tmp_path, inputs):

@@ -28,6 +28,10 @@ DRAWN = {
     "flux3": {"height": 8, "width": 12, "num_inference_steps": 2},
     "anima": {"height": 16, "width": 32, "num_inference_steps": 2},
 }
+BLOCKS = {  # those in which a LoRA has layers
+    "flux3": ("mode_blocks.image", "txt_mode_blocks", "single_transformer_blocks"),
+    "anima": ("transformer_blocks",),
+}
 LORA = "pytorch_lora_weights.safetensors"
 
 
@@ -100,8 +104,32 @@ def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path, name):
     pipeline = open_blocks(tmp_path / "base")
     before = draw(pipeline, name)
     pipeline.load_lora_weights(tmp_path / "lora", weight_name=LORA)
+    adapted = [n for n, _ in pipeline.transformer.named_modules() if ".lora_A." in n]
+    assert all(any(n.startswith(f"{block}.0.{part}") for n in adapted)
+               for block in BLOCKS[name] for part in ("attn", "ff"))  # fmt: skip
     assert np.abs(draw(pipeline, name) - before).max() > 1e-3
     assert list((tmp_path / "lora/samples").glob("*.png"))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+@pytest.mark.parametrize("precision", ["nf4", "int8"])
+def test_a_modular_pipeline_with_a_quantized_base_keeps_its_prior(tmp_path, precision):
+    pytest.importorskip("bitsandbytes")
+    base, data = make(tmp_path)
+    folder = tmp_path / "base/transformer"
+    config = diffusers.Flux3Transformer2DModel.load_config(folder)
+    wide = {**config, "attention_head_dim": 64, "axes_dims_rope": (16, 16, 16, 16)}
+    diffusers.Flux3Transformer2DModel.from_config(wide).save_pretrained(folder)
+    precompute(base, *data, f"--output_dir={tmp_path / 'cache'}")
+    flags = [base, f"--latents_dir={tmp_path / 'cache'}", "--train_batch_size=2", "--rank=2"]
+    flags += ["--report_to=none", "--max_train_steps=2", "--gradient_checkpointing"]
+    flags += ["--preserve_prior", "--class_prompt=thing", f"--base_precision={precision}"]
+    train(*flags, f"--output_dir={tmp_path / 'lora'}")
+    header = json.loads(
+        (tmp_path / "lora/checkpoint-2/transformer/adapter_config.json").read_text()
+    )
+    assert header["quantization"] == precision
 
 
 @pytest.mark.parametrize(

@@ -409,7 +409,7 @@ def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, ca
     assert index["_class_name"] == "StableDiffusion3Pipeline"
     assert index["text_encoder_3"] == index["tokenizer_3"] == [None, None]
     card = (tmp_path / "out/README.md").read_text()
-    assert "A Stable Diffusion 3 pipeline whose transformer was fine-tuned" in card
+    assert "The transformer of this Stable Diffusion 3 pipeline was fine-tuned" in card
     pipeline = open_sd3(tmp_path / "out")
     assert type(pipeline) is StableDiffusion3Pipeline and pipeline.vae.config.shift_factor == 0.25
     path = max((tmp_path / "out/samples").iterdir())

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 
 from diffusion_training.families import recorded
 from diffusion_training.families.recorded import Recorded
+from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.reader import load_cache
 
 # ERNIE-Image's pipeline gives its scheduler a tensor, of which NumPy warns
@@ -175,6 +176,28 @@ def test_a_lokr_of_a_recorded_pipeline_trains_and_is_read_back(made, monkeypatch
     model.load_lora_adapter(folder / "lokr", weight_name=LORA)
     adapted = {name for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
     assert {key.rpartition(".")[0] for key in one} == {f"transformer.{name}" for name in adapted}
+
+
+@new
+@pytest.mark.usefixtures("without_figures")
+def test_changed_settings_of_a_recorded_pipeline_end_in_a_sentence(made):
+    """The fingerprint fits, as after a program that changes cache.json on purpose."""
+    name, base, _, folder = made
+    flags = [*base, *list_flags(name, folder, "--max_train_steps=1")]
+    flags += ["--validation_prompts=one", f"--output_dir={folder / 'out'}"]
+    path = folder / "cache/cache.json"
+    written = path.read_text()
+    for change, sentence in {
+        lambda found: found["structure"][0].pop("dtype"): "cache.json is damaged: make the cache",
+        lambda found: found.pop("own"): "cache.json is damaged: make the cache again ('own')",
+        lambda found: found["guided"]["results"].pop(): "is not guided as its cache says: make the",
+    }.items():
+        cache = json.loads(written)
+        change(cache["recorded"])
+        path.write_text(json.dumps(cache))
+        state = {"_fingerprint": fingerprint_cache(cache)}
+        (folder / "cache/state.json").write_text(json.dumps(state))
+        assert sentence in train.refused(*flags)
 
 
 @pytest.mark.parametrize("made", [NEW, "sd3"], indirect=True)  # two text encoders, and three
