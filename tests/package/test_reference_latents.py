@@ -100,7 +100,5 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
 @pytest.mark.parametrize("name", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.long)])
 def test_more_references_than_a_pipeline_takes_are_refused_by_name(tmp_path, name, monkeypatch):
     tiny_pipelines.make_small(monkeypatch)
-    with pytest.raises(
-        Refused, match="Pipeline can't be trained here: it .* 2 ref|only one"
-    ):
+    with pytest.raises(Refused, match="Pipeline can't be trained here: it .* 2 ref|only one"):
         open_edit(MAKE[name](tmp_path), 2)
