@@ -776,7 +776,7 @@ def test_flow_card_names_the_kind_of_training_and_loads_the_variant():
 
     config = "--transformer_config_name_or_path=w"
     for flags, how in (([], "fine-tuned"), ([config], "trained from scratch")):
-        assert f"whose transformer was {how} on `y`" in describe(*flags).what
+        assert f"of this Z-Image pipeline was {how} on `y`" in describe(*flags).what
     lora = describe("--rank=2")
     assert lora.what.startswith("A LoRA of rank 2 ") and "lora" in lora.tags
     assert "variant" not in lora.usage
