@@ -1691,13 +1691,32 @@ def plain_encoder():
     """For `start_driver`: the unchanged script."""
 
 
+# Holds as many bytes as the last line says
+HOLDING = """
+import sys
+for line in sys.stdin:
+    held = None
+    held = b"x" * int(line)
+"""
+
+
 @pytest.mark.long
-def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, flags, bucket):
+@pytest.mark.parametrize("attacks", ["kills", "memory"])
+def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
+    tmp_path, flags, bucket, attacks
+):
     """Kill encoders, tasks, nodes and the driver at random, STORM minutes long (default: 3).
 
-    Images and cache are in a bucket, and each node's object store is the smallest that Ray allows.
-    Whenever a run ends well, its files are compared, and another begins.
+    Or let another program take memory for a moment, so that Ray kills workers. Images and cache are
+    in a bucket, and each node's object store is the smallest that Ray allows. Whenever a run ends
+    well, its files are compared, and another begins.
     """
+    import psutil
+
+    memory, most = psutil.virtual_memory(), 6 * 2**30
+    limit = (memory.total - memory.available + most) / memory.total
+    holder = subprocess.Popen([sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, text=True)
+    env = os.environ | {"RAY_memory_usage_threshold": f"{min(0.95, limit)}"}
     flags = [*flags, "--train_data_dir=s3://bucket/images/", "--rows_per_shard=2", "--batch_size=1"]
     out, rng, counts = "bucket/latents", random.Random(0), collections.Counter()
     port, folder = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -1712,7 +1731,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, f
         )
 
     def add_node():
-        nodes.append(start_ray_node(tmp_path, f"--address=127.0.0.1:{port}"))
+        nodes.append(start_ray_node(tmp_path, f"--address=127.0.0.1:{port}", env=env))
 
     def judge():
         """Check a run that ended by itself: complete, or stopped because of the kills."""
@@ -1729,7 +1748,8 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, f
 
     try:
         # A driver is connected to the head, and ends at once without it: so the head is not killed
-        nodes.append(start_ray_node(tmp_path, "--head", f"--port={port}", f"--temp-dir={folder}"))
+        head = ["--head", f"--port={port}", f"--temp-dir={folder}"]
+        nodes.append(start_ray_node(tmp_path, *head, env=env))
         add_node()
         add_node()
         driver = begin()
@@ -1751,7 +1771,13 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, f
                 counts["begun"] += 1
                 continue
             what = rng.choices(["worker", "node", "driver"], [12, 1, 1])[0]
-            if what == "worker":
+            if attacks == "memory":
+                what = "memory"
+                for size in (rng.uniform(0.5, 1) * most, 0):
+                    holder.stdin.write(f"{size:.0f}\n")
+                    holder.stdin.flush()
+                    time.sleep(rng.uniform(1, 4))
+            elif what == "worker":
                 workers = [pid for node in nodes for pid in find_workers(node)]
                 for pid in rng.sample(workers, min(1, len(workers))):
                     with contextlib.suppress(ProcessLookupError):
@@ -1771,11 +1797,16 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(tmp_path, f
                 break
             driver = begin()
         assert code == 0
+        logs = "".join(path.read_text() for path in Path(folder).glob("session_*/logs/raylet*.out"))
+        counts["killed by Ray"] = logs.count("worker(s), kill details")
+        assert counts["killed by Ray"] or attacks != "memory", logs[-3000:]
     finally:
         if driver:
             driver.kill()
             driver.wait()
         for node in nodes[::-1]:
             end_node(node)
+        holder.kill()
+        holder.wait()
         shutil.rmtree(folder, ignore_errors=True)
     print(dict(counts))
