@@ -60,14 +60,11 @@ tqdm.set_lock(threading.RLock())
 def pytest_collection_modifyitems(items):
     """Run the tests with Ray last: the other tests fork, and Ray's threads do not survive that.
 
-    The files that take longest come first, so that no process is left alone with one at the end.
+    The tests that start Ray in processes of their own take longest and come first.
     """
     places = {
         "test_precompute_latents_ray": -1,
         "test_train_on_ray": -1,
-        "test_train_text_to_image": -1,
-        "test_train_unconditional": -1,
-        "test_launch": -1,
         "test_cluster": 1,
         "test_download_images": 2,
     }
