@@ -292,7 +292,7 @@ def main(argv=None):
     apart = cosines(known, known).fill_diagonal_(-1).amax(dim=1).mean()
     print(f"Cosine with the nearest picture: {nearest:.2f}; of pictures with theirs: {apart:.2f}")
     changed = stack(draw(folder / "prx", prompts, lora)).float() - stack(drawn)
-    print(f"Without its words the LoRA changes a number of a pixel by {changed.abs().mean():.1f}")
+    print(f"Without its words the LoRA changes a color value by {changed.abs().mean():.1f} of 255")
     prompts += styled
     drawn += draw(folder / "prx", styled, lora)
     cells = [*zip(prompts, drawn, strict=True)]

@@ -20,7 +20,7 @@ from diffusion_training.families.base import Base
 from diffusion_training.families.known import FAMILIES, find_family
 from diffusion_training.families.modular import convert_index
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY
-from diffusion_training.families.recorded import Recorded, find_missing
+from diffusion_training.families.recorded import Recorded, name_missing_part
 from diffusion_training.files import clean, delete, saving
 
 
@@ -37,7 +37,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         class_name, own = class_name[-1], None
     else:
         own = find_family(class_name)  # of the pipeline
-    missing = None if own else find_missing(index)
+    missing = None if own else name_missing_part(index)
     guidance = vars(args).get("embedded_guidance_scale")
     if own is None and missing is None:
         configs = read_configs(str(source), index, args)

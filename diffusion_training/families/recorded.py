@@ -460,7 +460,7 @@ class Recorded(Family):
         return chosen
 
 
-def find_missing(index: dict[str, Any]) -> str | None:
+def name_missing_part(index: dict[str, Any]) -> str | None:
     """What the pipeline of a model_index.json lacks to be recorded, or None."""
     name = index.get("_class_name")
     if isinstance(name, list):

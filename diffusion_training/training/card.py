@@ -167,8 +167,10 @@ def describe_text_to_image(
         setup = [f"pipeline.guider.guidance_scale = {guidance.pop('guidance_scale'):g}", *setup]
     drawn = call_pipeline(about, args, guidance)
     call = drawn + family.usage(args.resolution, args.clip_skip, max_tokens) + call
-    options = (family.precision, more, args.resolution, family.blocks, family.can_rewrite)
-    usage = write_usage(source, call, setup, opener, *options)
+    usage = write_usage(
+        source, call, setup, opener, family.precision, more, args.resolution,
+        blocks=family.blocks, can_rewrite=family.can_rewrite,
+    )  # fmt: skip
     tag = family.title.lower().replace(" ", "-").replace(".", "")
     task = "image-to-image" if references else "text-to-image"
     tags = [task, tag, "diffusers-training"]

@@ -107,6 +107,21 @@ def test_samples_from_before_training_are_shown_only_for_the_same_prompts(tmp_pa
 
 
 @pytest.mark.long
+def test_edits_may_share_one_instruction(tmp_path, monkeypatch, capsys):
+    """Equal captions are suspicious only without references."""
+    tiny_pipelines.make_small(monkeypatch)
+    pairs = Pairs(tmp_path, "klein")
+    for path in pairs.images.glob("*.txt"):
+        path.write_text("invert it")
+    pairs.precompute()
+    assert "All captions that were checked" not in capsys.readouterr().out
+    for path in pairs.images.glob("*.control.png"):
+        path.unlink()
+    precompute(pairs.base, *pairs.data, f"--output_dir={tmp_path / 'other'}")
+    assert "All captions that were checked are 'invert it'" in capsys.readouterr().out
+
+
+@pytest.mark.long
 @each
 @pytest.mark.usefixtures("without_figures")
 def test_a_killed_run_of_edits_resumes_to_the_same_bits(tmp_path, name, monkeypatch):
