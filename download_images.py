@@ -295,18 +295,12 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 from diffusion_training.csv_files import find_suffix
-from diffusion_training.errors import (
-    CHANGED,
-    explain,
-    explained,
-    fail,
-    hide_secrets,
-    in_one_sentence,
-)
+from diffusion_training.errors import CHANGED, explained, fail, in_one_sentence
+from diffusion_training.faults import explain
 from diffusion_training.files import find_differences, lock_folder
+from diffusion_training.printing import hide_secrets
 from diffusion_training.remote import has_file, open_folder, reading, remove, writing
-from diffusion_training.web.pictures import THREADS
-from diffusion_training.web.shards import (
+from diffusion_training.web.image_shards import (
     choose_items,
     choose_urls,
     describe_shard,
@@ -319,6 +313,7 @@ from diffusion_training.web.shards import (
     read_shard,
     write_images,
 )
+from diffusion_training.web.pictures import THREADS
 from diffusion_training.web.tables import (
     copy_table,
     copy_tables,

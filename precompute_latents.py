@@ -53,7 +53,7 @@ from typing import Any, NamedTuple, TypedDict
 from diffusion_training.arguments import make_parser, parse_demo
 from diffusion_training.data.flags import add_stream_flags, check_stream_args
 from diffusion_training.families.names import FACTS
-from diffusion_training.latents.flags import add_cache_flags, check_cache_args
+from diffusion_training.latents.cache_flags import add_cache_flags, check_cache_args
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The flags of a run without a data set. Flags on the command line override them.
@@ -107,12 +107,13 @@ from diffusion_training.data.captions import (
     tokenize,
     transform_row,
 )
-from diffusion_training.data.class_labels import name_classes
+from diffusion_training.data.class_names import name_classes
+from diffusion_training.data.folders import count_references
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows
-from diffusion_training.errors import end_if_stopped, explained, fail, in_one_sentence
+from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.cache import (
@@ -148,6 +149,7 @@ from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
 from diffusion_training.order import KEYS, step_seed
+from diffusion_training.stop_signals import end_if_stopped
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -619,7 +621,7 @@ def main(args: Namespace) -> None:
     device = launch.device
     rank, num_processes = launch.rank, launch.num_processes
 
-    base = open_base(args)
+    base = open_base(args, num_references=count_references(args))
     text_column = args.class_column or args.caption_column
     if args.import_latents:
         images = open_published(args)

@@ -64,7 +64,7 @@ from diffusion_training.cluster.connection import (
     find_modules,
     run_tasks,
 )
-from diffusion_training.latents.flags import add_cache_flags, check_cache_args
+from diffusion_training.latents.cache_flags import add_cache_flags, check_cache_args
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -157,18 +157,12 @@ from diffusion_training.data.captions import (
     report_equal,
     sample_captions,
 )
+from diffusion_training.data.folders import count_references
 from diffusion_training.data.rows import ImageRows, load_rows
-from diffusion_training.errors import (
-    Refused,
-    amount,
-    end_if_stopped,
-    explain,
-    explained,
-    fail,
-    in_one_sentence,
-)
+from diffusion_training.errors import Refused, explained, fail, in_one_sentence
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
+from diffusion_training.faults import explain
 from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
@@ -183,7 +177,9 @@ from diffusion_training.latents.passes import EncodedRows, find_batch_size, writ
 from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import send
+from diffusion_training.printing import amount
 from diffusion_training.remote import reading, remove
+from diffusion_training.stop_signals import end_if_stopped
 from precompute_latents import TransformedRows, describe_encoders, encode, encode_all
 
 try:
@@ -334,7 +330,7 @@ class Encoder:
         """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
         settings = self.job.caches[0].settings
-        base = open_base(args)
+        base = open_base(args, num_references=count_references(args))
         base = replace(base, family=base.family.recall(settings))
 
         def load(dtype: torch.dtype, drivers: dict[str, Any]) -> Encoders:
@@ -844,7 +840,7 @@ def main(args: argparse.Namespace) -> None:
 
     # The driver loads and hashes the models on its CPU, in float32 and in the precision that
     # encodes. The encoders compare theirs with these hashes, and load float32 only if rows need it.
-    base = open_base(args)
+    base = open_base(args, num_references=count_references(args))
     if base.num_references:
         fail("images to edit (references) can't be encoded on Ray yet: use precompute_latents.py")
     encoders = load_encoders(base, torch.float32)

@@ -54,24 +54,25 @@ from typing import Any, cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.data.flags import add_reference_flags, check_reference_flags
-from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
-from diffusion_training.flags import (
-    add_captioned_data_flags,
+from diffusion_training.families.flags import (
     add_device_flags,
     add_encoder_flags,
     add_family_flags,
+    add_pipeline_flags,
+)
+from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
+from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
+from diffusion_training.training.flags import (
     add_init_flag,
     add_logging_flags,
-    add_lora_flags,
-    add_metric_flags,
     add_optimization_flags,
-    add_pipeline_flags,
     add_prompt_flags,
     add_saving_flags,
     add_shard_flag,
-    check_data_args,
     check_training_args,
 )
+from diffusion_training.training.lora_flags import add_lora_flags
+from diffusion_training.training.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
@@ -237,6 +238,7 @@ from diffusion_training.models import (
     list_parameters,
 )
 from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.training.captioned_samples import draw_captions, draw_prompts
 from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.held_out import hold_out
@@ -248,7 +250,6 @@ from diffusion_training.training.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import draw_captions, draw_prompts
 from diffusion_training.training.state import Training, draws_samples
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
@@ -308,7 +309,7 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
         if class_name == FlowMatchEulerDiscreteScheduler.__name__:
             sampler = base.family.load_scheduler(base)
         else:  # the base has no flow matching, or is not a pipeline but single models
-            if base.family.recognizes(base.index.get("_class_name", "")) and args.shift is None:
+            if base.index.get("_class_name") == base.family.pipeline and args.shift is None:
                 raise ValueError(f"it has a {class_name}: set the shift of the noise with --shift")
             sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
         if args.shift is not None:  # the same for all sizes

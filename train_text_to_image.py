@@ -50,24 +50,25 @@ from functools import partial
 from typing import cast
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
-from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
-from diffusion_training.flags import (
-    add_captioned_data_flags,
+from diffusion_training.families.flags import (
     add_device_flags,
     add_encoder_flags,
+    add_pipeline_flags,
+)
+from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
+from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
+from diffusion_training.training.flags import (
     add_init_flag,
     add_logging_flags,
-    add_lora_flags,
-    add_metric_flags,
     add_noise_flags,
     add_optimization_flags,
-    add_pipeline_flags,
     add_prompt_flags,
     add_saving_flags,
     add_shard_flag,
-    check_data_args,
     check_training_args,
 )
+from diffusion_training.training.lora_flags import add_lora_flags
+from diffusion_training.training.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
@@ -201,6 +202,7 @@ from diffusion_training.launch import Launch, StopSignal, accelerator_options, m
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, list_parameters
 from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.training.captioned_samples import draw_captions, draw_prompts
 from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.held_out import hold_out
@@ -220,7 +222,6 @@ from diffusion_training.training.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import draw_captions, draw_prompts
 from diffusion_training.training.state import Training, draws_samples
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 

@@ -44,19 +44,23 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
-from diffusion_training.data.flags import add_array_flags, add_stream_flags, is_array
-from diffusion_training.flags import (
-    add_device_flags,
+from diffusion_training.data.flags import (
+    add_array_flags,
     add_image_flags,
+    add_source_flags,
+    add_stream_flags,
+    check_source,
+    is_array,
+)
+from diffusion_training.families.flags import add_device_flags
+from diffusion_training.training.flags import (
     add_logging_flags,
-    add_metric_flags,
     add_noise_flags,
     add_optimization_flags,
     add_saving_flags,
-    add_source_flags,
-    check_source,
     check_training_args,
 )
+from diffusion_training.training.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
@@ -249,14 +253,8 @@ from diffusion_training.data.folders import find_source
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
-from diffusion_training.errors import (
-    amount,
-    explain,
-    explained,
-    fail,
-    in_one_sentence,
-    is_machines_fault,
-)
+from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.faults import explain, is_machines_fault
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import (
@@ -268,6 +266,7 @@ from diffusion_training.models import (
     load_weights,
 )
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
+from diffusion_training.printing import amount
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import (

@@ -53,11 +53,11 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusion_training.batches import Prepared
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
-from diffusion_training.families.known import FAMILIES as KNOWN
+from diffusion_training.families.known import load_family
 from diffusion_training.models import call_unet, start_average
-from diffusion_training.quantization import BLOCK, list_quantizable
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
+from diffusion_training.training.quantization import BLOCK, list_quantizable
 from diffusion_training.training.sharding import share_memory
 
 ROOT = Path(__file__).parent.parent
@@ -285,11 +285,12 @@ class QwenImage21(Family):
         return from_sequence(output[:, tokens:], noisy).float()
 
 
-FAMILIES: dict[str, Family] = {**KNOWN, "qwen-image-2.1": QwenImage21()}
+def find_family(name: str) -> Family:
+    return QwenImage21() if name == "qwen-image-2.1" else load_family(name)
 
 
 def make_denoiser(model: Published) -> Any:
-    return getattr(diffusers, FAMILIES[model.family].model).from_config(model.config)
+    return getattr(diffusers, find_family(model.family).model).from_config(model.config)
 
 
 def make_vae(model: Published) -> Any:
@@ -316,7 +317,7 @@ def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
         lora_dropout=0.0,
         use_dora=False,
     )
-    layers = FAMILIES[model.family].choose_layers(denoiser, "attention")
+    layers = find_family(model.family).choose_layers(denoiser, "attention")
     dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
     add_lora(denoiser, layers, "", dtype, flags)
 
@@ -448,7 +449,7 @@ class Checkpointing:
 
 def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[Any, Any, Any]:
     """Make latents, times and prompts for some images of `side` pixels."""
-    family = FAMILIES[model.family]
+    family = find_family(model.family)
     with torch.device("meta"):
         vae = make_vae(model)
     _, channels = family.count_channels(vae)
@@ -483,7 +484,7 @@ def count_activations(
     keeps its copies even with gradient checkpointing; with --shard it does not.
     """
     model = MODELS[name]
-    family = FAMILIES[model.family]
+    family = find_family(model.family)
     with fake_gpu() as memory:
         denoiser = make_on_gpu(model, rank, mixed_precision).train()
         checkpointing = Checkpointing(memory)
@@ -508,7 +509,7 @@ def count_samples(
     For guidance two images pass through the denoiser. The VAE decodes one at a time, in float32.
     """
     model = MODELS[name]
-    family = FAMILIES[model.family]
+    family = find_family(model.family)
     with fake_gpu() as memory, torch.no_grad():
         denoiser = make_on_gpu(model, rank, "bf16").eval()
         memory.peak = before = memory.held
@@ -552,7 +553,9 @@ def count_flops_of(name: str, side: int) -> int:
     def loss(models: Any, prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
         times = torch.zeros(1)
         prompts: Any = prepared.condition
-        return FAMILIES[model.family].predict(models["unet"], prepared.images, times, prompts).sum()
+        return (
+            find_family(model.family).predict(models["unet"], prepared.images, times, prompts).sum()
+        )
 
     with torch.device("meta"):
         unet = make_denoiser(model)
@@ -568,7 +571,7 @@ def count_kept(name: str, side: int) -> int:
             model = MODELS[name]
             unet = make_denoiser(model)
             latents, times, prompts = make_inputs(model, unet.config, side, 1)
-            predict = functools.partial(FAMILIES[model.family].predict, unet.train())
+            predict = functools.partial(find_family(model.family).predict, unet.train())
         else:
             unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / "configs" / name))
             latents, times, prompts = torch.zeros(1, 3, side, side), torch.zeros(1), {}
@@ -672,7 +675,7 @@ def list_parts(names: list[str]) -> Iterator[list[str]]:
 def list_disk(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         model = MODELS[name]
-        family = FAMILIES[model.family]
+        family = find_family(model.family)
         with torch.device("meta"):
             denoiser = make_denoiser(model)
             latents, _, prompts = make_inputs(model, denoiser.config, model.side, 1)

@@ -26,7 +26,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusion_training.batches import Prepared
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.training.costs import count_flops
 from train_flow import predict_velocity
 
@@ -84,7 +84,7 @@ def count_transformer(name, side, tokens=BATCH_TOKENS[0]):
     def loss(models, prepared, weight):
         sigmas = torch.zeros(1)
         images, condition = prepared.images, prepared.condition
-        return predict_velocity(FAMILIES["prx"], models, images, sigmas, condition).sum()
+        return predict_velocity(load_family("prx"), models, images, sigmas, condition).sum()
 
     objective = SimpleNamespace(loss=loss)
     flops = count_flops({"transformer": model}, objective, Prepared(latents, prompts, {}))

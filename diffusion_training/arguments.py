@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import functools
 import gc
+import importlib.util
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion_training.errors import hide_secrets
+from diffusion_training.printing import hide_secrets
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -277,3 +278,12 @@ def format_args(flags: dict[str, Any], script: str, leave_out: Sequence[str] = (
         else:
             lines.append(f"--{name}={shlex.quote(str(value))}")
     return "\n".join(lines) + "\n"
+
+
+Add = Callable[..., argparse.Action]  # add_argument of a parser or of a group
+
+
+def check_package(parser: argparse.ArgumentParser, flag: str, package: str, advice: str) -> None:
+    """Stop with an error if a package that a flag needs is not installed."""
+    if importlib.util.find_spec(package) is None:
+        parser.error(f"{flag} needs {package}: `pip install {package}`, or {advice}")

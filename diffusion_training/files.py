@@ -14,15 +14,8 @@ import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import list_values
-from diffusion_training.errors import (
-    Refused,
-    explain,
-    explained,
-    fail,
-    is_loaders_end,
-    name_finally,
-    status_of,
-)
+from diffusion_training.errors import Refused, explained, fail, status_of
+from diffusion_training.faults import explain, is_loaders_end, name_finally
 
 
 @contextlib.contextmanager

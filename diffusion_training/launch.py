@@ -26,20 +26,13 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from diffusion_training.errors import (
-    CHANGED,
-    SIGNALS,
-    amount,
-    explain,
-    explained,
-    fail,
-    handling,
-    surviving,
-)
+from diffusion_training.errors import CHANGED, explained, fail, surviving
+from diffusion_training.faults import explain
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
-from diffusion_training.quantization import check_quantization
+from diffusion_training.printing import amount
+from diffusion_training.stop_signals import SIGNALS, handling
 
 # of processes that wait for each other, for example while the first one checks a model
 TIMEOUT = timedelta(hours=2)
@@ -413,3 +406,16 @@ def end_stopped(
         accelerator.end_training()
     SIGNALS.clear()  # it has been reported
     sys.exit(128 + stop)
+
+
+def check_quantization(
+    base_precision: str, mixed_precision: str, compile_backend: str | None
+) -> None:
+    """Stop with an error if the quantized base does not support the precision or the compiler."""
+    if mixed_precision == "fp16":
+        fail(
+            f"--base_precision {base_precision} computes in bfloat16 or float32: use "
+            "--mixed_precision bf16"
+        )
+    if compile_backend and base_precision == "nf4":
+        fail("--base_precision nf4 can't be compiled: leave --compile out, or use --no-compile")

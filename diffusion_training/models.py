@@ -330,3 +330,8 @@ def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
     if kinds in ({"F16"}, {"BF16"}):
         return torch.float16 if kinds == {"F16"} else torch.bfloat16
     return torch.float32
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Return whether `add_lora` has added an adapter to a model."""
+    return hasattr(model, "adapter")

@@ -3,8 +3,15 @@
 import contextlib
 import math
 
-from diffusion_training import flags
 from diffusion_training.arguments import COUNT, PATH, make_parser, number
+from diffusion_training.data.flags import add_source_flags, check_source
+from diffusion_training.families.flags import add_device_flags
+from diffusion_training.training.flags import (
+    add_logging_flags,
+    add_optimization_flags,
+    add_saving_flags,
+    check_training_args,
+)
 
 CLASSES = "zero one two three four five six seven eight nine".split()
 
@@ -12,26 +19,26 @@ CLASSES = "zero one two three four five six seven eight nine".split()
 def parse_args(argv=None):
     parser = make_parser(__file__, __doc__)
     add = parser.add_argument_group("data").add_argument
-    flags.add_source_flags(add)
+    add_source_flags(add)
     add("--resolution", type=number(2, 16384, int), default=8, help="side of the images, pixels")
     add("--dataloader_num_workers", type=number(0, 1024, int), help="processes that decode")
     add("--holdout", type=number(0, 10**9), default=0.0, help="share or number of images held out")
     add = parser.add_argument_group("model and samples").add_argument
-    flags.add_device_flags(add)
+    add_device_flags(add)
     add("--num_inference_steps", type=COUNT, default=20, help="sampling steps")
     add("--validation_epochs", type=COUNT, default=10, help="epochs between samples")
     schedule = {"lr_scheduler": "cosine", "lr_warmup_steps": 50, "num_train_epochs": 50}
-    flags.add_optimization_flags(parser, "cosine", adam_beta1=0.9, adam_weight_decay=1e-2)
+    add_optimization_flags(parser, "cosine", adam_beta1=0.9, adam_weight_decay=1e-2)
     parser.set_defaults(train_batch_size=64, learning_rate=1e-3, **schedule)
     add = parser.add_argument_group("logging and saving").add_argument
-    flags.add_logging_flags(add, tracker_project_name="rectified-flow")
+    add_logging_flags(add, tracker_project_name="rectified-flow")
     add("--output_dir", type=PATH, default="rectified-flow-digits", help="folder for all output")
-    flags.add_saving_flags(add)
+    add_saving_flags(add)
     args = parser.parse_args(argv)
     if not (args.dataset_name or args.train_data_dir):
         parser.error("--train_data_dir or --dataset_name is needed")
-    flags.check_source(parser, args)
-    flags.check_training_args(parser, args)
+    check_source(parser, args)
+    check_training_args(parser, args)
     return parser.freeze(args)
 
 

@@ -46,7 +46,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from diffusion_training import models as package_models  # noqa: E402
-from diffusion_training.errors import SIGNALS  # noqa: E402
+from diffusion_training.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
 
 torch.set_num_threads(1)
@@ -591,7 +591,8 @@ def without_figures(monkeypatch):
     monkeypatch.setattr(
         "diffusion_training.training.report.draw_curves", lambda *args, **options: None
     )
-    importlib.import_module("diffusion_training.training.snapshot")  # it copies models with this
+    # it copies models with `copy_shapes`
+    importlib.import_module("diffusion_training.training.checkpoint_copy")
     costs = "diffusion_training.training.costs"
     monkeypatch.setattr(f"{costs}.copy_shapes", lambda value, *modules: value)  # 8 % of a run
     monkeypatch.setattr(f"{costs}.count_flops", lambda *args: 10**6)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_training.errors import end_at_once, end_if_stopped, explained, list_stop_signals
+from diffusion_training.errors import explained
+from diffusion_training.stop_signals import end_at_once, end_if_stopped, list_stop_signals
 
 Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies

@@ -1,11 +1,12 @@
 """Flags of captions, streams and arrays, and their checks. Imports only the standard library."""
 
+import argparse
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OneOrMore, is_address, number
 
 REFERENCE_FLAGS = (
     "conditioning_image_column",
@@ -178,3 +179,140 @@ def add_array_flags(add: Callable[..., Any]) -> None:
 def is_array(source: str | None) -> bool:
     """Whether a source of images is an .npy file."""
     return source is not None and source.lower().endswith(".npy") and Path(source).is_file()
+
+
+def add_source_flags(add: Add, captions: bool = False) -> None:
+    """Add the flags for the source of the images, which `load_rows` reads."""
+    add(
+        "--dataset_name",
+        type=PATH,
+        help="data set on the Hugging Face hub, such as your-name/photos, or a folder with one",
+    )
+    add("--dataset_config_name", help="configuration of the data set, if it has several")
+    add("--dataset_split", default="train", help="split of the data set to read")
+    add(
+        "--train_data_dir",
+        type=PATH,
+        help="local folder of images, parquet files or tars (webdataset); with --streaming also "
+        "an address of parquet files or tars, such as 's3://bucket/{000..123}.tar'; "
+        "train_unconditional.py also takes an array of images in an .npy file",
+    )
+    add(
+        "--image_column", help="column of images (default: `image`, or the only column with images)"
+    )
+    if captions:
+        add_caption_flags(add)
+        add(
+            "--instance_prompt",
+            help="caption for images that have none, such as 'a photo of sks dog'",
+        )
+        add(
+            "--folder_repeats",
+            **SWITCH,
+            help="use each image in a folder '10_sks dog' 10 times per epoch; images without a "
+            "caption get 'sks dog'",
+        )
+        add(
+            "--caption_extension",
+            default=".txt",
+            help="extension of the caption files (photo.txt for photo.jpg), read if there is no "
+            "caption column",
+        )
+    add(
+        "--max_train_samples",
+        type=COUNT,
+        help="use only this many images: random ones, or the first ones with --streaming or data "
+        "at an address (default: all)",
+    )
+    add(
+        "--cache_dir",
+        type=PATH,
+        help="folder for downloads and prepared data sets (default: the Hugging Face libraries' "
+        "own)",
+    )
+
+
+def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the data folder does not exist, or if two sources are given.
+
+    One of two sources would be ignored.
+    """
+    source = args.train_data_dir
+    if args.dataset_name is not None:
+        if source:
+            parser.error("--dataset_name and --train_data_dir can't be combined")
+    elif is_address(source):
+        if not vars(args).get("streaming"):
+            parser.error(
+                f"--train_data_dir {source} is an address: give --streaming, or copy the data to a "
+                "disk"
+            )
+    elif not Path(source).is_dir():
+        takes_array = "array_range" in args
+        if not (takes_array and is_array(source)):
+            more = ", nor an .npy file" if takes_array else ""
+            parser.error(f"--train_data_dir {source} is not a folder{more}")
+
+
+def add_image_flags(add: Add, trains: bool = True) -> None:
+    """Add the flags for how images are loaded and cropped, with or without captions."""
+    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
+    add(
+        "--min_size",
+        type=number(0, 16384, int),
+        default=0,
+        help="skip images with a side shorter than this many pixels",
+    )
+    add(
+        "--dataloader_num_workers",
+        type=number(0, 1024, int),
+        help="processes that decode images (default: one less than the CPU cores per launched "
+        "process, at most 8)",
+    )
+    if trains:
+        add(
+            "--prefetch_factor",
+            type=COUNT,
+            help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
+        )
+
+
+def add_transform_flags(add: Add) -> None:
+    """Add the flags that `transform_row` reads, besides those of `add_image_flags`."""
+    add("--skip_empty_captions", **SWITCH, help="skip images with an empty caption")
+    add(
+        "--image_interpolation_mode",
+        choices=["bicubic", "bilinear", "nearest-exact"],
+        default="bicubic",
+        help="interpolation for resizing images, always antialiased",
+    )
+
+
+def add_bucket_flags(add: Add) -> None:
+    """Add the flags for images of several sizes, which `choose_size` reads, and for masks."""
+    add(
+        "--bucket_step",
+        type=number(1, 4096, int),
+        help="keep the aspect ratios of images, with sides that are multiples of this number, "
+        "such as 64 (default: crop to squares)",
+    )
+    add(
+        "--use_aspect_ratio_buckets",
+        dest="bucket_step",
+        action="store_const",
+        const=64,
+        help="same as --bucket_step 64; the name in diffusers' scripts",
+    )
+    add(
+        "--bucket_max_ratio",
+        type=number(1, 16),
+        default=2.0,
+        help="with --bucket_step, crop images so that the longer side is at most this many times "
+        "the shorter",
+    )
+    add("--bucket_no_upscale", **SWITCH, help="with --bucket_step, never enlarge images")
+    add(
+        "--mask_column",
+        help="column of masks; the loss counts where a mask is white (default: the file "
+        "photo.mask.png beside photo.jpg)",
+    )

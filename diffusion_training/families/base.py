@@ -13,8 +13,9 @@ from typing import Any, TypedDict
 import torch
 from safetensors.torch import load_file
 
-from diffusion_training.errors import amount, fail
+from diffusion_training.errors import fail
 from diffusion_training.models import load_weights
+from diffusion_training.printing import amount
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
 
@@ -152,10 +153,6 @@ class Family:
     suggests_lora = True  # do the commands that are printed train a LoRA?
 
     # ---- which models are of this family
-
-    def recognizes(self, class_name: str) -> bool:
-        """Whether a pipeline is of this family, by the class in its model_index.json."""
-        return class_name == self.pipeline
 
     def recognizes_file(self, names: set[str]) -> bool:
         """Whether a single .safetensors file is of this family, by the names of its weights."""

@@ -1,25 +1,23 @@
-"""The list of the model families. --model_family and model_index.json choose among them."""
+"""The model families: --model_family and model_index.json choose among them."""
+
+import functools
+import importlib
+import re
 
 from diffusion_training.families.base import Family
-from diffusion_training.families.flux2 import Flux2Klein
-from diffusion_training.families.prx import PRX
-from diffusion_training.families.qwen_image import QwenImage
-from diffusion_training.families.stable_diffusion import StableDiffusion, StableDiffusionXL
-from diffusion_training.families.z_image import ZImage
+from diffusion_training.families.names import FACTS
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        StableDiffusion(),
-        StableDiffusionXL(),
-        PRX(),
-        ZImage(),
-        Flux2Klein(),
-        QwenImage(),
-    )
-}
+
+@functools.cache
+def load_family(name: str) -> Family:
+    """The family of a name in `FACTS`. Its file is imported when it is first used."""
+    module, kind = FACTS[name].kind.split(".")
+    return getattr(importlib.import_module(f"diffusion_training.families.{module}"), kind)()
 
 
 def find_family(class_name: str) -> Family | None:
     """The family of a pipeline, by the class in its model_index.json, or None."""
-    return next((each for each in FAMILIES.values() if each.recognizes(class_name)), None)
+    for name, facts in FACTS.items():
+        if re.fullmatch(facts.pipelines, class_name):
+            return load_family(name)
+    return None

@@ -1,31 +1,64 @@
 """What the flags say about each model family; a test compares it with the families' classes.
 
-known.py has the classes, which import torch: too slow for --help.
+The classes import torch, which is too slow for --help; `load_family` makes them.
 """
 
 from typing import NamedTuple
 
 
 class Facts(NamedTuple):
-    """What the flags say about a family. The attributes of `Family` have the same names."""
+    """What is known about a family before it is imported.
 
+    Attributes of `Family` have the same names, except for the first two.
+    """
+
+    kind: str  # its file and class
+    pipelines: str  # a pattern of the class in model_index.json
     title: str
     script: str = "train_flow.py"
     max_tokens: int = 0
     vae_classes: tuple[str, ...] = ("AutoencoderKL", "AutoencoderTiny")
+    features: tuple[str, ...] = ("ragged embeddings",)
 
 
 FACTS = {
-    "sd": Facts("Stable Diffusion", "train_text_to_image.py"),
-    "sdxl": Facts("Stable Diffusion XL", "train_text_to_image.py"),
+    "sd": Facts(
+        "stable_diffusion.StableDiffusion",
+        "StableDiffusion(?!XL|3).*",
+        "Stable Diffusion",
+        "train_text_to_image.py",
+        features=(),
+    ),
+    "sdxl": Facts(
+        "stable_diffusion.StableDiffusionXL",
+        "StableDiffusionXL.*",
+        "Stable Diffusion XL",
+        "train_text_to_image.py",
+        features=("sdxl",),
+    ),
     "prx": Facts(
+        "prx.PRX",
+        "PRXPipeline",
         "PRX",
         max_tokens=256,
         vae_classes=("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLFlux2"),
     ),
-    "z-image": Facts("Z-Image", max_tokens=512),
-    "flux2-klein": Facts("FLUX.2 klein", max_tokens=512, vae_classes=("AutoencoderKLFlux2",)),
-    "qwen-image": Facts("Qwen-Image", max_tokens=512, vae_classes=("AutoencoderKLQwenImage",)),
+    "z-image": Facts("z_image.ZImage", "ZImagePipeline", "Z-Image", max_tokens=512),
+    "flux2-klein": Facts(
+        "flux2.Flux2Klein",
+        "Flux2KleinPipeline",
+        "FLUX.2 klein",
+        max_tokens=512,
+        vae_classes=("AutoencoderKLFlux2",),
+        features=("ragged ids",),
+    ),
+    "qwen-image": Facts(
+        "qwen_image.QwenImage",
+        "QwenImagePipeline",
+        "Qwen-Image",
+        max_tokens=512,
+        vae_classes=("AutoencoderKLQwenImage",),
+    ),
 }
 DEFAULT_FAMILY = "sd"  # if models are given one by one
 DEFAULT_FLOW_FAMILY = "prx"  # in train_flow.py

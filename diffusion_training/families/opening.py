@@ -14,20 +14,19 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from diffusion_training.data.folders import count_references
 from diffusion_training.errors import explained, fail
-from diffusion_training.families.base import Base
-from diffusion_training.families.known import FAMILIES, find_family
-from diffusion_training.families.modular import convert_index
-from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY
-from diffusion_training.families.recorded import Recorded, name_missing_part
+from diffusion_training.families.base import Base, Family
+from diffusion_training.families.known import find_family, load_family
+from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.files import clean, delete, saving
 
 
-def open_base(args: Namespace, trained_by: str | None = None) -> Base:
+def open_base(args: Namespace, trained_by: str | None = None, num_references: int = 0) -> Base:
     """Read model_index.json, and find the family. A base in a single file is unpacked first.
 
-    Stops with an error if `trained_by` is not the script that trains the family.
+    num_references: references per row of the images that a cache is made of; a trainer reads them
+    from a cache, and passes none. Stops with an error if `trained_by` is not the script that trains
+    the family.
     """
     name = args.pretrained_model_name_or_path
     source = open_source(args)
@@ -37,20 +36,26 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         class_name, own = class_name[-1], None
     else:
         own = find_family(class_name)  # of the pipeline
-    missing = None if own else name_missing_part(index)
     guidance = vars(args).get("embedded_guidance_scale")
-    if own is None and missing is None:
-        configs = read_configs(str(source), index, args)
-        own = Recorded(index, configs, 1.0 if guidance is None else guidance)
-    wanted = FAMILIES.get(vars(args).get("model_family") or "")
-    if trained_by == FAMILIES[DEFAULT_FLOW_FAMILY].script and wanted is None:
+    missing = None
+    if class_name and own is None:
+        # here, because it is a tenth of a trainer's code, and most families have their own file
+        from diffusion_training.families.recorded.family import Recorded, name_missing_part
+
+        missing = name_missing_part(index)
+        if missing is None:
+            configs = read_configs(str(source), index, args)
+            own = Recorded(index, configs, 1.0 if guidance is None else guidance)
+    chosen = vars(args).get("model_family")
+    wanted = load_family(chosen) if chosen else None
+    if trained_by == FACTS[DEFAULT_FLOW_FAMILY].script and wanted is None:
         # a new model of this family borrows the VAE and text encoder of other pipelines
-        wanted = own if own and own.script == trained_by else FAMILIES[DEFAULT_FLOW_FAMILY]
+        wanted = own if own and own.script == trained_by else load_family(DEFAULT_FLOW_FAMILY)
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
     if class_name and own is None:
         fail(f"{name} is a {class_name}, which these scripts can't train: {missing}")
-    family = wanted or own or FAMILIES[DEFAULT_FAMILY]
+    family = wanted or own or load_family(DEFAULT_FAMILY)
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
     max_tokens = vars(args).get("max_sequence_length")
@@ -62,15 +67,13 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
     for flag, (value, is_read) in flags.items():
         if value is not None and not is_read:
             fail(f"{flag} {value} does nothing for {family.title}: leave it out")
-    # a trainer reads references from a cache
-    count = 0 if trained_by else count_references(args)
-    if count and not family.takes_references:
+    if num_references and not family.takes_references:
         if args.conditioning_image_column or args.conditioning_data_dir:
             fail(
                 f"references of a {family.pipeline} can't be trained: leave out the flag that "
                 "gives them"
             )
-        count = 0
+        num_references = 0
     base = Base(
         family=family,
         name=name,
@@ -84,7 +87,7 @@ def open_base(args: Namespace, trained_by: str | None = None) -> Base:
         cache_dir=args.cache_dir,
         clip_skip=args.clip_skip,
         max_tokens=max_tokens,
-        num_references=count,
+        num_references=num_references,
     )
     if sentence := family.check(base):
         fail(sentence)
@@ -121,6 +124,8 @@ def load_index(source: str, args: Namespace) -> dict[str, Any]:
     try:
         return diffusers.DiffusionPipeline.load_config(source, **options)
     except OSError as error:
+        from diffusion_training.families.recorded.modular import convert_index
+
         try:
             return convert_index(diffusers.ModularPipeline.load_config(source, **options))
         except OSError:
@@ -128,11 +133,11 @@ def load_index(source: str, args: Namespace) -> dict[str, Any]:
 
 
 def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[str, Any]:
-    """{part: its config} of a pipeline's VAE, scheduler and transformer, for `Recorded`."""
+    """{part: its config} of a pipeline's VAE, scheduler and transformer."""
     options = {"cache_dir": args.cache_dir, "revision": args.revision}
     configs = {}
     created = index.get("_created", {})
-    for name in ("vae", "scheduler", Recorded.folder):
+    for name in ("vae", "scheduler", Family.folder):
         if name in created:
             configs[name] = created[name]
             continue
@@ -174,7 +179,8 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
     with explained(f"{source} can't be read"), safe_open(source, "pt") as file:
         names = set(file.keys())
         header = file.metadata() or {}
-    family = next((each for each in FAMILIES.values() if each.recognizes_file(names)), None)
+    families = map(load_family, FACTS)
+    family = next((each for each in families if each.recognizes_file(names)), None)
     if family is None:
         fail(
             f"{source} is not Stable Diffusion 1, 2 or XL in its published layout, with U-Net, VAE "

@@ -59,10 +59,6 @@ class StableDiffusion(Family):
     )  # fmt: skip
     text_part = "cond_stage_model"  # prefix of the text encoders in a single file
 
-    def recognizes(self, class_name: str) -> bool:
-        others = ("StableDiffusionXL", "StableDiffusion3")
-        return class_name.startswith("StableDiffusion") and not class_name.startswith(others)
-
     def recognizes_file(self, names: set[str]) -> bool:
         has_unet = "model.diffusion_model.input_blocks.0.0.weight" in names
         return has_unet and any(name.startswith(f"{self.text_part}.") for name in names)
@@ -216,9 +212,6 @@ class StableDiffusionXL(StableDiffusion):
     needs_sizes = True
     features = ("sdxl",)
     text_part = "conditioner"
-
-    def recognizes(self, class_name: str) -> bool:
-        return class_name.startswith("StableDiffusionXL")
 
     def check(self, base: Base) -> str | None:
         if None in base.index.get("text_encoder", [None]):

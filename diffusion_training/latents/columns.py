@@ -16,7 +16,7 @@ import xxhash
 from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import choose_length
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.names import FACTS
 
 FORMAT_VERSION = 4  # of cache.json
 # Files of the embeddings that replace a dropped caption
@@ -191,7 +191,7 @@ def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
     features = {"ragged latents", "masks", "captions", "classes", "recorded text", "references"}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
-    return features.union(*(family.features for family in FAMILIES.values()))
+    return features.union(*(facts.features for facts in FACTS.values()))
 
 
 def group_by_checksum(columns: Collection[Column]) -> dict[str, list[str]]:

@@ -1,129 +1,176 @@
-"""The flags of precompute_latents.py and precompute_latents_ray.py: only the standard library."""
+"""Flags for caches and images of text-to-image trainers. Imports only the standard library."""
 
 import argparse
+import os
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
-from diffusion_training.data.flags import add_reference_flags, check_captions, check_reference_flags
-from diffusion_training.flags import (
+from diffusion_training.arguments import PATH, SWITCH, Add, is_address, number, size
+from diffusion_training.data.flags import (
     add_bucket_flags,
-    add_device_flags,
-    add_encoder_flags,
-    add_family_flags,
     add_image_flags,
-    add_pipeline_flags,
     add_source_flags,
+    add_stream_flags,
+    add_tag_flags,
     add_transform_flags,
+    check_captions,
     check_source,
 )
 
+# flags that do nothing with --latents_dir
+IMAGES_ONLY = (
+    "dataset_config_name",
+    "dataset_split",
+    "image_column",
+    "caption_column",
+    "max_train_samples",
+    "caption_extension",
+    "center_crop",
+    "image_interpolation_mode",
+    "min_size",
+    "skip_empty_captions",
+    "dataloader_num_workers",
+    "bucket_step",
+    "bucket_max_ratio",
+    "mask_column",
+    "bucket_no_upscale",
+    "prefetch_factor",
+    "instance_prompt",
+    "folder_repeats",
+    "streaming",
+    "shuffle_buffer",
+)
 
-def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False) -> None:
-    """Add the flags that both scripts have. with_classes: and those of classes."""
-    add = parser.add_argument_group("data").add_argument
+
+def add_storage_flags(add: Add) -> None:
+    """Add the flags for caches that are remote, or have too many rows for one permutation.
+
+    `open_latents` reads them.
+    """
+    add(
+        "--shards_dir",
+        type=PATH,
+        help="if --latents_dir is an address (s3://...): local folder for copies of the cache's "
+        "files (shards)",
+    )
+    add(
+        "--shards_size",
+        type=size(1, 10**18),
+        default=10**11,
+        help="maximum size of --shards_dir, such as 50GB (default: 100GB)",
+    )
+    add(
+        "--shuffle_shards",
+        type=number(1, 10**4, int),
+        default=2,
+        help="if a cache has too many rows to shuffle them all: number of shards whose rows are "
+        "shuffled together",
+    )
+
+
+def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the data flags of a text-to-image trainer do not fit together.
+
+    The data is either a cache, or images with captions.
+    """
+    check_captions(parser, args)
+    caches = args.latents_dir or []
+    if not caches:
+        check_source(parser, args)
+    elif args.dataset_name or args.train_data_dir:
+        parser.error(
+            "--latents_dir can't be combined with --dataset_name or --train_data_dir: the cache "
+            "holds the data"
+        )
+    if len({*map(os.path.realpath, caches)}) < len(caches):
+        parser.error(
+            "--latents_dir names a cache twice: name it once, and use its rows more often with "
+            "--latents_weights"
+        )
+    if args.latents_weights and len(args.latents_weights) != len(caches):
+        parser.error(
+            f"--latents_weights needs a value for each --latents_dir: {len(caches)}, not "
+            f"{len(args.latents_weights)}"
+        )
+    addresses = [*filter(is_address, caches)]
+    if addresses and not args.shards_dir:
+        parser.error(
+            f"--latents_dir {addresses[0]} is an address: "
+            "give --shards_dir, a local folder for copies of its shards"
+        )
+    if args.cache_latents and args.streaming:
+        parser.error("--cache_latents stores the latents of all images: leave --streaming out")
+    # --cache_latents of a recipe says how to make a cache if none is given
+    for name in IMAGES_ONLY if caches and not args.cache_latents else ():
+        if vars(args)[name] != parser.get_default(name):
+            parser.error(
+                f"--{name} does nothing with --latents_dir: give it to precompute_latents.py, "
+                "or leave it out"
+            )
+
+
+def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of text-to-image trainers for their data, which `open_data` reads."""
+    add = parser.add_argument_group("data: a cache").add_argument
+    add(
+        "--latents_dir",
+        type=PATH,
+        nargs="+",
+        help="one or more caches made by precompute_latents.py: folders or addresses (s3://...)",
+    )
+    add(
+        "--latents_weights",
+        nargs="+",
+        type=number(1e-3, 1e3),
+        help="a number for each --latents_dir: how often an epoch uses its rows (default: once)",
+    )
+    add_storage_flags(add)
+
+    add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
-    if with_classes:
-        add(
-            "--class_column",
-            help="column of classes, as numbers or names, in place of captions and of a text "
-            "encoder, such as label",
-        )
-        add(
-            "--import_latents",
-            **SWITCH,
-            help="--train_data_dir holds latents that others have published, in LightningDiT's "
-            "form, in place of images",
-        )
-    side = number(2, 16384, int)
+    add(
+        "--cache_latents",
+        nargs="?",
+        const="device",
+        choices=["device", "cpu"],
+        help="encode the images once, before training, into a cache that all runs share (in "
+        "--cache_dir); cpu: on the CPU, if the text encoder does not fit on the GPU (default: "
+        "encode in every step)",
+    )
+    add(
+        "--no-cache_latents",
+        dest="cache_latents",
+        action="store_const",
+        const=None,
+        help="encode the images in every step",
+    )
     add(
         "--resolution",
-        type=side,
-        nargs="+",
-        action=OneOrMore,
+        type=number(2, 16384, int),
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
-        "than this square; several values make several caches (default: the model's, 512 or 1024)",
+        "than this square (default: that of the cache, else the model's, such as 512 or 1024)",
     )
-    add_image_flags(add, trains=False)
+    add_image_flags(add)
+    add_transform_flags(add)
+    add_bucket_flags(add)
+    add_stream_flags(add)
+
+    add = parser.add_argument_group("data: a cache or images").add_argument
     add(
         "--random_flip",
         **SWITCH,
         help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
     )
-    add_transform_flags(add)
-    add_bucket_flags(add)
-    add_reference_flags(add)
-
-    add = parser.add_argument_group("models").add_argument
-    add_pipeline_flags(add)
-    add_family_flags(add)
-    add_encoder_flags(add)
-    add_device_flags(add, trains=False)
-
-    add = parser.add_argument_group("output").add_argument
-    add("--output_dir", type=PATH, default="latents", help="folder for all output")
     add(
-        "--latents",
-        choices=["moments", "sample"],
-        help="what to store for an image: moments (mean and standard deviation, from which each "
-        "step draws new latents), or one sample of its latents (default: moments if the VAE has "
-        "them)",
+        "--holdout",
+        type=number(0, 10**9),
+        default=0.0,
+        help="keep this share (below 1) or number of images out of training, to measure the loss "
+        "on them (held-out loss)",
     )
+    add_tag_flags(add)
     add(
-        "--text_cache",
-        choices=["embeddings", "ids"],
-        default="embeddings",
-        help="what to store for a caption: its embeddings, or its token ids, which take less "
-        "space but are encoded in each training step",
-    )
-    add(
-        "--rows_per_shard",
-        type=COUNT,
-        default=1024,
-        help="number of rows (images) per file of the cache; a killed run loses at most this many",
-    )
-    add(
-        "--batch_size",
-        type=number(1, 10**5, int, "auto"),
-        default=16,
-        help="images that each process (GPU) encodes at once; auto finds the largest number that "
-        "fits",
-    )
-    add(
-        "--max_skipped",
+        "--caption_dropout",
+        "--proportion_empty_prompts",  # the name in diffusers' scripts
         type=number(0, 1),
-        default=0.05,
-        help="stop with an error if more than this share of the images can't be used",
+        default=0.1,
+        help="share of captions that are replaced by the empty prompt, which guidance needs",
     )
-    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
-    add("--dry_run", **SWITCH, help="print how large the cache will be, and stop")
-
-
-def check_cache_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with one line and status 2 if the flags do not fit together."""
-    check_source(parser, args)
-    check_captions(parser, args)
-    check_reference_flags(parser, args)
-    has_classes = bool(vars(args).get("class_column"))
-    if args.pretrained_model_name_or_path is None:
-        for name in ("vae_name_or_path", *["text_encoder_name_or_path"] * (not has_classes)):
-            if getattr(args, name) is None:
-                parser.error(
-                    "give --pretrained_model_name_or_path, or both --vae_name_or_path and "
-                    "--text_encoder_name_or_path"
-                )
-    imports = bool(vars(args).get("import_latents"))
-    if imports and not (has_classes and args.latents == "sample"):
-        parser.error("--import_latents needs --class_column labels and --latents sample")
-    without = {
-        "class_column": (
-            "streaming",
-            "caption_column",
-            "caption_weights",
-            "instance_prompt",
-            "folder_repeats",
-        ),
-        "import_latents": ("dataset_name", "image_column", "mask_column", "bucket_step"),
-    }
-    for flag, names in without.items():
-        for name in names if vars(args).get(flag) else ():
-            if vars(args)[name] != parser.get_default(name):
-                parser.error(f"--{name} can't be combined with --{flag}: leave one of them out")

@@ -16,10 +16,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from diffusion_training.families.base import Family
 from diffusion_training.files import saving
-from diffusion_training.flags import METRICS
 from diffusion_training.training.checkpoints import find_samples
-from diffusion_training.training.lora_files import LORA_FILE
 from diffusion_training.training.metadata import name_readers
+from diffusion_training.training.metric_flags import METRICS
 from diffusion_training.training.report import (
     About,
     DescribeModel,
@@ -150,8 +149,9 @@ def describe_text_to_image(
         if is_lokr or not is_whole:  # most pipelines' load_lora_weights refuses a LoKr
             line = (
                 f"pipeline.{family.folder}.load_lora_adapter({json.dumps(about.name)}, "
-                f'prefix="{family.folder}", weight_name="{LORA_FILE}")  # diffusers 0.42 or newer'
+                f'prefix="{family.folder}", weight_name="pytorch_lora_weights.safetensors")'
             )
+            line += "  # diffusers 0.42 or newer"
         setup = [*(() if takes_lora else ADD_ADAPTERS), line, *setup]
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))

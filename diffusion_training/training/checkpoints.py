@@ -18,14 +18,8 @@ from diffusion_training import __version__
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
+from diffusion_training.models import is_adapted
 from diffusion_training.order import KEYS
-from diffusion_training.training.lora import (
-    LoraFiles,
-    is_adapted,
-    load_adapter,
-    save_adapter,
-    write_lora_files,
-)
 from diffusion_training.training.optimizers import load_optimizer
 from diffusion_training.training.sharding import gather_model, gather_state, load_weights_of
 
@@ -104,7 +98,7 @@ def save_checkpoint(
     models: Iterable[tuple[str, torch.nn.Module]],
     moments: Callable[[], dict[str, Any]],
     scale: dict[str, Any],
-    lora_files: LoraFiles,
+    write_extra: Callable[[Path], None] | None,
 ) -> None:
     """Write checkpoint-N, on the first process.
 
@@ -112,7 +106,7 @@ def save_checkpoint(
     This is all that a resumed run needs: data order and noise follow from the step.
 
     models: (name, model), whole. moments: returns the state of the optimizer. scale: see
-    `get_scale`. lora_files: for other programs, to compare the images of checkpoints.
+    `get_scale`. write_extra: writes files for other programs into the folder.
     """
     with saving(path.parent, path, ".tmp-saving-checkpoint") as unfinished:
         if path.exists() and path not in find_checkpoints(path.parent):
@@ -120,7 +114,8 @@ def save_checkpoint(
         folder = unfinished / path.name
         for name, model in models:
             save_weights(model, folder / name)
-        write_lora_files(lora_files, folder)
+        if write_extra:
+            write_extra(folder)
         torch.save(moments(), folder / "optimizer.bin")
         torch.save(scale, folder / "scaler.bin")
         state = {**state, "version": __version__, "keys": KEYS}
@@ -165,6 +160,8 @@ def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = 
 def save_weights(model: torch.nn.Module, folder: Path) -> None:
     """Save a model for `from_pretrained`, a LoRA as its adapter, other modules as their weights."""
     if is_adapted(model):
+        from diffusion_training.training.lora import save_adapter  # here: most runs have no LoRA
+
         save_adapter(model, folder)
     elif hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
@@ -176,6 +173,8 @@ def save_weights(model: torch.nn.Module, folder: Path) -> None:
 def read_weights(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_weights` wrote."""
     if is_adapted(model) or (folder / "adapter_config.json").is_file():
+        from diffusion_training.training.lora import load_adapter
+
         load_adapter(model, folder)
     elif hasattr(model, "save_pretrained"):
         load_weights_of(model, folder)

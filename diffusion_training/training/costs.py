@@ -13,11 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models, Objective, Prepared
-from diffusion_training.errors import explain
+from diffusion_training.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_memory
-from diffusion_training.models import is_block_matrix, list_quantized, list_scales, take_shapes
-from diffusion_training.training.lora import is_adapted
+from diffusion_training.models import (
+    is_adapted,
+    is_block_matrix,
+    list_quantized,
+    list_scales,
+    take_shapes,
+)
 from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
 
 Copied = TypeVar("Copied")

@@ -13,8 +13,7 @@ from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
-from diffusion_training.models import check_shapes, load_weights
-from diffusion_training.quantization import load_base
+from diffusion_training.models import check_shapes, hash_weights, load_weights, read_precision
 from diffusion_training.training.lora import add_lora, list_further_layers, load_network_weights
 
 
@@ -116,3 +115,26 @@ def check_denoiser(
         condition["time_ids"] = torch.zeros(1, 6)
     condition |= data.references
     return check_shapes(models, predict, name, shape, condition | further)
+
+
+def load_base(
+    model_class: Any,
+    source: str,
+    base_precision: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> tuple[torch.nn.Module, str]:
+    """Load the base of a LoRA. Returns (model, `hash_weights` of it).
+
+    base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
+    quantized layers. dtype: that of the computation. options: subfolder, variant, revision and
+    cache_dir.
+    """
+    if base_precision:
+        from diffusion_training.training.quantization import load_quantized
+
+        return load_quantized(model_class, source, base_precision, device, dtype, **options)
+    precision = read_precision(source, **options)
+    model = load_weights(model_class, source, **options, torch_dtype=precision)
+    return model, hash_weights(model)

@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, is_local_main
 from diffusion_training.files import find_differences, sort_header
-from diffusion_training.models import NOT_FINITE, is_finite, list_quantized, raise_for_keys
+from diffusion_training.models import (
+    NOT_FINITE,
+    is_adapted,
+    is_finite,
+    list_quantized,
+    raise_for_keys,
+)
 from diffusion_training.training.lora_files import (
     DORA_SCALE,
     LOKR_PARTS,
@@ -236,11 +242,6 @@ def norm_rows(module: torch.nn.Module, adapted: bool) -> torch.Tensor:
         b = module.lora_B["default"].weight.flatten(1)
         weight = weight + module.scaling["default"] * (b @ a).view_as(weight)
     return weight.flatten(1).norm(dim=1)
-
-
-def is_adapted(model: torch.nn.Module) -> bool:
-    """Return whether `add_lora` has added an adapter to a model."""
-    return hasattr(model, "adapter")
 
 
 def list_lora_b(models: dict[str, torch.nn.Module]) -> list[torch.Tensor]:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import saving
-from diffusion_training.flags import CLIP_METRICS, SET_METRICS
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import measure_memory
 from diffusion_training.order import hash_names
 from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
+from diffusion_training.training.metric_flags import CLIP_METRICS, SET_METRICS
 from diffusion_training.training.networks import Network, load_network
 
 RESAMPLES = 100  # of the intervals

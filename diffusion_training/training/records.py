@@ -21,9 +21,9 @@ from diffusion_training.batches import Batch, Models, Objective, Prepared, StepS
 from diffusion_training.errors import explained, fail, surviving
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
+from diffusion_training.models import is_adapted
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import Costs
-from diffusion_training.training.lora import list_lora_b
 from diffusion_training.training.objective import measure_constant
 from diffusion_training.training.sharding import is_sharded, whole
 from diffusion_training.training.signs import Inputs, find_signs, iterate_metrics, read_metrics
@@ -100,7 +100,11 @@ class Records:
         self.wait_for_writer = wait_for_writer
         self.any_decoded = checkpoint is not None
         self.models = models
-        self.lora_b = list_lora_b(models)
+        self.lora_b: list[torch.Tensor] = []
+        if any(map(is_adapted, models.values())):
+            from diffusion_training.training.lora import list_lora_b  # here: most runs have none
+
+            self.lora_b = list_lora_b(models)
         self.costs = costs
         self.has_printed_memory = False
 

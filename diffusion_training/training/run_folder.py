@@ -7,14 +7,15 @@ from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock
 
 from diffusion_training.arguments import Flags, format_args
-from diffusion_training.errors import UNDO, explained, fail, hide_secrets, surviving
+from diffusion_training.errors import UNDO, explained, fail, surviving
 from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
 from diffusion_training.launch import Launch
+from diffusion_training.printing import hide_secrets
 from diffusion_training.training.best import restore_best
 from diffusion_training.training.checkpoints import (
     find_checkpoint,
@@ -24,9 +25,11 @@ from diffusion_training.training.checkpoints import (
     read_start,
     read_state,
 )
-from diffusion_training.training.copies import Copies, find_name, share_checkpoint
 from diffusion_training.training.hub import make_repository, upload_run
 from diffusion_training.training.posthoc import prune_snapshots
+
+if TYPE_CHECKING:
+    from diffusion_training.training.copies import Copies
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Run:
     command: str = ""  # the content of run.args
     reached: int = -1  # the step of the checkpoint, if there is one
     tracker_id: str | None = None  # a resumed run keeps it, so it is one run in wandb
-    copies: Copies | None = None  # at --checkpoints_to; None except on the first process
+    copies: "Copies | None" = None  # at --checkpoints_to; None except on the first process
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""
@@ -78,8 +81,10 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     output_dir = Path(args.output_dir)
     copies_to = None if args.find_lr else args.checkpoints_to
     given = args.resume_from_checkpoint
-    if copies_to and given:
-        given = find_name(given, copies_to)
+    if copies_to:  # here, because most runs make no copies
+        from diffusion_training.training.copies import Copies, find_name, share_checkpoint
+
+        given = given and find_name(given, copies_to)
     command = format_args(vars(complete_args(args, launch)), Path(script).name)
     lock = None
     copies = None

@@ -19,11 +19,19 @@ from accelerate.utils import gather_object
 
 from diffusion_training import __version__
 from diffusion_training.batches import Models, Objective, StepSums, TrainingData
-from diffusion_training.errors import CHANGED, amount, fail
+from diffusion_training.errors import CHANGED, fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
-from diffusion_training.models import checkpoint_gradients, put_on_device, start_average, update_ema
+from diffusion_training.models import (
+    checkpoint_gradients,
+    is_adapted,
+    put_on_device,
+    start_average,
+    update_ema,
+)
+from diffusion_training.printing import amount
 from diffusion_training.training.best import keep_best
 from diffusion_training.training.card import save_model_card
+from diffusion_training.training.checkpoint_copy import make_snapshot
 from diffusion_training.training.checkpoints import (
     find_checkpoints,
     gather_models,
@@ -40,7 +48,6 @@ from diffusion_training.training.held_out import (
     log_held_out_loss,
     measure_held_out_losses,
 )
-from diffusion_training.training.lora import make_lora_files
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.metrics import Draw, Metrics, Read
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
@@ -58,7 +65,6 @@ from diffusion_training.training.report import DescribeModel, save_report
 from diffusion_training.training.run_folder import Run, begin_run, end_run
 from diffusion_training.training.samples import samples_path
 from diffusion_training.training.sharding import gather_model, gather_state, shard
-from diffusion_training.training.snapshot import make_snapshot
 from diffusion_training.training.tuning import Plan
 
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
@@ -336,7 +342,11 @@ class Training:
         if self.posthoc.averages:
             state["posthoc_images"] = self.posthoc.images
         scale = get_scale(self.launch.accelerator)
-        lora_files = make_lora_files(self.saved, self.lora_metadata)
+        write_extra = None
+        if any(map(is_adapted, self.models.values())):  # to compare the images of checkpoints
+            from diffusion_training.training.lora import make_lora_files, write_lora_files
+
+            write_extra = partial(write_lora_files, make_lora_files(self.saved, self.lora_metadata))
         posthoc = self.writing_posthoc
 
         def write(
@@ -345,7 +355,7 @@ class Training:
             if posthoc:  # a checkpoint without its snapshot is none
                 posthoc.result()
             with self.records.timed("checkpoint_write_seconds", is_pause=False):
-                save_checkpoint(path, state, models, moments, scale, lora_files)
+                save_checkpoint(path, state, models, moments, scale, write_extra)
             self.prune(path)
             if self.run.copies:
                 self.run.copies.news.set()

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from diffusion_training.csv_files import MAX_ROW, UTF_16, check_csv, find_compression, find_suffix
-from diffusion_training.errors import explained, fail, print_once
+from diffusion_training.errors import explained, fail
+from diffusion_training.printing import print_once
 from diffusion_training.remote import expand, has_file, open_folder, writing
 from diffusion_training.web.filters import TEXT, find_columns, find_non_number, make_filter
 

@@ -44,7 +44,7 @@ import storage
 
 from diffusion_training import loading
 from diffusion_training.data.images import decode_jpeg
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.names import FACTS
 from diffusion_training.latents import stream
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.training.costs import count_moments
@@ -290,7 +290,7 @@ def test_memory_counts_match_published_models():
     less = memory.count_held("SDXL", memory.LORA[3])["weights"] - held["weights"]
     assert less == pytest.approx(numbers * (1 - 0.5 - 4 / 64) + 4 * outputs, rel=0.01)
     families = {model.family for model in memory.MODELS.values()}
-    assert families == {*FAMILIES, "qwen-image-2.1"}
+    assert families == {*FACTS, "qwen-image-2.1"}
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ import precompute_latents
 from diffusion_training import __version__
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.families.base import Encoders
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.latents import cache as module
 from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, describe_size
 from diffusion_training.latents.passes import EncodedRows
@@ -138,7 +138,7 @@ VAE = argparse.Namespace(
 
 def plan(args, family="sd", **described):
     """Plan a cache as the scripts do."""
-    encoders = Encoders(FAMILIES[family], VAE, None, None)
+    encoders = Encoders(load_family(family), VAE, None, None)
     images = ImageRows(ROWS, "image", args.mask_column)
     found = {"mixed_precision": "no", "compile": None}
     described = make_settings(args.text_cache) | described
@@ -328,7 +328,10 @@ def test_a_planned_cache_lists_its_shards_and_its_size(tmp_path):
 
 def test_several_resolutions_plan_the_same_caches_as_separate_runs(tmp_path):
     args = make_args(tmp_path / "out", "--resolution", 512, 256)
-    encoders, images = Encoders(FAMILIES["sd"], VAE, None, None), ImageRows(ROWS, "image", "where")
+    encoders, images = (
+        Encoders(load_family("sd"), VAE, None, None),
+        ImageRows(ROWS, "image", "where"),
+    )
     found = {"mixed_precision": "bf16", "compile": None}
     settings = make_settings() | {"latents": "sample"}
     caches = plan_caches(args, images, encoders, settings, found)

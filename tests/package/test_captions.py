@@ -18,11 +18,11 @@ from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.texts import CaptionChoice, choose_caption
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.base import Tokenizers
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.order import draw_choices
 
 TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
-TOKENIZERS = Tokenizers([TOKENIZER], FAMILIES["sd"])
+TOKENIZERS = Tokenizers([TOKENIZER], load_family("sd"))
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_captions_are_padded_or_cut_to_the_text_encoders_length():
 
 
 def test_padding_tokens_are_not_counted():
-    tokenizers = Tokenizers([TOKENIZER], FAMILIES["prx"])
+    tokenizers = Tokenizers([TOKENIZER], load_family("prx"))
     choice = CaptionChoice(seed=0, weights=None)
     texts = ["a", "a " * 50]  # with a start and an end token; the limit is 8
     tokens = module.tokenize_batch(tokenizers, choice, texts, [(0, 0), (0, 1)])
@@ -222,7 +222,7 @@ def test_batches_are_padded_to_multiples_of_their_longest_caption(monkeypatch):
     texts = ["", "a", "a a a"]  # with a start and an end token; the limit is 8
     for side in ("right", "left"):
         tokenizer.padding_side = side
-        prx = Tokenizers([tokenizer], FAMILIES["prx"])
+        prx = Tokenizers([tokenizer], load_family("prx"))
         whole = module.tokenize(prx, texts)
         tokens = module.tokenize_batch(prx, choice, texts, [(0, row) for row in range(3)])
         used = slice(-6, None) if side == "left" else slice(6)
@@ -233,7 +233,7 @@ def test_batches_are_padded_to_multiples_of_their_longest_caption(monkeypatch):
         longest = module.tokenize_longest(prx, choice)
         assert longest["prompt_lengths"] == [8] and longest["prompt_mask"].all()
     for family in ("sd", "flux2-klein"):
-        tokenizers = Tokenizers([make_chat_tokenizer(8)], FAMILIES[family])
+        tokenizers = Tokenizers([make_chat_tokenizer(8)], load_family(family))
         tokens = module.tokenize_batch(tokenizers, choice, texts, [(0, row) for row in range(3)])
         assert tokens["input_ids"].shape == (3, 8)
 
@@ -268,7 +268,7 @@ def test_equal_captions_and_cut_captions_are_reported(capsys):
 
 def test_huge_captions_are_cut_before_they_are_tokenized():
     tokenizer = CLIPTokenizer.from_pretrained(MODELS / "tokenizer")
-    tokenizers = Tokenizers([tokenizer], FAMILIES["sd"])
+    tokenizers = Tokenizers([tokenizer], load_family("sd"))
     texts = ["a digit " * 10**6, "a digit " * 9, "a digit"]
     begin = time.process_time()
     tokens = module.tokenize(tokenizers, texts)["input_ids"]

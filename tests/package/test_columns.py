@@ -8,7 +8,7 @@ import pytest
 from diffusers import PRXTransformer2DModel
 
 from diffusion_training.data.transforms import make_transform
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.latents import columns as module
 from diffusion_training.latents.plan import MODEL_FLAGS, PlannedCache
 
@@ -79,7 +79,7 @@ def test_buckets_read_four_times_as_many_rows_per_batch():
         flags = {"dataset_name": None, "train_data_dir": ".", "bucket_step": step}
         transform = make_transform(argparse.Namespace(**flags), "image", None, None, 3, 512)
         planned = PlannedCache(
-            "latents-digits", FAMILIES["sd"], transform, None, "ids", 3, 9, {}, {"batch_size": 3}
+            "latents-digits", load_family("sd"), transform, None, "ids", 3, 9, {}, {"batch_size": 3}
         )
         assert planned.rows_per_batch == count
         larger = planned.with_batch_size(5)
@@ -92,7 +92,7 @@ def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
     flags = dict.fromkeys(MODEL_FLAGS) | {"pretrained_model_name_or_path": "base"}
     flags |= {"model_family": "prx", "random_flip": False, "mixed_precision": "no"}
     flags |= {"max_sequence_length": 64}
-    family = FAMILIES["prx"]
+    family = load_family("prx")
     planned = PlannedCache("cache", family, None, None, "embeddings", 3, 9, {}, flags)
     expected = "accelerate launch train_flow.py --latents_dir cache"
     expected += " --pretrained_model_name_or_path base --model_family prx --max_sequence_length 64"

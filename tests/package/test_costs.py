@@ -17,7 +17,7 @@ from test_lora import adapted
 
 import train_text_to_image as script
 from diffusion_training.batches import Objective, Prepared
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.launch import Launch
 from diffusion_training.models import call_unet, list_parameters, start_average
 from diffusion_training.training import costs, state
@@ -216,7 +216,7 @@ def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
 def test_operations_include_networks_that_only_the_loss_uses(base):
     unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
     flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
-    predict = partial(script.predict_noise, FAMILIES["sd"])
+    predict = partial(script.predict_noise, load_family("sd"))
     real = partial(script.compute_loss, flags, DDPMScheduler())
     prompts = {"prompt_embeds": CONDITION["encoder_hidden_states"]}
     once = count({"unet": unet}, loss_of(call_unet), images)

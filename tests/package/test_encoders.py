@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import precompute_latents
 from diffusion_training.families.opening import open_base
-from diffusion_training.families.recorded import Recorded
+from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents import encoders as module
 from diffusion_training.latents.encoders import encode_prompts
 from diffusion_training.latents.plan import compare_settings

@@ -22,15 +22,13 @@ from diffusion_training.errors import (
     PEER_ENDED,
     UNDO,
     describe_expected,
-    end_if_stopped,
-    explain,
     explained,
     fail,
-    holding_signals,
     in_one_sentence,
-    is_machines_fault,
-    printable,
 )
+from diffusion_training.faults import explain, is_machines_fault
+from diffusion_training.printing import printable
+from diffusion_training.stop_signals import end_if_stopped, holding_signals
 
 TRAINER = argparse.Namespace(train_batch_size=1)
 

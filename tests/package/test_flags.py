@@ -8,7 +8,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from conftest import needs
 from diffusers.optimization import SchedulerType
 
-from diffusion_training.flags import (
+from diffusion_training.training.flags import (
     SCHEDULES,
     TRACKERS,
     add_logging_flags,

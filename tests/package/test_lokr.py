@@ -14,7 +14,7 @@ from peft.tuners.lokr import layer as peft_layers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.models import freeze_unreached
 from diffusion_training.training.lora import (
     add_lora,
@@ -26,7 +26,7 @@ from diffusion_training.training.lora import (
     save_lora,
 )
 
-FAMILY = FAMILIES["sd"]
+FAMILY = load_family("sd")
 FILE, KOHYA = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_kohya.safetensors"
 LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
 

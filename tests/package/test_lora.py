@@ -11,7 +11,7 @@ from diffusers.training_utils import _collate_lora_metadata
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.models import copy_trained, list_parameters, start_average, update_ema
 from diffusion_training.training.lora import (
     add_lora,
@@ -24,7 +24,7 @@ from diffusion_training.training.lora import (
     save_lora,
 )
 
-FAMILY = FAMILIES["sd"]
+FAMILY = load_family("sd")
 
 
 @pytest.fixture(scope="module")

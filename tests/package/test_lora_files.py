@@ -16,7 +16,7 @@ from other_programs import apply_as_comfy, comfy_names, list_applied, list_layer
 from safetensors.torch import load_file, save_file
 from test_lora import list_products
 
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.families.original_layout import rename_unet
 from diffusion_training.training.lora import (
     add_lora,
@@ -29,7 +29,7 @@ from diffusion_training.training.lora import (
     save_lora,
 )
 
-FAMILY = FAMILIES["sd"]
+FAMILY = load_family("sd")
 FILE, KOHYA = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_kohya.safetensors"
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffusion_training.families import mask_values as module
+from diffusion_training.families.recorded import mask_values as module
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 UNREADABLE = pytest.raises((RuntimeError, NotImplementedError))

@@ -12,7 +12,7 @@ from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     compile_model,
     list_parameters,
@@ -102,7 +102,7 @@ def test_a_map_counts_as_channels_only_if_it_has_the_latents_size(side, fits):
         cross_attention_dim=4,
     )
     data = types.SimpleNamespace(
-        family=FAMILIES["sd"],
+        family=load_family("sd"),
         empty_prompt={"prompt_embeds": torch.zeros(3, 4)},
         latents=types.SimpleNamespace(channels=4, shape=[4, 8, 8], downscale=2),
         resolution=16,

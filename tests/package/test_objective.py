@@ -12,7 +12,7 @@ from diffusers.training_utils import compute_snr
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.training.objective import (
     check_objective,
     min_snr_weight,
@@ -24,7 +24,7 @@ TYPES = ["epsilon", "sample", "v_prediction"]
 PREDICT = {  # with each script's name for embeddings
     train_unconditional: (train_unconditional.predict_noise, "encoder_hidden_states"),
     train_text_to_image: (
-        partial(train_text_to_image.predict_noise, FAMILIES["sd"]),
+        partial(train_text_to_image.predict_noise, load_family("sd")),
         "prompt_embeds",
     ),
 }

@@ -3,7 +3,9 @@
 import argparse
 import ast
 import collections
+import graphlib
 import importlib
+import io
 import math
 import os
 import re
@@ -11,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tokenize
 import tomllib
 
 import pytest
@@ -24,58 +27,19 @@ SCRIPTS = [
     "train_flow", "train_on_ray", "train_text_to_image", "train_unconditional",
 ]  # fmt: skip
 TRAINERS = ["train_flow", "train_text_to_image", "train_unconditional"]
-# A module imports only from layers above its own line.
-LAYERS = """
-__init__ batches errors library_fixes pillow cluster.supervisor
-arguments
-families.tape families.mask_values
-families.reference_latents families.recorded_text families.modular
-families.pipeline_code
-csv_files files order heartbeat cluster.connection memory web.pictures web.filters
-families.names families.class_labels data.flags
-flags
-latents.flags
-loading models
-remote quantization web.downloads families.base families.original_layout families.denoiser_call
-launch families.denoiser_trial families.recorded_captions families.recorded_latents
-web.tables families.flux2 families.prx families.qwen_image families.z_image
-families.stable_diffusion
-web.shards
-families.known families.recorded data.folders
-families.opening
-data.arrays data.images data.streams data.transforms
-data.texts data.buckets data.image_cache
-data.references
-data.rows
-data.class_labels
-data.captions
-data.captioned_images
-latents.ranges
-latents.columns latents.fetch latents.passes cluster.remote_rows
-latents.shards
-latents.encoders
-latents.plan latents.published
-latents.cache
-latents.reader cluster.remote_cache
-latents.filtered latents.shared latents.stream
-latents.source
-latents.encoding
-training.lora_files training.lokr training.sharding training.distances training.networks
-training.signs training.lora training.progress training.optimizers training.objective
-training.replicas training.samples training.pipelines training.denoiser
-training.prior training.metrics training.hub
-training.checkpoints training.costs training.held_out training.posthoc
-training.best training.copies training.records training.snapshot
-training.report
-training.run_folder
-training.metadata training.tuning
-training.card
-training.state
-"""
+# The rooms of the package, from the ground up: one imports only from those before it.
+ROOMS = ["", "families", "families.recorded", "data", "latents", "training", "web", "cluster"]
+# The most tokens that a script and the modules that it imports may have: what a reader of the
+# script inherits. Comments, docstrings, brackets and commas are not counted.
+LIMITS = {
+    "download_images": 14_500, "precompute_latents": 43_000, "precompute_latents_ray": 50_000,
+    "reconstruct_ema": 10_000, "train_flow": 85_000, "train_on_ray": 8_000,
+    "train_text_to_image": 85_000, "train_unconditional": 60_000,
+}  # fmt: skip
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
 LIGHT = (
     "errors pillow arguments files remote cluster.connection "
-    "web.pictures web.downloads web.filters web.tables web.shards"
+    "web.pictures web.downloads web.filters web.tables web.image_shards"
 ).split()
 
 
@@ -90,38 +54,93 @@ MODULES = {
 }
 
 
-def find_imports(path):
-    """{module of the package or script: names} that a file imports."""
+def find_imports(path, at_start=False):
+    """{module of the package or script: names} that a file imports.
+
+    at_start: leave out what functions import when they are called, and what only types need.
+    """
     found = collections.defaultdict(set)
-    for node in ast.walk(ast.parse(path.read_text())):
+
+    def visit(node):
+        is_later = isinstance(node, ast.FunctionDef) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        )
+        if at_start and is_later:
+            return
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in (
             "diffusion_training",
             *SCRIPTS,
         ):
-            found[
-                node.module.removeprefix("diffusion_training").removeprefix(".") or "__init__"
-            ] |= {alias.name for alias in node.names}
+            name = node.module.removeprefix("diffusion_training").removeprefix(".")
+            for alias in node.names:
+                inner = f"{name}.{alias.name}".removeprefix(".")
+                found[inner if inner in MODULES else name or "__init__"].add(alias.name)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
     return found
 
 
-def test_modules_import_only_from_layers_above():
-    layers = [line.split() for line in LAYERS.strip().splitlines()]
-    layer = {name: i for i, names in enumerate(layers) for name in names}
-    assert layer.keys() == MODULES.keys()
+def find_room(module):
+    return module.rpartition(".")[0]
+
+
+def test_rooms_import_only_from_rooms_below():
+    assert {find_room(name) for name in MODULES} == {*ROOMS}
     for name, path in MODULES.items():
-        for other in find_imports(path):
-            assert layer[other] < layer[name], f"{name} imports {other}"
+        for other in find_imports(path, at_start=True):
+            assert ROOMS.index(find_room(other)) <= ROOMS.index(find_room(name)), (name, other)
 
 
-def test_latents_modules_do_not_import_training_modules():
-    """`latents/` does not import `training/`, directly or indirectly."""
-    reached, waiting = set(), [name for name in MODULES if name.startswith("latents.")]
+def test_no_modules_import_each_other():
+    graph = {name: find_imports(path, at_start=True).keys() for name, path in MODULES.items()}
+    order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises CycleError
+    assert len(order) == len(MODULES) > 100
+
+
+def test_a_name_stands_in_one_room():
+    counts = collections.Counter(name.split(".")[-1] for name in MODULES)
+    assert {name for name, count in counts.items() if count > 1} == {"flags"}
+
+
+def test_contributing_has_a_line_for_each_room_with_its_files_and_imports():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.split("<!-- map -->")[1].split("<!-- end -->")[0].strip().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    name = lambda text: "" if text.strip("()") == "top" else text.strip("`/").replace("/", ".")
+    assert [name(row[0]) for row in rows] == ROOMS
+    for room, _, files, imports in rows:
+        room = name(room)
+        own = {each for each in MODULES if find_room(each) == room and each != "__init__"}
+        listed = re.findall(r"`(\w+)`", files)
+        assert sorted(listed) == sorted(each.split(".")[-1] for each in own), room
+        paths = [MODULES[each] for each in own]
+        used = {find_room(each) for path in paths for each in find_imports(path, at_start=True)}
+        assert {name(each) for each in imports.split(", ") if imports} == used - {room}, room
+
+
+def count_tokens(path):
+    """The tokens of a file, a docstring as one, without comments, round brackets and commas."""
+    lines = io.StringIO(path.read_text()).readline
+    left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    kept = [each.string for each in tokenize.generate_tokens(lines) if each.type not in left_out]
+    return sum(text not in ("(", ")", ",", "") for text in kept)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_imports_no_more_than_it_needs(script):
+    paths = {**MODULES, **{name: ROOT / f"{name}.py" for name in SCRIPTS}}
+    reached, waiting = set(), [script]
     while waiting:
         name = waiting.pop()
         reached.add(name)
-        waiting += find_imports(MODULES[name]).keys() - reached
-    assert "latents.source" in reached and "families.known" in reached
-    assert not [name for name in reached if name.startswith("training.")]
+        waiting += find_imports(paths[name], at_start=True).keys() - reached
+    tokens = sum(count_tokens(paths[name]) for name in reached)
+    assert 0.9 * LIMITS[script] < tokens < LIMITS[script], f"{tokens:,} in {len(reached)} files"
+    assert not [name for name in reached if name.startswith("families.recorded.")]
+    if script == "train_unconditional":
+        assert not {"training.lora", "latents.cache", "families.known"} & reached
 
 
 def test_only_precompute_latents_ray_imports_another_script():

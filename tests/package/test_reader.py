@@ -14,7 +14,7 @@ from conftest import MODELS, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
 from diffusion_training.data.folders import find_shared
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import reader as module
 from diffusion_training.latents import shards
@@ -296,7 +296,7 @@ def test_a_caption_that_is_no_text_is_damage(cache):
 def test_a_cache_of_another_family_is_refused_before_its_settings_are_read():
     """A recorded pipeline would take its findings from them."""
     with pytest.raises(SystemExit, match=r"a does not fit these models .*model_family sd -> prx"):
-        check_family("a", {"model_family": "sd"}, FAMILIES["prx"])
+        check_family("a", {"model_family": "sd"}, load_family("prx"))
 
 
 def test_too_many_memory_maps_are_not_reported_as_damage(cache, monkeypatch):
@@ -466,8 +466,8 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
 
     models = load()
     good = describe(models)
-    assert describe_latents(FAMILIES["sd"], models.vae, 16, "moments").shape == (8, 8, 8)
-    assert describe_latents(FAMILIES["sd"], models.vae, 32, "sample").shape == (4, 16, 16)
+    assert describe_latents(load_family("sd"), models.vae, 16, "moments").shape == (8, 8, 8)
+    assert describe_latents(load_family("sd"), models.vae, 32, "sample").shape == (4, 16, 16)
     check(good, good)
     assert capsys.readouterr().out == ""
     check(describe(models, captions_cut=3))

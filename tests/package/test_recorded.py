@@ -15,15 +15,20 @@ from test_families import make_prx_pipeline
 
 import precompute_latents
 from diffusion_training.data.captions import are_cut, tokenize
-from diffusion_training.families import recorded, recorded_captions
 from diffusion_training.families.base import Base, from_sequence
-from diffusion_training.families.denoiser_call import DenoiserCalls, Unrecordable, reshape_noise
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base, read_configs
-from diffusion_training.families.pipeline_code import list_pipeline_settings
-from diffusion_training.families.recorded import Recorded
-from diffusion_training.families.recorded_text import CaptionBytes, decode_texts, describe_result
-from diffusion_training.families.tape import Tape
+from diffusion_training.families.recorded import family as recorded
+from diffusion_training.families.recorded import findings as recorded_captions
+from diffusion_training.families.recorded.calls import DenoiserCalls, Unrecordable, reshape_noise
+from diffusion_training.families.recorded.family import Recorded
+from diffusion_training.families.recorded.pipeline_run import list_pipeline_settings
+from diffusion_training.families.recorded.tape import Tape
+from diffusion_training.families.recorded.text_tensors import (
+    CaptionBytes,
+    decode_texts,
+    describe_result,
+)
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 
 SIDE = 32
@@ -185,7 +190,7 @@ def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
     folder = HAND_WRITTEN[name](tmp_path / name)
     # the tokenizer's own limit, to which FLUX.2 klein is padded
     pipeline, encoders = open_recorded(folder, 64 if name == "flux2-klein" else None)
-    recorded_family, family = encoders.family, FAMILIES[name]
+    recorded_family, family = encoders.family, load_family(name)
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     own = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
     assert own.family is family

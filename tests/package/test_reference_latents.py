@@ -22,7 +22,7 @@ def open_edit(folder, count):
     """(pipeline, its encoders), with so many references."""
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     flags += ["--conditioning_image_column", *map(str, range(count))]
-    base = open_base(precompute_latents.parse_args(flags))
+    base = open_base(precompute_latents.parse_args(flags), num_references=count)
     assert base.num_references == count
     return diffusers.DiffusionPipeline.from_pretrained(folder), load_encoders(base, torch.float32)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from diffusion_training.web import shards as module
+from diffusion_training.web import image_shards as module
 
 SCHEMA = datasets.Features({
     "image": datasets.Image(), "text": datasets.Value("string"), "url": datasets.Value("string"),

@@ -24,9 +24,8 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 
-from diffusion_training import quantization
 from diffusion_training.batches import Prepared
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     copy_trained,
     hash_weights,
@@ -35,7 +34,7 @@ from diffusion_training.models import (
     read_precision,
     start_average,
 )
-from diffusion_training.quantization import list_quantizable, load_quantized, make_quantized_layer
+from diffusion_training.training import quantization
 from diffusion_training.training.costs import (
     copy_shapes,
     count_flops,
@@ -43,6 +42,11 @@ from diffusion_training.training.costs import (
     describe_trained,
 )
 from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights
+from diffusion_training.training.quantization import (
+    list_quantizable,
+    load_quantized,
+    make_quantized_layer,
+)
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 precompute = Script("precompute_latents")
@@ -122,7 +126,7 @@ def adapt(unet, base_hash, dtype=torch.float32, **flags):
     """A U-Net with an adapter whose B are random, as after training."""
     torch.manual_seed(0)
     flags = argparse.Namespace(**FLAGS | flags)
-    layers = FAMILIES["sd"].choose_layers(unet, flags.lora_layers)
+    layers = load_family("sd").choose_layers(unet, flags.lora_layers)
     add_lora(unet, layers, base_hash, dtype, flags)
     with torch.no_grad():
         for weight in list_lora_b({"unet": unet}):
@@ -346,7 +350,7 @@ def test_runs_with_a_quantized_base_resume_bit_identically_and_fit_the_exact_bas
         before = predict(pipeline.unet.eval())
         pipeline.load_lora_weights(whole)
         trained = adapt(*load_unet(inputs, base_precision), lora_layers="all", rank=2)
-        load_network_weights(trained, whole / FILE, "unet", FAMILIES["sd"].read_lora)
+        load_network_weights(trained, whole / FILE, "unet", load_family("sd").read_lora)
         effect = (predict(pipeline.unet) - before).abs().max()
         rounding = (predict(trained.eval()) - predict(pipeline.unet)).abs().max()
         assert 0 < rounding < effect / {"int8": 20, "nf4": 3}[base_precision]

@@ -15,7 +15,7 @@ from fashion import fetch_fashion, write_images
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from diffusion_training.data.class_labels import list_names, name_classes
+from diffusion_training.data.class_names import list_names, name_classes
 from diffusion_training.data.rows import load_rows
 from diffusion_training.families.class_labels import (
     find_token,
@@ -23,13 +23,13 @@ from diffusion_training.families.class_labels import (
     make_text_encoder,
     make_tokenizer,
 )
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.latents.reader import load_cache
 
 precompute = Script("precompute_latents")
 train = Script("train_flow")
 VAE = f"--vae_name_or_path={MODELS / 'vae'}"
-CLEAN = lambda name: FAMILIES["prx"].prepare(None, name)
+CLEAN = lambda name: load_family("prx").prepare(None, name)
 # PRX's cleaning deletes the first
 NAMES = ["n01440764", "Ankle boot", "sneaker"]
 

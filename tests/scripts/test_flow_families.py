@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 
 import train_flow as script
 from diffusion_training.families.base import Base
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
 
@@ -121,7 +121,7 @@ def losses(folder):
 
 @each_family
 def test_flow_family_caches_record_their_features(root, name):
-    family = FAMILIES[name]
+    family = load_family(name)
     embeddings = load_cache(root / "embeddings").settings
     ids = load_cache(root / "ids").settings
     padding = {"embeddings": family.ragged, "ids": True}
@@ -156,7 +156,7 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
 
 @each_family
 def test_embeddings_beyond_float16_are_refused_before_encoding(root, name, tmp_path, monkeypatch):
-    family_class = type(FAMILIES[name])
+    family_class = type(load_family(name))
     encode = family_class.encode
 
     def encode_large(self, encoders, tokens):
@@ -414,7 +414,7 @@ def test_each_image_size_has_its_own_shift_unless_the_flag_sets_one(
 def test_make_scheduler_uses_the_bases_scheduler_or_a_default_shift(tmp_path):
     def make(resolution, index, *flags):
         argv = ["--pretrained_model_name_or_path=x", "--latents_dir=y", *flags]
-        base = Base(FAMILIES["qwen-image"], "x", str(tmp_path), index)
+        base = Base(load_family("qwen-image"), "x", str(tmp_path), index)
         config = script.make_scheduler(base, resolution, script.parse_args(argv)).config
         return config.shift, config.use_dynamic_shifting
 
@@ -451,7 +451,7 @@ def test_schedulers_with_invalid_shift_settings_are_refused(tmp_path, change):
     kind(use_dynamic_shifting=True).save_pretrained(tmp_path / "scheduler")
     path = tmp_path / "scheduler/scheduler_config.json"
     index = {"_class_name": "QwenImagePipeline", "scheduler": ["diffusers", kind.__name__]}
-    base = Base(FAMILIES["qwen-image"], "x", str(tmp_path), index)
+    base = Base(load_family("qwen-image"), "x", str(tmp_path), index)
     args = script.parse_args(["--pretrained_model_name_or_path=x", "--latents_dir=y"])
     script.make_scheduler(base, 512, args)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))

@@ -23,7 +23,7 @@ from conftest import (
 )
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.errors import hide_secrets
+from diffusion_training.printing import hide_secrets
 from diffusion_training.training.copies import OWNER, Copies
 
 pytestmark = pytest.mark.usefixtures("without_figures")

@@ -35,9 +35,9 @@ from test_flow_families import make_images as make_masked
 from transformers import CLIPModel, CLIPProcessor
 
 from diffusion_training.data import captions
-from diffusion_training.flags import METRICS
 from diffusion_training.training.best import read_best
 from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
+from diffusion_training.training.metric_flags import METRICS
 from diffusion_training.training.metrics import Metrics, choose_trained, to_pixels
 from diffusion_training.training.networks import load_network
 from diffusion_training.training.report import advise_step

@@ -15,7 +15,7 @@ import precompute_latents
 import train_flow
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.opening import open_base
-from diffusion_training.families.recorded import Recorded
+from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.pipelines import name_source

@@ -5,6 +5,8 @@ flow matching. The scripts cache, train (fully and as a LoRA), resume and draw w
 """
 
 import json
+import sys
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +39,7 @@ import precompute_latents
 import train_flow as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS, Facts
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_columns
@@ -172,11 +174,18 @@ def open_sd3(folder):
 CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit two", ""]
 
 
+def register(monkeypatch, kind=StableDiffusion3):
+    """Add a family to the list, and its file to the folder. The package needs nothing else."""
+    facts = Facts("sd3.Kind", kind.pipeline, kind.title, features=kind.features)
+    monkeypatch.setitem(FACTS, "sd3", facts)
+    file = types.SimpleNamespace(Kind=kind)
+    monkeypatch.setitem(sys.modules, "diffusion_training.families.sd3", file)
+    load_family.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """Add the family to the two lists. The package needs nothing else."""
-    monkeypatch.setitem(FAMILIES, "sd3", StableDiffusion3())
-    monkeypatch.setitem(FACTS, "sd3", Facts(StableDiffusion3.title))
+    register(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +195,7 @@ def root(tmp_path_factory):
     make_sd3(folder / "sd3")
     make_captioned(folder / "images", 6, CAPTIONS)
     with pytest.MonkeyPatch.context() as m:
-        m.setitem(FAMILIES, "sd3", StableDiffusion3())
+        register(m)
         for kind in ("embeddings", "ids"):
             flags = precompute.flags(
                 folder / kind,
@@ -241,7 +250,7 @@ def test_a_new_family_is_a_choice_of_model_family(root, parse_args, monkeypatch,
 @torch.no_grad()
 def test_a_new_family_encodes_predicts_and_samples_like_its_pipeline(root):
     """A bug in the family itself would show in no other test."""
-    family, pipeline = FAMILIES["sd3"], open_sd3(root / "sd3")
+    family, pipeline = load_family("sd3"), open_sd3(root / "sd3")
     argv = [f"--pretrained_model_name_or_path={root / 'sd3'}"]
     base = open_base(precompute_latents.parse_args([*argv, f"--train_data_dir={root}"]))
     assert base.family is family  # by model_index.json alone
@@ -300,7 +309,7 @@ def test_a_new_familys_cache_has_its_columns_and_older_readers_refuse_it(root, m
     for row, embedding, vector in zip(rows, embeds, pooled, strict=True):
         assert row["prompt_embeds"] == embedding.half().flatten().tolist()
         assert row["pooled_prompt_embeds"] == vector.half().tolist()
-    monkeypatch.delitem(FAMILIES, "sd3")
+    monkeypatch.delitem(FACTS, "sd3")
     with pytest.raises(SystemExit, match="pooled embeddings, which this version can't read"):
         load_cache(root / "embeddings")
 
@@ -319,7 +328,7 @@ class ThreeEncoders(StableDiffusion3):
 
 @pytest.mark.usefixtures("without_figures")
 def test_a_cache_of_ids_has_those_of_three_text_encoders(root, tmp_path, flags, monkeypatch):
-    monkeypatch.setitem(FAMILIES, "sd3", ThreeEncoders())
+    register(monkeypatch, ThreeEncoders)
     tiny_pipelines.MAKE["sd3"](tmp_path / "base")
     base = f"--pretrained_model_name_or_path={tmp_path / 'base'}"
     data = [f"--train_data_dir={root / 'images'}", "--center_crop", "--random_flip"]
@@ -440,7 +449,7 @@ def test_a_new_familys_pipeline_loads_the_trained_lora(root, tmp_path, flags):
     layers = dict(pipeline.transformer.named_modules())
     adapted = {name for name, layer in layers.items() if hasattr(layer, "base_layer")}
     assert {name.split(".lora_")[0] for name in trained} == {f"transformer.{n}" for n in adapted}
-    family = FAMILIES["sd3"]
+    family = load_family("sd3")
     for end in (*family.attention, *family.other_layers):
         assert any(name.endswith(f".{end}") for name in adapted), end
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.models import freeze_on_device
 
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow")
@@ -50,7 +50,7 @@ def predict_digits(unet):
 
 def predict_by_name(unet):
     prompts = {"prompt_embeds": torch.randn(2, 7, unet.config.cross_attention_dim)}
-    return FAMILIES["sd"].predict(unet, torch.randn(2, 4, 8, 8), torch.zeros(2), prompts)
+    return load_family("sd").predict(unet, torch.randn(2, 4, 8, 8), torch.zeros(2), prompts)
 
 
 def predict_velocity(transformer):
@@ -59,7 +59,7 @@ def predict_velocity(transformer):
         "prompt_mask": torch.ones(2, 7, dtype=torch.bool),
     }
     images = torch.randn(2, transformer.config.in_channels, 8, 8)
-    return FAMILIES["prx"].predict(transformer, images, torch.zeros(2), prompts)
+    return load_family("prx").predict(transformer, images, torch.zeros(2), prompts)
 
 
 def write_prx(folder):

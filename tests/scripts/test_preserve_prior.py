@@ -11,7 +11,7 @@ from diffusers import UNet2DConditionModel
 from test_train_lora import FILE, contents
 
 from diffusion_training.batches import Objective, Prepared
-from diffusion_training.quantization import load_base
+from diffusion_training.training.denoiser import load_base
 from diffusion_training.training.lora import add_lora
 from diffusion_training.training.prior import Prior, find_inputs, without_adapters
 

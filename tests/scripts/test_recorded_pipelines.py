@@ -30,8 +30,8 @@ from conftest import (
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 
-from diffusion_training.families import recorded
-from diffusion_training.families.recorded import Recorded
+from diffusion_training.families.recorded import family as recorded
+from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.reader import load_cache
 

@@ -20,7 +20,7 @@ from conftest import MODELS, ROOT, Script, make_images, metrics, patch, replace
 from PIL import Image
 
 import train_text_to_image
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.training.report import draw_curves, save_report
 
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
@@ -146,7 +146,7 @@ def write_run(tmp_path, count):
 
 
 def save(args, step=90):
-    describe_model = partial(train_text_to_image.describe_model, FAMILIES["sd"])
+    describe_model = partial(train_text_to_image.describe_model, load_family("sd"))
     settings = replace(args, resolution=16)
     save_report(train_text_to_image.__file__, describe_model, step, settings, {"time": "9 s"})
 

@@ -40,7 +40,8 @@ from PIL import Image
 
 import train_flow
 import train_text_to_image
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
+from diffusion_training.families.names import FACTS
 from diffusion_training.launch import Launch
 from diffusion_training.models import start_average, update_ema
 from diffusion_training.training import checkpoints, sharding
@@ -296,7 +297,7 @@ def test_shard_is_refused_with_flags_that_it_does_not_support(capsys):
 
 
 def test_list_blocks_returns_inner_blocks_before_outer_ones(tmp_path):
-    for family in FAMILIES.values():
+    for family in map(load_family, FACTS):
         model_class = getattr(diffusers, family.model)
         assert model_class._no_split_modules or family.name == "prx"
     transformer = PRXTransformer2DModel(**PRX)

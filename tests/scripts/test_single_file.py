@@ -14,7 +14,7 @@ from original_layout import save_original
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 
 precompute = Script("precompute_latents")
@@ -240,7 +240,7 @@ def test_output_single_file_holds_the_weights_of_the_pipeline(bases, tmp_path, f
     train(bases, tmp_path, folder, "out", "--output_single_file")
     out = tmp_path / "out"
     path = out / "single_file.safetensors"
-    kind = getattr(diffusers, FAMILIES["sdxl" if family == "xl" else "sd"].pipeline)
+    kind = getattr(diffusers, load_family("sdxl" if family == "xl" else "sd").pipeline)
     pipeline = kind.from_pretrained(out)
     one = read_modules(pipeline)
     other = read_modules(kind.from_single_file(path, config=str(folder)))
@@ -279,10 +279,10 @@ def test_merge_writes_the_sd2_text_encoder_in_open_clips_layout(bases, tmp_path)
     unet = diffusers.UNet2DConditionModel.from_config({**unet, "cross_attention_dim": 1024})
     unet.save_pretrained(tmp_path / "sd2/unet")
     pipeline = open_pipeline(tmp_path / "sd2")
-    weights = FAMILIES["sd"].merge(pipeline)
+    weights = load_family("sd").merge(pipeline)
     start = "cond_stage_model.model.transformer.resblocks.0.attn"
     assert weights[f"{start}.in_proj_weight"].shape == (3 * 1024, 1024)
-    assert FAMILIES["sd"].name_architecture(unet, True) == "stable-diffusion-v2-768-v"
+    assert load_family("sd").name_architecture(unet, True) == "stable-diffusion-v2-768-v"
     save_file(weights, tmp_path / "sd2.safetensors")
     read = diffusers.StableDiffusionPipeline.from_single_file(
         tmp_path / "sd2.safetensors", config=str(tmp_path / "sd2")

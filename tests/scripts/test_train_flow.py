@@ -55,7 +55,8 @@ from diffusion_training.batches import Prepared
 from diffusion_training.data import captions
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.base import Base, Encoders
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
+from diffusion_training.families.names import FACTS
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
@@ -351,7 +352,7 @@ def test_predict_velocity_ignores_masked_tokens_and_padding_length(cached):
         torch.nn.init.normal_(weight, std=0.2)
     embeds, mask = torch.randn(2, 5, 32), torch.tensor([[1, 1, 1, 0, 0], [0] * 5]).bool()
     call = lambda embeds, mask: script.predict_velocity(
-        FAMILIES["prx"],
+        load_family("prx"),
         {"transformer": model},
         latents,
         sigmas,
@@ -427,7 +428,7 @@ def loss_of(argv, model, latents, shift=1.0, weight=None, **inputs):
         "prompt_mask": torch.ones(len(latents), 1).bool(),
     }
     weight = torch.full((len(latents),), 1 / len(latents)) if weight is None else weight
-    objective = Namespace(predict=partial(script.predict_velocity, FAMILIES["prx"]))
+    objective = Namespace(predict=partial(script.predict_velocity, load_family("prx")))
     prepared = Prepared(latents, condition, inputs)
     models = {"transformer": model}
     return script.compute_loss(
@@ -470,7 +471,7 @@ def test_flow_held_out_loss_is_the_velocity_error_at_nine_noise_levels():
     tenths = torch.arange(1, 10)
     condition = {"prompt_embeds": torch.zeros(9, 1, 1), "prompt_mask": torch.ones(9, 1).bool()}
     model = ExactVelocity(latents)
-    measure = script.measure_velocity(partial(script.predict_velocity, FAMILIES["prx"]))
+    measure = script.measure_velocity(partial(script.predict_velocity, load_family("prx")))
     noisy = measure.add_noise(latents, noise, tenths)
     share = (tenths / 10).view(-1, 1, 1, 1)
     assert torch.allclose(noisy, share * noise + (1 - share) * latents)
@@ -652,7 +653,7 @@ def test_autoencoder_dc_is_cached_as_samples_without_moments(tmp_path, flags):
     assert cache["latents"] == "sample" and cache["latents_shape"] == [4, 8, 8]
     assert cache["vae"]["class"] == "AutoencoderDC" and cache["vae"]["scaling_factor"] == 0.4
     pixels = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8)
-    encoders = Encoders(FAMILIES["prx"], vae, None, [])
+    encoders = Encoders(load_family("prx"), vae, None, [])
     assert torch.equal(encode_images(encoders, pixels), vae.encode(pixels / 127.5 - 1).latent)
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--vae_name_or_path={tmp_path / 'dc'}")
     assert type(DiffusionPipeline.from_pretrained(tmp_path / "out").vae) is AutoencoderDC
@@ -772,7 +773,7 @@ def test_flow_card_names_the_kind_of_training_and_loads_the_variant():
         base = ["--pretrained_model_name_or_path=x", "--model_family=z-image"]
         args = script.parse_args([*base, "--latents_dir=y", "--output_dir=z", *flags])
         about = name_run(1, args, local=True)
-        return script.describe_model(FAMILIES["z-image"], about, replace(args, resolution=16))
+        return script.describe_model(load_family("z-image"), about, replace(args, resolution=16))
 
     config = "--transformer_config_name_or_path=w"
     for flags, how in (([], "fine-tuned"), ([config], "trained from scratch")):
@@ -841,7 +842,13 @@ def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
     assert args.output_dir == str(Path.home() / "out")
     index = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
     base = Base(
-        FAMILIES["prx"], "some/base", "some/base", index, revision="r", variant="v", cache_dir="c"
+        load_family("prx"),
+        "some/base",
+        "some/base",
+        index,
+        revision="r",
+        variant="v",
+        cache_dir="c",
     )
     launch = Namespace(has_weights=True)
     script.make_transformer(base, None, None, None, launch, args)
@@ -867,7 +874,7 @@ def test_compile_gets_the_transformer_and_the_number_of_shapes(tmp_path, cached,
 
 def test_flow_samples_are_drawn_one_at_a_time(monkeypatch):
     """In a batch, the longest caption would change the others' samples."""
-    families = [family for family in FAMILIES.values() if family.script == "train_flow.py"]
+    families = [family for family in map(load_family, FACTS) if family.script == "train_flow.py"]
     counts = []
     monkeypatch.setattr(script, "draw_prompts", lambda *given: counts.append(given[3]))
     for family in families:

@@ -51,7 +51,7 @@ from diffusion_training.batches import Prepared
 from diffusion_training.data.captioned_images import CaptionedImages
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transforms import make_transform
-from diffusion_training.families.known import FAMILIES
+from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import Latents, load_text_encoders
 from diffusion_training.latents.source import choose_captions
@@ -706,7 +706,7 @@ def make_data(latents, embeds_shape=(8, 32)):
     """The `Data` of some `Latents`, with an empty prompt of zeros."""
     return script.Data(
         dataset=None,
-        family=FAMILIES["sd"],
+        family=load_family("sd"),
         latents=latents,
         empty_prompt={"prompt_embeds": torch.zeros(embeds_shape)},
         encoders=None,
@@ -834,7 +834,7 @@ def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flag
 
 def make_unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
-    base, predict = open_base(args), partial(script.predict_noise, FAMILIES["sd"])
+    base, predict = open_base(args), partial(script.predict_noise, load_family("sd"))
     launch = SimpleNamespace(has_weights=True, dtype=torch.float32)
     return script.make_unet(base, make_data(latents, (8, embed_dim)), predict, None, launch, args)
 

@@ -39,8 +39,8 @@ from diffusers import UNet2DConditionModel, UNet2DModel
 from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 
-from diffusion_training import quantization
 from diffusion_training.models import DTYPES
+from diffusion_training.training import quantization
 
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
 SCRIPTS = {name: Script(name) for name in NAMES}
@@ -231,7 +231,7 @@ def list_recorded(folder):
     base = [f"--pretrained_model_name_or_path={tiny_pipelines.MAKE['chroma'](folder / 'base')}"]
     Script(PRECOMPUTE)(*base, *describe_images(folder), f"--output_dir={folder / 'cache'}")
     flags = [*base, *STEPS, *BF16, f"--latents_dir={folder / 'cache'}", "--caption_dropout=0.3"]
-    path = "diffusion_training/families/denoiser_call.py"
+    path = "diffusion_training/families/recorded/calls.py"
     reason = "diffusers' transformer of Chroma makes its guidance on the CPU"
     known = [Known("copy from the CPU", path, "predict", 1, reason)]
     return {

@@ -18,11 +18,8 @@ from diffusion_training.models import (
     combine_hashes,
     find_weight_files,
     hash_weight,
-    hash_weights,
     is_finite,
-    load_weights,
     raise_for_keys,
-    read_precision,
 )
 
 BLOCK = 64  # weights that share a scale in NF4
@@ -78,40 +75,6 @@ class Int8Product(torch.autograd.Function):
         weight, scale = ctx.saved_tensors
         scaled = gradient * scale.to(gradient.dtype)
         return scaled @ weight.to(gradient.dtype), None, None
-
-
-def load_base(
-    model_class: Any,
-    source: str,
-    base_precision: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    **options: Any,
-) -> tuple[torch.nn.Module, str]:
-    """Load the base of a LoRA. Returns (model, `hash_weights` of it).
-
-    base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
-    quantized layers. dtype: that of the computation. options: subfolder, variant, revision and
-    cache_dir.
-    """
-    if base_precision:
-        return load_quantized(model_class, source, base_precision, device, dtype, **options)
-    precision = read_precision(source, **options)
-    model = load_weights(model_class, source, **options, torch_dtype=precision)
-    return model, hash_weights(model)
-
-
-def check_quantization(
-    base_precision: str, mixed_precision: str, compile_backend: str | None
-) -> None:
-    """Stop with an error if the quantized base does not support the precision or the compiler."""
-    if mixed_precision == "fp16":
-        fail(
-            f"--base_precision {base_precision} computes in bfloat16 or float32: use "
-            "--mixed_precision bf16"
-        )
-    if compile_backend and base_precision == "nf4":
-        fail("--base_precision nf4 can't be compiled: leave --compile out, or use --no-compile")
 
 
 def load_quantized(

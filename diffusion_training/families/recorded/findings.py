@@ -21,10 +21,12 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from diffusion_training.errors import amount, fail
-from diffusion_training.families.denoiser_call import PROBED_SIDES
-from diffusion_training.families.pipeline_code import OFF, PipelineCode, PipelineRun
-from diffusion_training.families.recorded_text import (
+from diffusion_training.errors import fail
+from diffusion_training.families.recorded.calls import PROBED_SIDES
+from diffusion_training.families.recorded.pipeline_run import OFF, PipelineCode, PipelineRun
+from diffusion_training.families.recorded.reference_latents import join_alone
+from diffusion_training.families.recorded.tape import Unrecordable
+from diffusion_training.families.recorded.text_tensors import (
     LONG,
     SHORT,
     Part,
@@ -36,8 +38,7 @@ from diffusion_training.families.recorded_text import (
     stack_rows,
     take_rows,
 )
-from diffusion_training.families.reference_latents import join_alone
-from diffusion_training.families.tape import Unrecordable
+from diffusion_training.printing import amount
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
 PROBED_SCALE = 4.0

@@ -8,11 +8,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
-from diffusion_training.errors import explain
+from diffusion_training.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import HostMemory, is_gpu, measure_free
+from diffusion_training.models import is_adapted
 from diffusion_training.training.costs import copy_shapes, count_trained
-from diffusion_training.training.lora import is_adapted
 from diffusion_training.training.sharding import whole
 
 

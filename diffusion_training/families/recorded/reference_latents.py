@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch.utils._pytree import tree_map
 
-from diffusion_training.families.tape import Unrecordable
+from diffusion_training.families.recorded.tape import Unrecordable
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,17 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from diffusion_training.errors import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
-from diffusion_training.families.denoiser_call import DenoiserCalls, find_difference
-from diffusion_training.families.denoiser_trial import find_one_by_one
-from diffusion_training.families.modular import find_pipeline_class
-from diffusion_training.families.pipeline_code import (
+from diffusion_training.families.recorded.calls import DenoiserCalls, find_difference
+from diffusion_training.families.recorded.findings import (
+    TextParts,
+    describe_captions,
+    find_readers,
+    find_references,
+    turn_on,
+)
+from diffusion_training.families.recorded.layout import Layout, describe_scale, find_layout, place
+from diffusion_training.families.recorded.modular import find_pipeline_class
+from diffusion_training.families.recorded.pipeline_run import (
     EncodedPrompt,
     PipelineCode,
     PipelineRun,
@@ -39,15 +46,9 @@ from diffusion_training.families.pipeline_code import (
     make_pipeline,
     replay,
 )
-from diffusion_training.families.recorded_captions import (
-    TextParts,
-    describe_captions,
-    find_readers,
-    find_references,
-    turn_on,
-)
-from diffusion_training.families.recorded_latents import Layout, describe_scale, find_layout, place
-from diffusion_training.families.recorded_text import (
+from diffusion_training.families.recorded.reference_latents import make_blanks, split_references
+from diffusion_training.families.recorded.tape import Unrecordable
+from diffusion_training.families.recorded.text_tensors import (
     LONG,
     SHORT,
     CaptionBytes,
@@ -58,8 +59,7 @@ from diffusion_training.families.recorded_text import (
     stack_rows,
     take_rows,
 )
-from diffusion_training.families.reference_latents import make_blanks, split_references
-from diffusion_training.families.tape import Unrecordable
+from diffusion_training.families.recorded.trial import find_one_by_one
 from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from diffusion_training.families.denoiser_call import DenoiserCalls
-from diffusion_training.families.recorded_text import stack_rows
-from diffusion_training.families.tape import Unrecordable
+from diffusion_training.families.recorded.calls import DenoiserCalls
+from diffusion_training.families.recorded.tape import Unrecordable
+from diffusion_training.families.recorded.text_tensors import stack_rows
 
 SMALL = 64  # side in pixels of an image on which a denoiser is tried
 

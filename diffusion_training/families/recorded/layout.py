@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from diffusion_training.families.denoiser_call import DenoiserCalls
-from diffusion_training.families.pipeline_code import PipelineRun
-from diffusion_training.families.tape import Unrecordable
+from diffusion_training.families.recorded.calls import DenoiserCalls
+from diffusion_training.families.recorded.pipeline_run import PipelineRun
+from diffusion_training.families.recorded.tape import Unrecordable
 
 LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
 

@@ -25,11 +25,16 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from diffusion_training.families.mask_values import is_whole_numbers, on_meta
-from diffusion_training.families.pipeline_code import NUM_TIMES, PipelineCode, PipelineRun
-from diffusion_training.families.recorded_text import Part, is_equal, list_tensors, put_together
-from diffusion_training.families.reference_latents import make_blanks
-from diffusion_training.families.tape import Tape, Unrecordable
+from diffusion_training.families.recorded.mask_values import is_whole_numbers, on_meta
+from diffusion_training.families.recorded.pipeline_run import NUM_TIMES, PipelineCode, PipelineRun
+from diffusion_training.families.recorded.reference_latents import make_blanks
+from diffusion_training.families.recorded.tape import Tape, Unrecordable
+from diffusion_training.families.recorded.text_tensors import (
+    Part,
+    is_equal,
+    list_tensors,
+    put_together,
+)
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten
 
-from diffusion_training.families.tape import Unrecordable
+from diffusion_training.families.recorded.tape import Unrecordable
 
 SHORT, LONG = "a red car", "three birds, and a blue house by the sea at night"  # probes
 LONGEST = LONG * 20  # FLUX.3 has as many tokens for SHORT as for LONG, and more for this one

@@ -1,0 +1,250 @@
+"""Draw samples of prompts and captions on all processes, and the pictures of edits."""
+
+import contextlib
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from diffusers import DiffusionPipeline
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
+
+from diffusion_training.batches import Objective
+from diffusion_training.data.references import choose_reference_size
+from diffusion_training.families.base import Family, Prompts
+from diffusion_training.files import hash_values, saving
+from diffusion_training.latents.source import Data
+from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.loading import load_batches
+from diffusion_training.memory import put_decoder
+from diffusion_training.order import step_seed
+from diffusion_training.training.samples import draw_grid, save_samples
+
+
+class Interrupted(Exception):
+    """Raised if a stop signal arrives while samples are drawn."""
+
+
+def draw_prompts(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    data: Data,
+    per_call: int,
+    step: int,
+    stop_signal: StopSignal,
+    args: Namespace,
+    **inputs: Any,
+) -> None:
+    """Draw --num_validation_images of each prompt, and save them as the samples of a step.
+
+    Each process draws a share. An image starts from its own seed, whatever the number of processes.
+    A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
+    them.
+
+    per_call: images per call of the pipeline. inputs: further arguments of the pipeline.
+    """
+    assert data.validation  # samples are drawn only if there are prompts
+    validation = data.validation
+    per_prompt = args.num_validation_images
+    count = len(args.validation_prompts) * per_prompt
+
+    def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:
+        return validation.choose([number // per_prompt for number in numbers], launch.device)
+
+    def choose_inputs(numbers: list[int]) -> dict[str, Any]:
+        if not validation.images:
+            return inputs
+        references = validation.images[numbers[0] // per_prompt]
+        height, width = fit_size(references[-1], args.resolution, data.latents.downscale)
+        # those of a ControlNet for SD 3 or FLUX.1 have another name, see docs/patches.md
+        name = "image" if takes(pipeline, "image") else "control_image"
+        return data.family.size_args(height, width) | {name: references} | inputs
+
+    drawn = draw_share(
+        launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args,
+        choose_inputs,
+    )  # fmt: skip
+    parts = [] if stop_signal.received else list(drawn.items())
+    parts = [part for part in gather_object(parts) if part[0] < count]
+    if not launch.is_main or len(parts) < count:
+        return
+    parts.sort(key=lambda part: part[0])
+    images = [(image * 255).round().astype(np.uint8) for _, image in parts]
+    if validation.images:
+        keys = [
+            hash_values([prompt, *(each.tobytes().hex() for each in references)])
+            for prompt, references in zip(args.validation_prompts, validation.images, strict=True)
+        ]
+        before = keep_before(images[::per_prompt], keys, args.output_dir, step)
+        images = list_edits(images, before, validation.images, args.resolution)
+    pixels = np.stack(images)
+    pixels = pixels.reshape(len(args.validation_prompts), -1, *pixels.shape[1:])
+    grid = draw_grid(pixels, args.validation_prompts)
+    save_samples(launch.accelerator, grid, args.output_dir, step)
+
+
+def fit_size(reference: Image.Image, resolution: int, multiple: int) -> list[int]:
+    """The size (height, width) of an edit's result: that of its last reference."""
+    return choose_reference_size(reference.height, reference.width, resolution, multiple)
+
+
+def takes(pipeline: Any, name: str) -> bool:
+    """Whether a call of the pipeline has an argument with this name."""
+    return name in inspect.signature(pipeline.__call__).parameters
+
+
+def before_path(output_dir: str | Path, number: int) -> Path:
+    """Return the path of a prompt's first sample from before training."""
+    return Path(output_dir) / "samples" / f"before-{number:02d}.png"
+
+
+def keep_before(
+    images: list[np.ndarray], keys: list[str], output_dir: str, step: int
+) -> list[np.ndarray]:
+    """The first sample of each prompt from before training; none if it was not drawn.
+
+    At step 0, `images` are these samples, and are kept for later pictures.
+
+    keys: what the samples are of, so that a resumed run does not show those of other prompts.
+    """
+    paths = [before_path(output_dir, number) for number in range(len(images))]
+    if step == 0:
+        folder = paths[0].parent
+        folder.mkdir(exist_ok=True)
+        for image, key, path in zip(images, keys, paths, strict=True):
+            about = PngInfo()
+            about.add_text("key", key)
+            with saving(folder, path) as unfinished:
+                Image.fromarray(image).save(unfinished / path.name, pnginfo=about)
+    elif all(path.exists() for path in paths):
+        before = [Image.open(path) for path in paths]
+        # older runs have no keys
+        if all(each.info.get("key", key) == key for each, key in zip(before, keys, strict=True)):
+            return [np.array(each) for each in before]
+    return []
+
+
+def list_edits(
+    images: list[np.ndarray],
+    before: list[np.ndarray],
+    references: Sequence[list[Image.Image]],
+    side: int,
+) -> list[np.ndarray]:
+    """For each prompt its references, the sample from before training, and the samples.
+
+    All become squares of a side, with white beside those of another shape.
+    """
+    per_prompt = len(images) // len(references)
+    listed: list[Any] = []
+    for number, own in enumerate(references):
+        listed += [*own, *before[number : number + 1]]
+        listed += images[number * per_prompt : (number + 1) * per_prompt]
+    pictures = [Image.fromarray(np.asarray(each)).convert("RGB") for each in listed]
+    return [np.array(ImageOps.pad(each, (side, side), color="white")) for each in pictures]
+
+
+def draw_captions(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    data: Data,
+    objective: Objective,
+    stop_signal: StopSignal,
+    args: Namespace,
+    rows: Sequence[int],
+    **inputs: Any,
+) -> dict[int, np.ndarray]:
+    """Draw a sample with the caption of each of `rows`, for --validation_metrics.
+
+    Returns the share of this process, {index of the row: image [H, W, C] from 0 to 1}; fewer after
+    a signal. inputs: further arguments of the pipeline.
+    """
+    per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
+    empty: Any = {name: value[None] for name, value in data.empty_prompt.items()}
+    own = launch.share(len(rows))
+    keys = [[(None, rows[number % len(rows)], 1.0)] for number in own]
+    batches = load_batches(data.dataset, keys, 0, launch.device)
+
+    def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:  # in the order of `own`
+        found = [objective.prepare_held_out(next(batches)).condition for _ in numbers]
+        prompts: Any = {
+            name: torch.cat([pad_to(each[name], value.shape[1]) for each in found])
+            for name, value in empty.items()
+        }
+        return prompts, empty
+
+    return draw_share(
+        launch, pipeline, data.family, len(rows), per_call, choose, "metric", stop_signal, args,
+        lambda numbers: inputs,
+    )  # fmt: skip
+
+
+def pad_to(embeds: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Pad embeddings or masks [N, fewer tokens, ...] with zeros, as `empty_prompt` is padded."""
+    behind = [0, 0] * (embeds.dim() - 2)
+    return torch.nn.functional.pad(embeds, [*behind, 0, tokens - embeds.shape[1]])
+
+
+def draw_share(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    family: Family,
+    count: int,
+    per_call: int,
+    choose: Callable[[list[int]], tuple[Prompts, Prompts]],
+    purpose: str,
+    stop_signal: StopSignal,
+    args: Namespace,
+    choose_inputs: Callable[[list[int]], dict[str, Any]],
+) -> dict[int, np.ndarray]:
+    """Draw this process's share of `count` images: {number: image [H, W, C] from 0 to 1}.
+
+    After a signal there are fewer. Numbers from `count` on are placeholders.
+
+    choose: numbers -> (their prompts, the empty prompt). purpose: keys the seeds. choose_inputs:
+    numbers -> further arguments of the pipeline.
+    """
+
+    def interrupt(
+        pipeline: DiffusionPipeline, index: int, timestep: torch.Tensor, tensors: dict
+    ) -> dict:
+        if stop_signal.poll():
+            raise Interrupted
+        return tensors
+
+    watched = "callback_on_step_end"
+    callbacks = {watched: interrupt} if takes(pipeline, watched) else {}
+    device = launch.device
+    model = getattr(pipeline, "unet", None) or pipeline.transformer
+    put_decoder(pipeline.vae, device)
+    pipeline.set_progress_bar_config(disable=True)
+    training = model.training
+    model.eval()  # without dropout
+    own = launch.share(count)
+    images: list[Any] = []
+    for start in range(0, len(own), per_call):
+        numbers = [number % count for number in own[start : start + per_call]]
+        prompts, empty = choose(numbers)
+        with contextlib.suppress(Interrupted):
+            asked = family.size_args(args.resolution, args.resolution) | choose_inputs(numbers)
+            images.extend(
+                pipeline(
+                    **family.call_args(prompts, empty, args.guidance_scale),
+                    output_type="np",
+                    **callbacks,
+                    num_inference_steps=args.num_inference_steps,
+                    generator=[
+                        torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
+                        for number in numbers
+                    ],
+                    **asked,
+                ).images
+            )
+        if stop_signal.poll():
+            break
+    model.train(training)
+    return dict(zip(own, images, strict=False))

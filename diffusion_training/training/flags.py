@@ -1,0 +1,495 @@
+"""Flags that trainers share, and their checks. Imports only the standard library."""
+
+import argparse
+import math
+from pathlib import Path
+
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    SWITCHED_ON,
+    Add,
+    check_package,
+    is_address,
+    number,
+    steps_or_share,
+)
+from diffusion_training.data.flags import check_stream_args
+from diffusion_training.training.lora_flags import LORA_ONLY, check_prior_args
+from diffusion_training.training.metric_flags import check_metric_args
+
+# Importing the libraries takes seconds, so a test compares these with accelerate's and diffusers'.
+TRACKERS = (
+    "aim",
+    "comet_ml",
+    "mlflow",
+    "tensorboard",
+    "wandb",
+    "clearml",
+    "dvclive",
+    "swanlab",
+    "trackio",
+)
+SCHEDULES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "piecewise_constant",
+)
+
+
+def add_shard_flag(add: Add) -> None:
+    """Add the flag for models that do not fit on one GPU."""
+    add(
+        "--shard",
+        **SWITCH,
+        help="split weights, EMA and optimizer state over the GPUs (FSDP2), for models that do "
+        "not fit on one; see docs/memory.md",
+    )
+
+
+def add_noise_flags(add: Add) -> None:
+    """Add the flags for the noise that U-Nets learn to predict."""
+    add(
+        "--prediction_type",
+        choices=["epsilon", "sample", "v_prediction"],
+        help="what the U-Net predicts (default: as in the pretrained pipeline, else epsilon)",
+    )
+    add(
+        "--rescale_betas_zero_snr",
+        **SWITCH,
+        help="rescale the noise schedule so that the last timestep is pure noise "
+        "(arXiv:2305.08891)",
+    )
+    add(
+        "--snr_gamma",
+        type=number(1e-3, 1e6),
+        help="weight the loss of each timestep by min-SNR with this gamma; 5.0 is usual, see "
+        "arXiv:2303.09556 (default: equal weights)",
+    )
+    add(
+        "--noise_offset",
+        type=number(0, 10),
+        default=0.0,
+        help="strength of a random shift of each channel's noise, for darker and lighter samples; "
+        "0.1 is usual",
+    )
+    add(
+        "--input_perturbation",
+        type=number(0, 10),
+        default=0.0,
+        help="strength of additional noise that the model need not predict; 0.1 is usual "
+        "(arXiv:2301.11706)",
+    )
+
+
+def add_optimization_flags(
+    parser: argparse.ArgumentParser, lr_scheduler: str, adam_beta1: float, adam_weight_decay: float
+) -> None:
+    """Add the flags for steps, batches, learning rate, optimizer and EMA.
+
+    The parameters are the defaults that differ between diffusers' scripts.
+    """
+    add = parser.add_argument_group("optimization").add_argument
+    add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
+    add(
+        "--train_batch_size",
+        type=number(1, 10**5, int, "auto"),
+        default=16,
+        help="images that each process (GPU) computes at once; auto finds the largest number that "
+        "fits",
+    )
+    add(
+        "--total_batch_size",
+        type=COUNT,
+        help="images per optimizer step, of all processes together; gradients are accumulated to "
+        "reach it (default: --train_batch_size x --gradient_accumulation_steps x processes)",
+    )
+    add(
+        "--gradient_accumulation_steps",
+        type=COUNT,
+        default=1,
+        help="batches of --train_batch_size whose gradients are added up for one optimizer step",
+    )
+    add(
+        "--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over all images"
+    )
+    add(
+        "--max_train_steps",
+        type=COUNT,
+        help="number of optimizer steps; overrides --num_train_epochs",
+    )
+    add(
+        "--learning_rate",
+        type=number(0, 100),
+        default=1e-4,
+        help="peak learning rate, after the warm-up",
+    )
+    add(
+        "--scale_lr",
+        nargs="?",
+        const="linear",
+        choices=["linear", "sqrt", "auto"],
+        default=False,
+        help="scale --learning_rate with images per step / --base_batch_size: linear (also if you "
+        "name no rule), sqrt (with the square root), or auto (linear up to 512 images, sqrt "
+        "beyond) (default: off)",
+    )
+    add(
+        "--no-scale_lr",
+        dest="scale_lr",
+        action="store_false",
+        default=False,
+        help="do not scale --learning_rate",
+    )
+    add(
+        "--base_batch_size",
+        type=COUNT,
+        default=1,
+        help="with --scale_lr, the number of images per step that --learning_rate was chosen for",
+    )
+    add(
+        "--find_lr",
+        **SWITCH,
+        help="try rising learning rates, print a suggestion for --learning_rate, and stop: no "
+        "model is saved",
+    )
+    add(
+        "--find_lr_min",
+        type=number(1e-30, 1e3),
+        default=1e-7,
+        help="learning rate at which --find_lr begins",
+    )
+    add(
+        "--find_lr_max",
+        type=number(1e-30, 1e3),
+        default=1.0,
+        help="learning rate at which --find_lr ends, if the loss does not end it earlier",
+    )
+    add(
+        "--find_lr_steps",
+        type=number(10, 10**6, int),
+        default=200,
+        help="number of optimizer steps from --find_lr_min to --find_lr_max",
+    )
+    add(
+        "--optimizer",
+        choices=["adamw", "adamw8bit", "adafactor", "muon"],
+        default="adamw",
+        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers",
+    )
+    add(
+        "--use_8bit_adam",
+        dest="optimizer",
+        action="store_const",
+        const="adamw8bit",
+        default="adamw",
+        help="same as --optimizer adamw8bit",
+    )
+    add(
+        "--lr_scheduler",
+        choices=SCHEDULES,
+        default=lr_scheduler,
+        help="schedule of the learning rate",
+    )
+    add(
+        "--lr_warmup_steps",
+        type=steps_or_share,
+        help="optimizer steps in which the learning rate rises to its peak; a number below 1 is a "
+        "share of the run, such as 0.05; with it, --lr_scheduler constant becomes "
+        "constant_with_warmup (default: 500; none for constant and piecewise_constant)",
+    )
+    add(
+        "--lr_num_cycles",
+        type=COUNT,
+        default=1,
+        help="number of cycles of --lr_scheduler cosine_with_restarts; 1 has no restart",
+    )
+    add(
+        "--lr_power",
+        type=number(0, 100),
+        default=1.0,
+        help="power of --lr_scheduler polynomial; 1 is linear",
+    )
+    add(
+        "--lr_step_rules",
+        help="factors of --lr_scheduler piecewise_constant; for example 1:1000,0.1:2000,0.01 "
+        "means 1 until step 1000, 0.1 until step 2000, then 0.01",
+    )
+    add(
+        "--adam_beta1",
+        type=number(0, 0.999999),
+        default=adam_beta1,
+        help="beta1 of Adam: decay of its average of the gradients",
+    )
+    add(
+        "--adam_beta2",
+        type=number(0, 0.999999),
+        default=0.999,
+        help="beta2 of Adam: decay of its average of the squared gradients",
+    )
+    add(
+        "--adam_weight_decay",
+        type=number(0, 100),
+        default=adam_weight_decay,
+        help="decoupled weight decay, with any --optimizer",
+    )
+    add(
+        "--adam_epsilon",
+        type=number(1e-30, 1),
+        default=1e-8,
+        help="epsilon of Adam, added to the denominator",
+    )
+    add(
+        "--max_grad_norm",
+        type=number(0, 1e9),
+        default=1.0,
+        help="clip the gradient to this norm; 0: no clipping",
+    )
+    add(
+        "--use_ema",
+        **SWITCHED_ON,
+        help="keep an exponential moving average (EMA) of the weights, for the samples and the "
+        "result",
+    )
+    add(
+        "--ema_inv_gamma",
+        type=number(1e-3, 1e12),
+        default=1.0,
+        help="inv_gamma in the EMA decay, 1 - (1 + step / inv_gamma) ** -power",
+    )
+    add(
+        "--ema_power",
+        type=number(0, 10),
+        default=0.75,
+        help="power in the EMA decay; for more than a million steps use 0.6667",
+    )
+    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="upper limit of the EMA decay")
+    add(
+        "--posthoc_ema",
+        type=number(0.005, 0.28),
+        nargs="+",
+        help="also keep averages of these widths, such as 0.05 0.10, and their snapshots, from "
+        "which an average of any width is made after the run (arXiv:2312.02696)",
+    )
+    add(
+        "--posthoc_ema_steps",
+        type=COUNT,
+        help="optimizer steps between snapshots of --posthoc_ema (default: --checkpointing_steps)",
+    )
+
+
+def add_logging_flags(add: Add, tracker_project_name: str) -> None:
+    """Add the flags for records and trackers."""
+    add(
+        "--logging_steps",
+        type=COUNT,
+        default=10,
+        help="optimizer steps between records in metrics.jsonl; a small number slows training, "
+        "because each record waits for the device",
+    )
+    add(
+        "--report_to",
+        "--logger",
+        choices=[*TRACKERS, "all", "none"],
+        default="tensorboard",
+        help="tracker that also gets the records of metrics.jsonl",
+    )
+    add(
+        "--tracker_project_name",
+        default=tracker_project_name,
+        help="name of the project in the trackers",
+    )
+    add("--logging_dir", default="logs", help="folder in --output_dir for the logs of tensorboard")
+    add(
+        "--validate_first",
+        **SWITCHED_ON,
+        help="if the model is pretrained, draw samples and measure the held-out loss before step "
+        "1 too",
+    )
+
+
+def add_saving_flags(add: Add) -> None:
+    """Add the flags for checkpoints and the hub."""
+    add(
+        "--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints"
+    )
+    add(
+        "--checkpoints_total_limit",
+        type=COUNT,
+        help="keep only this many checkpoints, the newest (default: all)",
+    )
+    add(
+        "--checkpoints_to",
+        type=PATH,
+        help="address (s3://bucket/run) or folder for copies of checkpoints, samples and records, "
+        "made in the background; --resume_from_checkpoint finds them there too",
+    )
+    add(
+        "--checkpoints_to_timeout",
+        type=number(0, 86400),
+        default=120.0,
+        help="seconds to wait for the copies to --checkpoints_to when the run ends or is stopped",
+    )
+    add(
+        "--save_best",
+        **SWITCH,
+        help="keep the weights with the lowest held-out loss in the folder best/; needs --holdout",
+    )
+    add(
+        "--resume_from_checkpoint", type=PATH, help="checkpoint to resume from: a path, or `latest`"
+    )
+    add(
+        "--push_to_hub",
+        **SWITCH,
+        help="upload the result to the Hugging Face hub at the end; needs `hf auth login`",
+    )
+    add(
+        "--hub_model_id",
+        help="with --push_to_hub, name of the repository, such as your-name/lora (default: named "
+        "like --output_dir)",
+    )
+    add("--hub_private_repo", **SWITCH, help="with --push_to_hub, make the repository private")
+
+
+def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags that all trainers share do not fit together.
+
+    The parser has already checked the bounds of numbers.
+    """
+    check_stream_args(parser, args)
+    if args.lr_scheduler == "piecewise_constant":
+        try:  # parses them as diffusers does
+            *rules, last = (args.lr_step_rules or "").split(",")
+            factors = [float(last)]
+            for rule in rules:
+                factor, step = rule.split(":")
+                factors.append(float(factor))
+                int(step)
+            if not all(map(math.isfinite, factors)):
+                raise ValueError
+        except ValueError:
+            parser.error(
+                "--lr_scheduler piecewise_constant needs --lr_step_rules like 1:1000,0.1:2000,0.01"
+            )
+        if args.lr_warmup_steps:
+            parser.error(
+                "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
+                "and begin --lr_step_rules with a small factor"
+            )
+    if args.posthoc_ema_steps and not args.posthoc_ema:
+        parser.error("--posthoc_ema_steps does nothing without --posthoc_ema")
+    if args.posthoc_ema and len({f"{width:g}" for width in args.posthoc_ema}) < 2:
+        parser.error("--posthoc_ema needs two different widths, such as 0.05 0.10")
+    for name in ("rank", "shard"):
+        if args.posthoc_ema and vars(args).get(name):
+            parser.error(f"--posthoc_ema can't be combined with --{name}: leave one of them out")
+    if vars(args).get("shard"):
+        excluded = {
+            "--rank": args.rank,
+            "--compile": args.compile,
+            "--find_lr": args.find_lr,
+            "--train_batch_size auto": args.train_batch_size == "auto",
+            "--mixed_precision fp16": args.mixed_precision == "fp16",
+            f"--optimizer {args.optimizer}": args.optimizer not in ("adamw", "muon"),
+        }
+        for flag, is_given in excluded.items():
+            if is_given:
+                parser.error(f"--shard can't be combined with {flag}: leave one of them out")
+    if args.find_lr_min >= args.find_lr_max:
+        parser.error(
+            f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
+        )
+    if args.optimizer == "adamw8bit":
+        check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
+    base_precision = vars(args).get("base_precision")
+    if base_precision == "nf4":
+        check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
+    if vars(args).get("lora_type") == "lokr":
+        for name in ("use_dora", "lora_dropout"):
+            if vars(args)[name]:
+                parser.error(f"--{name} can't be combined with --lora_type lokr: leave one out")
+    elif "rank" in args and args.lokr_factor != parser.get_default("lokr_factor"):
+        parser.error("--lokr_factor does nothing without --lora_type lokr")
+    if base_precision and args.use_dora:
+        parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
+    for name in LORA_ONLY if "rank" in args and args.rank is None else ():
+        if vars(args)[name] != parser.get_default(name):
+            parser.error(f"--{name} does nothing without --rank")
+    if "rank" in args:
+        check_prior_args(parser, args)
+    if args.save_best and not vars(args).get("holdout"):
+        parser.error(
+            "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
+        )
+    if "validation_metrics" in args:
+        check_metric_args(parser, args)
+    if args.checkpoints_to and not is_address(args.checkpoints_to):
+        if "::" in args.checkpoints_to:
+            parser.error(
+                f"--checkpoints_to {args.checkpoints_to}: fsspec reads '::' in a path as two "
+                "addresses: choose another name"
+            )
+        one, other = Path(args.checkpoints_to).resolve(), Path(args.output_dir).resolve()
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            parser.error(
+                f"--checkpoints_to {args.checkpoints_to} and --output_dir {args.output_dir} must "
+                "be separate folders: neither may be in the other"
+            )
+    if args.report_to in TRACKERS:
+        flag = f"--report_to {args.report_to}"
+        check_package(parser, flag, args.report_to, "use --report_to none")
+
+
+def add_init_flag(add: Add) -> None:
+    """Add the flag that `find_origin` reads."""
+    add(
+        "--init_from",
+        type=PATH,
+        help="run folder or checkpoint whose weights and step a new run starts from, with a new "
+        "optimizer and possibly other data",
+    )
+
+
+def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) -> None:
+    """Add the flags of text-to-image trainers for samples."""
+    add(
+        "--validation_prompts",
+        "--validation_prompt",
+        nargs="+",
+        help="one or more prompts for the samples (default: no samples)",
+    )
+    add(
+        "--validation_steps",
+        type=COUNT,
+        help="draw samples and measure the held-out loss every so many optimizer steps, instead "
+        "of epochs",
+    )
+    add(
+        "--validation_epochs",
+        type=COUNT,
+        default=5,
+        help="draw samples and measure the held-out loss every so many epochs",
+    )
+    add(
+        "--num_validation_images",
+        type=number(0, 10**4, int),
+        default=4,
+        help="samples per prompt; 0: no samples",
+    )
+    add(
+        "--guidance_scale",
+        type=number(1, 1000),
+        default=guidance_scale,
+        help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
+    )
+    add(
+        "--num_inference_steps",
+        type=COUNT,
+        default=num_inference_steps,
+        help="denoising steps per sample",
+    )

@@ -1,0 +1,132 @@
+"""Flags for LoRA and --preserve_prior, and their checks. Imports only the standard library."""
+
+import argparse
+
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, number
+
+# flags that do nothing without --rank
+LORA_ONLY = (
+    "lora_type",
+    "lora_alpha",
+    "lora_layers",
+    "lora_dropout",
+    "use_dora",
+    "network_weights",
+    "base_precision",
+    "preserve_prior",
+)
+# flags that do nothing without --preserve_prior
+PRIOR_ONLY = ("class_prompt", "trigger", "prior_loss_weight", "prior_every")
+
+
+def add_lora_flags(add: Add) -> None:
+    """Add the flags that `add_lora` and `load_network_weights` read."""
+    add(
+        "--rank",
+        "--lora_rank",
+        type=number(1, 4096, int),
+        help="train a LoRA of this rank, such as 16 (default: train the whole model)",
+    )
+    add(
+        "--lora_type",
+        choices=["lora", "lokr"],
+        default="lora",
+        help="lokr: train a LoKr, the Kronecker product of two small matrices, for ComfyUI and "
+        "diffusers 0.42 (arXiv:2309.14859)",
+    )
+    add(
+        "--lokr_factor",
+        type=number(1, 4096, int),
+        default=8,
+        help="with --lora_type lokr, size of the smaller matrix; the larger one has the size of "
+        "the layer, divided by it, and is trained whole if --rank is at least half of that",
+    )
+    add(
+        "--lora_alpha",
+        type=number(1e-3, 1e6),
+        help="the LoRA's output is multiplied by alpha / rank: a larger alpha makes it stronger "
+        "(default: the rank)",
+    )
+    add(
+        "--lora_layers",
+        default="attention",
+        help="layers that get a LoRA: attention, all, or ends of module names, such as "
+        "to_q,to_v,ff.net.2",
+    )
+    add(
+        "--lora_dropout",
+        type=number(0, 0.999),
+        default=0.0,
+        help="probability with which each input of the LoRA is set to 0 in training",
+    )
+    add(
+        "--use_dora",
+        **SWITCH,
+        help="train a DoRA, a LoRA that also trains the magnitudes of the weights: slower "
+        "(arXiv:2402.09353); ComfyUI applies that of a U-Net, not that of a transformer",
+    )
+    add(
+        "--network_weights",
+        type=PATH,
+        help="LoRA file to continue training from, or the output folder of a run with --rank",
+    )
+    add(
+        "--base_precision",
+        choices=["int8", "nf4"],
+        help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
+        "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
+    )
+    add(
+        "--preserve_prior",
+        **SWITCH,
+        help="keep what the base model predicts for --class_prompt, so that the LoRA changes only "
+        "what it is taught",
+    )
+    add(
+        "--class_prompt",
+        nargs="+",
+        help="with --preserve_prior, one or more prompts for what must not change, such as 'a "
+        "photo of a dog'; each image of a step takes one of them; with --trigger only the class, "
+        "such as dog",
+    )
+    add(
+        "--trigger",
+        help="words in the captions for what the LoRA learns, such as 'sks dog'; the prompts that "
+        "must not change are then the captions with --class_prompt in place of these words",
+    )
+    add(
+        "--prior_loss_weight",
+        type=number(1e-6, 1e6),
+        default=1.0,
+        help="weight of the loss of --preserve_prior",
+    )
+    add(
+        "--prior_every",
+        type=COUNT,
+        default=1,
+        help="add the loss of --preserve_prior only every so many steps, multiplied by this "
+        "number: faster, since it takes three passes more",
+    )
+
+
+def check_prior_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags of --preserve_prior do not fit together."""
+    if not args.preserve_prior:
+        for name in PRIOR_ONLY:
+            if vars(args)[name] != parser.get_default(name):
+                parser.error(f"--{name} does nothing without --preserve_prior")
+    elif not args.class_prompt:
+        parser.error(
+            "--preserve_prior needs --class_prompt: prompts for what must not change, such as 'a "
+            "photo of a dog'"
+        )
+    elif args.trigger is not None and (not args.trigger or len(args.class_prompt) > 1):
+        parser.error(
+            "--trigger needs words, and one --class_prompt that replaces them in the captions"
+        )
+    for prompt in args.class_prompt or []:
+        if args.trigger in prompt if args.trigger else prompt == args.instance_prompt:
+            parser.error(
+                f"--class_prompt {prompt!r} is what the LoRA must learn: describe what must not "
+                "change, such as 'dog' for 'sks dog'"
+            )
