@@ -81,7 +81,7 @@ from diffusion_training.cluster.connection import (
     Gauges,
     check_kept,
     connect,
-    find_modules,
+    list_own_modules,
     run_tasks,
 )
 
@@ -294,7 +294,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
-from diffusion_training.csv_files import find_suffix
+from diffusion_training.csv_files import get_suffix
 from diffusion_training.errors import CHANGED, explained, fail, in_one_sentence
 from diffusion_training.faults import explain
 from diffusion_training.files import find_differences, lock_folder
@@ -430,7 +430,7 @@ def connect_to_ray(args: Namespace) -> Callable[[], float]:
     """Connect to Ray until `main` ends. Returns a function that counts the tasks to submit."""
     import ray
 
-    modules = find_modules(download_shard, fail)
+    modules = list_own_modules(download_shard, fail)
     CHANGED.callback(connect(args.address, modules, num_cpus=args.num_cpus))
     # read each time, because nodes may join the cluster
     return lambda: 2 * ray.cluster_resources().get("CPU", 1) + 1
@@ -628,7 +628,7 @@ def main(args: Namespace) -> None:
     if args.limit or isinstance(tables_fs, LocalFileSystem):
         copies = copy_tables(sources, args.limit, **options)
         tables = list(tqdm(copies, total=len(paths), desc="Tables", leave=False))
-    elif args.where is None and all(find_suffix(path) == ".parquet" for path in paths):
+    elif args.where is None and all(get_suffix(path) == ".parquet" for path in paths):
         tables = plan_copies(sources, **options)
     else:
         tables = copy_on_cluster(sources, args, folder)

@@ -141,7 +141,7 @@ from diffusion_training.latents.encoders import (
     place_encoders,
     try_encoders,
 )
-from diffusion_training.latents.passes import EncodedRows, find_batch_size, write_each
+from diffusion_training.latents.passes import LatentRows, try_batch_sizes, write_each
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
 from diffusion_training.latents.published import check_published, open_published, read_row
 from diffusion_training.launch import Meeting, accelerator_options, make_launch
@@ -441,7 +441,7 @@ def encode_all(
     encoders: Encoders,
     load_exact: Callable[[], Encoders] | None,
     caches: list[PlannedCache],
-) -> Iterator[EncodedRows]:
+) -> Iterator[LatentRows]:
     """Encode batches for `caches`.
 
     If the next batch has the same rows, for another cache, their captions are encoded only once.
@@ -475,7 +475,7 @@ def write_rows(
     encoders: Encoders,
     load_exact: Callable[[], Encoders] | None,
     caches: list[PlannedCache],
-) -> EncodedRows:
+) -> LatentRows:
     """Turn the results of `encode` into Arrow columns; encode again if some are not finite."""
     cache = caches[batch["cache"]]
     by_name = {column.name: column for column in cache.columns}
@@ -510,7 +510,7 @@ def write_rows(
         arrays[checksum] = pa.array(checksums, pa.uint64())
     counts = {"encoded_again": encoded_again, "captions_cut": sum(batch["cut"][i] for i in good)}
     record_batch = pa.RecordBatch.from_pydict(arrays)
-    return EncodedRows(batch["cache"], batch["row"][0], record_batch, skipped, counts)
+    return LatentRows(batch["cache"], batch["row"][0], record_batch, skipped, counts)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -525,8 +525,8 @@ def list_batches(loaded: Iterable[dict], waits: list) -> Iterator[RowBatch]:
 
 
 def show_progress(
-    encoded: Iterable[EncodedRows], waits: list, progress_bar: tqdm
-) -> Iterator[EncodedRows]:
+    encoded: Iterable[LatentRows], waits: list, progress_bar: tqdm
+) -> Iterator[LatentRows]:
     """Yield the items of `encoded`; show the speed and the share of time waiting for images."""
     start = time.perf_counter()
     waited = 0.0
@@ -559,7 +559,7 @@ def find_missing(
 
 
 def write_shards(
-    encoded: Iterable[EncodedRows],
+    encoded: Iterable[LatentRows],
     missing: dict[int, dict[int, Path]],
     caches: list[PlannedCache],
     skipped: list[list[dict[str, Any]]],
@@ -674,7 +674,7 @@ def main(args: Namespace) -> None:
     dataset = TransformedRows(images.rows, encoders.tokenizers, caches, read)
     if args.batch_size == "auto":  # an existing cache keeps its batch size
         size = find_begun(Path(cache.output_dir) for cache in caches)
-        size = size or find_batch_size(accelerator, device, dataset, encoders, encode)
+        size = size or try_batch_sizes(accelerator, device, dataset, encoders, encode)
         accelerator.print(f"Batch size: {size}")
         caches = [cache.with_batch_size(size) for cache in caches]
         dataset = replace(dataset, caches=caches)

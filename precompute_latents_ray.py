@@ -61,7 +61,7 @@ from diffusion_training.cluster.connection import (
     Gauges,
     check_kept,
     connect,
-    find_modules,
+    list_own_modules,
     run_tasks,
 )
 from diffusion_training.latents.cache_flags import add_cache_flags, check_cache_args
@@ -173,10 +173,10 @@ from diffusion_training.latents.cache import (
 )
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
-from diffusion_training.latents.passes import EncodedRows, find_batch_size, write_each
+from diffusion_training.latents.passes import LatentRows, try_batch_sizes, write_each
 from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
-from diffusion_training.memory import send
+from diffusion_training.memory import move
 from diffusion_training.printing import amount
 from diffusion_training.remote import reading, remove
 from diffusion_training.stop_signals import end_if_stopped
@@ -331,7 +331,7 @@ class Encoder:
         args = self.job.args
         settings = self.job.caches[0].settings
         base = open_base(args, num_references=count_references(args))
-        base = replace(base, family=base.family.recall(settings))
+        base = replace(base, family=base.family.restore_findings(settings))
 
         def load(dtype: torch.dtype, drivers: dict[str, Any]) -> Encoders:
             encoders = load_encoders(base, dtype)
@@ -364,7 +364,7 @@ class Encoder:
         records, reason = (None, self.reason) if self.reason else attempt(write)
         return {"records": records, "failed": reason, **spent}
 
-    def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[EncodedRows]:
+    def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[LatentRows]:
         """Wait until the previous shards are encoded, then yield the results of `encode_all`."""
         parts = list_parts(shard, self.job)
         left = list(parts)
@@ -388,9 +388,9 @@ class Encoder:
     def load(self, parts: list[Part], spent: dict[str, float]) -> Iterator[Any]:
         """Yield batches like `load_batches`, with their tensors on the way to the device."""
 
-        def move(array: np.ndarray) -> torch.Tensor:
+        def to_device(array: np.ndarray) -> torch.Tensor:
             # torch.tensor copies it, because Ray's shared memory is read-only
-            return send(torch.tensor(array), self.device)
+            return move(torch.tensor(array), self.device)
 
         self.decode_ahead()
         for part in parts:
@@ -407,7 +407,7 @@ class Encoder:
                 ) from error
             spent["waited"] += time.perf_counter() - begin
             self.decode_ahead()
-            yield from (map_tensors(batch, move) for batch in batches)
+            yield from (map_tensors(batch, to_device) for batch in batches)
 
     def decode_ahead(self) -> None:
         """Start tasks for the next parts, up to the number of cores per encoder.
@@ -423,14 +423,14 @@ class Encoder:
             # does not wait, but makes Ray start to send results to this node
             ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
 
-    def find_batch_size(self) -> tuple[int | None, str, str | None]:
+    def try_batch_sizes(self) -> tuple[int | None, str, str | None]:
         """For --batch_size auto: return (size or None, printed table, error message or None)."""
 
         def find() -> int:
             if self.reason:
                 fail(self.reason)
             rows = open_rows(ray.get(self.job.rows))
-            return find_batch_size(Accelerator(cpu=True), self.device, rows, self.encoders, encode)
+            return try_batch_sizes(Accelerator(cpu=True), self.device, rows, self.encoders, encode)
 
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             size, reason = attempt(find)
@@ -692,10 +692,10 @@ def make_shards(
             crew.stop(member)
 
 
-def try_batch_sizes(job: Job, engine: Engine) -> int:
+def measure_batch_size(job: Job, engine: Engine) -> int:
     """For --batch_size auto: let an encoder find the size on its device."""
     encoder, group = place_encoder(job, engine)
-    size, printed, reason = ray.get(encoder.find_batch_size.remote())
+    size, printed, reason = ray.get(encoder.try_batch_sizes.remote())
     remove_placement_group(group)
     print(printed, end="", flush=True)
     return size or fail(reason)
@@ -873,7 +873,7 @@ def main(args: argparse.Namespace) -> None:
     del encoders
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
-    modules = find_modules(Encoder, TransformedRows, Refused)
+    modules = list_own_modules(Encoder, TransformedRows, Refused)
     disconnect = connect(args.address, modules)
     engine, sentences = plan_engine(args, weight_bytes)
     print(sentences, flush=True)
@@ -893,7 +893,7 @@ def main(args: argparse.Namespace) -> None:
             size = find_begun(each.local for each in destinations)
             if size is None:
                 job = Job(absolute, caches, models, num_rows, put_rows(), threads, memory)
-                size = try_batch_sizes(job, engine)
+                size = measure_batch_size(job, engine)
             print(f"Batch size: {size}", flush=True)
             caches = [cache.with_batch_size(size) for cache in caches]
         names = caches[0].list_shards()

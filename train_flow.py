@@ -212,7 +212,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from diffusion_training.batches import (
     Batch,
-    HeldOutMeasure,
+    HeldOutLoss,
     Models,
     Objective,
     Predict,
@@ -412,7 +412,7 @@ def compute_loss(
     return (weight * loss).sum()
 
 
-def measure_velocity(predict: Predict) -> HeldOutMeasure:
+def held_out_velocity_loss(predict: Predict) -> HeldOutLoss:
     """Return how the held-out loss is measured: as the mean squared error of the velocity.
 
     tenths: [N], from 1 to 9: the noise levels at which each held-out image is measured.
@@ -434,7 +434,7 @@ def measure_velocity(predict: Predict) -> HeldOutMeasure:
         velocity = predict(models, noisy_latents, tenths / 10, condition)
         return F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
 
-    return HeldOutMeasure(add_tenths, measure_error)
+    return HeldOutLoss(add_tenths, measure_error)
 
 
 def train_step(
@@ -589,7 +589,7 @@ def main(args: Namespace) -> None:
         predict=predict,
         compute_loss=partial(compute_loss, args, shift_for_size),
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
-        measure=measure_velocity(predict),
+        held_out_loss=held_out_velocity_loss(predict),
         prepare_held_out=partial(prepare_batch, data, 0.0),
         frozen=freeze_on_device(frozen, accelerator),
         encoders=data.modules(),  # only for the estimate of memory

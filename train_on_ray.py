@@ -53,7 +53,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number, parse_demo
-from diffusion_training.cluster.connection import Gauges, check_kept, connect, find_modules
+from diffusion_training.cluster.connection import Gauges, check_kept, connect, list_own_modules
 from diffusion_training.cluster.supervisor import save_and_end, start_trainer, wait_until_free
 from diffusion_training.errors import PEER_ENDED, Refused, explained, fail, in_one_sentence
 from diffusion_training.faults import explain
@@ -136,7 +136,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
         parser.error(f"--min_workers {args.min_workers} exceeds --max_workers {args.max_workers}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
-    path, parse_flags = read_parser(parser, args.script)
+    path, parse_flags = load_parser(parser, args.script)
     with contextlib.redirect_stdout(io.StringIO()):  # the trainer prints it again
         own = parse_flags(args.flags)
         if "resume_from_checkpoint" not in own:
@@ -154,7 +154,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     return Flags(**vars(args) | found)
 
 
-def read_parser(parser: Parser, script: str) -> tuple[str, Callable[[list[str]], Namespace]]:
+def load_parser(parser: Parser, script: str) -> tuple[str, Callable[[list[str]], Namespace]]:
     """Return the path of a trainer, in the working directory or beside this script; its parse_args.
 
     Its file is run only to where it parses its own flags, because the imports below take seconds.
@@ -565,7 +565,7 @@ def main(args: argparse.Namespace) -> None:
     # Start Ray or connect to it, and train. `fit` is in a thread, because Ray's handler of Ctrl-C
     # would not wait for the trainers.
     try:
-        modules = find_modules(run_worker, start_trainer)
+        modules = list_own_modules(run_worker, start_trainer)
         disconnect = connect(args.address, [*modules, args.script])
         check_resources(args)
         here = ray.get_runtime_context().get_node_id()

@@ -211,8 +211,8 @@ from diffusion_training.training.metadata import describe_file
 from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import (
     check_objective,
+    held_out_epsilon_loss,
     load_sampler,
-    measure_epsilon,
     min_snr_weight,
     objective_flags,
     try_sampler,
@@ -521,7 +521,7 @@ def main(args: Namespace) -> None:
         predict=predict,
         compute_loss=partial(compute_loss, args, noise_scheduler),
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
-        measure=measure_epsilon(noise_scheduler, predict),
+        held_out_loss=held_out_epsilon_loss(noise_scheduler, predict),
         prepare_held_out=partial(prepare_batch, data, 0.0),
         frozen=freeze_on_device(frozen, accelerator),
         encoders=data.modules(),  # only for the estimate of memory

@@ -249,7 +249,7 @@ from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
-from diffusion_training.data.folders import find_source
+from diffusion_training.data.folders import get_source
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
@@ -271,8 +271,8 @@ from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import (
     check_objective,
+    held_out_epsilon_loss,
     load_sampler,
-    measure_epsilon,
     min_snr_weight,
     objective_flags,
     try_sampler,
@@ -300,7 +300,7 @@ class ImageDataset(RowDataset):
     def __init__(
         self, images: ImageRows, channels: int, num_left_out: int, args: Namespace
     ) -> None:
-        super().__init__(images, find_source(args), args.shuffle_buffer)
+        super().__init__(images, get_source(args), args.shuffle_buffer)
         self.num_left_out = num_left_out  # by `cache_images`
         self.channels = channels
         self.args = args
@@ -679,7 +679,7 @@ def main(args: Namespace) -> None:
         predict=predict_noise,
         compute_loss=partial(compute_loss, args, noise_scheduler),
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
-        measure=measure_epsilon(noise_scheduler, predict_noise),
+        held_out_loss=held_out_epsilon_loss(noise_scheduler, predict_noise),
         prepare_held_out=prepare_batch,
         frozen=freeze_on_device(frozen, accelerator),
     )

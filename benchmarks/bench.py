@@ -198,7 +198,7 @@ def make_cache(
     from diffusion_training.latents.cache import finish_cache, writing_shard
     from diffusion_training.latents.columns import checksum_row
     from diffusion_training.latents.encoders import load_encoders
-    from diffusion_training.latents.passes import EncodedRows
+    from diffusion_training.latents.passes import LatentRows
     from diffusion_training.latents.plan import plan_caches
 
     folder = Path(folder)
@@ -251,7 +251,7 @@ def make_cache(
             arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])
             arrays["checksum"] = pa.array(sums, pa.uint64())
             counts = {"encoded_again": 0, "captions_cut": 0}
-            yield EncodedRows(0, first, pa.RecordBatch.from_pydict(arrays), [], counts)
+            yield LatentRows(0, first, pa.RecordBatch.from_pydict(arrays), [], counts)
 
     for number, name in enumerate(shards):
         start = number * rows_per_shard

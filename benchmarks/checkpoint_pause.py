@@ -55,11 +55,11 @@ def time_steps(kind, argv):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         written.append([begin, time.perf_counter(), size])
 
-    make_snapshot = state.make_snapshot if kind == "beside" else lambda *args: None
+    make_checkpoint_copy = state.make_checkpoint_copy if kind == "beside" else lambda *args: None
     with (
         mock.patch.object(script, "train_step", step),
         mock.patch.object(state, "save_checkpoint", save),
-        mock.patch.object(state, "make_snapshot", make_snapshot),
+        mock.patch.object(state, "make_checkpoint_copy", make_checkpoint_copy),
     ):
         script.main(script.parse_args(argv))
     print(json.dumps({"steps": marks, "written": written}))

@@ -554,7 +554,7 @@ def count_flops_of(name: str, side: int) -> int:
         times = torch.zeros(1)
         prompts: Any = prepared.condition
         return (
-            find_family(model.family).predict(models["unet"], prepared.images, times, prompts).sum()
+            find_family(model.family).predict(models["unet"], prepared.clean, times, prompts).sum()
         )
 
     with torch.device("meta"):

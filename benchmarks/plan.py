@@ -83,7 +83,7 @@ def count_transformer(name, side, tokens=BATCH_TOKENS[0]):
 
     def loss(models, prepared, weight):
         sigmas = torch.zeros(1)
-        images, condition = prepared.images, prepared.condition
+        images, condition = prepared.clean, prepared.condition
         return predict_velocity(load_family("prx"), models, images, sigmas, condition).sum()
 
     objective = SimpleNamespace(loss=loss)

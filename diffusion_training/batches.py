@@ -99,7 +99,7 @@ Predict: TypeAlias = Callable[
 class Prepared(NamedTuple):
     """A batch of N images as inputs for the model and the loss."""
 
-    images: torch.Tensor  # or latents: float32 [N, C, H, W] of about unit variance
+    clean: torch.Tensor  # images or latents: float32 [N, C, H, W] of about unit variance
     condition: dict[str, torch.Tensor]  # {name: [N, ...]}, the model's other inputs
     loss_inputs: dict[str, torch.Tensor]  # {name: [N, ...]}, inputs of the loss only
 
@@ -113,7 +113,7 @@ class StepSums(TypedDict):
     prior_loss: NotRequired[torch.Tensor]  # sum of weight * loss, in steps of --preserve_prior
 
 
-class HeldOutMeasure(NamedTuple):
+class HeldOutLoss(NamedTuple):
     """How `log_held_out_loss` measures. `tenths` are levels of noise, int [N], from 1 to 9."""
 
     # (images, noise, tenths) -> noisy images
@@ -134,7 +134,7 @@ class Objective:
     predict: Predict  # calls the model
     # the script's `compute_loss`, (objective, models, prepared, weight) -> sum of weight * loss
     compute_loss: Callable[["Objective", Models, Prepared, torch.Tensor], torch.Tensor]
-    measure: HeldOutMeasure
+    held_out_loss: HeldOutLoss
     prepare_held_out: Callable[[Any], Prepared]  # without what is only for training
     frozen: Models = field(default_factory=dict)  # only the loss uses them; never saved
     encoders: Sequence[torch.nn.Module] = ()  # only `prepare` uses them

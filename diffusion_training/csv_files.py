@@ -10,7 +10,7 @@ MAX_ROW = 2**22  # characters
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a file
 
 
-def find_suffix(url: str) -> str:
+def get_suffix(url: str) -> str:
     """The suffix of a file's name in lower case, such as .csv or .csv.gz.
 
     It ignores the query of a URL, such as ?download=true.
@@ -24,10 +24,10 @@ def find_suffix(url: str) -> str:
 
 def find_compression(url: str) -> str | None:
     """The compression of a file for fsspec, by its name."""
-    return "gzip" if find_suffix(url).endswith(".gz") else None
+    return "gzip" if get_suffix(url).endswith(".gz") else None
 
 
-def check_csv(url: str) -> str | None:
+def find_csv_fault(url: str) -> str | None:
     """Check the quotes and the number of values of all rows, which table readers do not do.
 
     After a quote at the start of a value, a reader takes all lines up to the next quote as this
@@ -35,7 +35,7 @@ def check_csv(url: str) -> str | None:
     or of one that has more than `MAX_ROW` characters.
     Returns a warning if values span several lines, which may be intended, else None.
     """
-    delimiter = "\t" if find_suffix(url).startswith(".tsv") else ","
+    delimiter = "\t" if get_suffix(url).startswith(".tsv") else ","
     csv.field_size_limit(MAX_VALUE)
     spanning = []
     begin = 1  # the line in which a row begins

@@ -47,7 +47,7 @@ def fail(sentence: str, alone: bool = False) -> NoReturn:
 def explained(sentence: str, alone: bool = False) -> Iterator[None]:
     """End the program with `sentence` and the reason in parentheses if the block fails.
 
-    A killed loader process is no failure of the block, so its error is passed on.
+    A killed loader process doesn't count as a failure of the block: its error is passed on.
 
     `alone`: see `Refused`.
     """

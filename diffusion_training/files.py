@@ -51,7 +51,7 @@ def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> I
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     except Exception as error:
-        if is_loaders_end(error):  # no failure of the block; the next start deletes what is left
+        if is_loaders_end(error):  # not the block's failure; the next start deletes the rest
             raise
         # torch.save does not report a full disk
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20

@@ -206,7 +206,7 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
         fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
     if "base_precision" in args and args.base_precision:
         check_quantization(args.base_precision, precision, backend)
-    accumulation_steps = read_accumulation(accelerator, args)
+    accumulation_steps = choose_accumulation(accelerator, args)
     if device.type == "cpu":
         keep_memory()
         if threads_are_default():
@@ -293,7 +293,7 @@ def check_processes(accelerator: Accelerator) -> None:
         )
 
 
-def read_accumulation(accelerator: Accelerator, args: Namespace) -> int:
+def choose_accumulation(accelerator: Accelerator, args: Namespace) -> int:
     """Return the micro-batches per step, from --gradient_accumulation_steps or the launch.
 
     The trainers accumulate gradients themselves, so the Accelerator keeps 1. Otherwise it would

@@ -24,11 +24,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether a device is a GPU with CUDA. Tests say yes to an imitated one."""
+    """Return whether a device is a GPU with CUDA. Tests patch this to imitate a GPU."""
     return device.type == "cuda"
 
 
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor from the CPU to a device. A GPU takes it from pinned memory: nothing waits."""
     if is_gpu(device):
         tensor = tensor.pin_memory()
@@ -104,7 +104,7 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
     return held, held
 
 
-def put_decoder(vae: Any, device: torch.device) -> None:
+def place_decoder(vae: Any, device: torch.device) -> None:
     """Put a VAE on a device. It decodes one image at a time, on the CPU if a GPU lacks the memory.
 
     A whole batch may need more memory than a training step.

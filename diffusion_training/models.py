@@ -101,7 +101,7 @@ def hash_weight(weight: torch.Tensor) -> str:
 
 
 def hash_rules(tokenizer: Any) -> str:
-    """A hash of all that decides which ids a tokenizer gives to the words of its vocabulary.
+    """A hash of all that determines the token ids of a tokenizer's vocabulary.
 
     For example the order of merges: two tokenizers with the same vocabulary may differ in it.
     """

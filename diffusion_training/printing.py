@@ -23,7 +23,7 @@ def hide_secrets(value: Any) -> Any:
 
 
 class LastingStream:
-    """stdout or stderr, without secrets. What can't be written is lost, and does not end a run.
+    """stdout or stderr, without secrets. Output that can't be written is dropped.
 
     For example, the reader of a pipe has ended, or the disk of a log is full.
     """

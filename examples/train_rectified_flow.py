@@ -51,8 +51,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from diffusers import UNet2DModel
 
-from diffusion_training.batches import HeldOutMeasure, Objective, Prepared
-from diffusion_training.data.folders import find_source
+from diffusion_training.batches import HeldOutLoss, Objective, Prepared
+from diffusion_training.data.folders import get_source
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors import in_one_sentence
@@ -74,7 +74,7 @@ class Digits(RowDataset):
     """Keys -> {"pixel_values": uint8 [N, 1, H, W], "labels": [N], "weight": [N], "skipped"}."""
 
     def __init__(self, images, args):
-        super().__init__(images, find_source(args))
+        super().__init__(images, get_source(args))
         self.side = args.resolution
 
     def __getitem__(self, keys):
@@ -176,7 +176,7 @@ def main(args):
     order = Order(train_rows, args.seed)
     torch.manual_seed(args.seed)
     models = {"unet": make_unet(args)}
-    measure = HeldOutMeasure(add_tenths, measure_error)
+    measure = HeldOutLoss(add_tenths, measure_error)
     objective = Objective(prepare_batch, predict_velocity, compute_loss, measure, prepare_batch)
 
     plan = plan_run(launch, run, models, objective, train_step, dataset, train_rows, order, args)

@@ -19,7 +19,7 @@ Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies
 
 
-def find_modules(*objects: Any) -> list[str]:
+def list_own_modules(*objects: Any) -> list[str]:
     """Return the files and folders of the modules that define `objects` (functions, classes).
 
     Workers on other machines need them to import these objects.
@@ -39,9 +39,9 @@ def check_kept(parser: argparse.ArgumentParser, output_dir: str) -> None:
 def connect(address: str | None, modules: list[str], **options: Any) -> Callable[[], None]:
     """Connect to Ray at `address` or RAY_ADDRESS, or start it on this machine.
 
-    If this process is already connected, it does nothing. modules: see `find_modules`. Returns a
-    function that ends the new connection. Ends the program with an error if Ray can't be started or
-    found.
+    If this process is already connected, it does nothing. modules: see `list_own_modules`. Returns
+    a function that ends the new connection. Ends the program with an error if Ray can't be started
+    or found.
     """
     # silences Ray's warning about a future change for GPUs
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -23,7 +23,7 @@ from diffusion_training.data.texts import (
 from diffusion_training.data.transforms import Transform
 from diffusion_training.errors import explained
 from diffusion_training.families.base import Tokenizers
-from diffusion_training.families.class_labels import find_token
+from diffusion_training.families.class_labels import get_token
 from diffusion_training.faults import explain, is_machines_fault
 from diffusion_training.order import draw_choices
 from diffusion_training.printing import printable
@@ -158,7 +158,7 @@ def prepare_captions(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     """
     if tokenizers.classes:
         clean = functools.partial(tokenizers.family.prepare, tokenizers[0])
-        return [find_token(text, tokenizers.classes, clean) for text in texts]
+        return [get_token(text, tokenizers.classes, clean) for text in texts]
     tokenizer = tokenizers[0]
     limit = 128 * tokenizer.model_max_length
     return [tokenizers.family.prepare(tokenizer, text[:limit]) for text in texts]

@@ -5,12 +5,12 @@ from typing import Any
 
 import datasets
 
-from diffusion_training.data.folders import find_source
+from diffusion_training.data.folders import get_source
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.errors import fail
 from diffusion_training.files import hash_values
 
-MOST = 10_000  # the embedding of a class has as many numbers as there are classes
+MAX_CLASSES = 10_000  # the embedding of a class has as many numbers as there are classes
 
 
 def name_classes(images: ImageRows, args: Namespace) -> tuple[ImageRows, list[str]]:
@@ -22,7 +22,7 @@ def name_classes(images: ImageRows, args: Namespace) -> tuple[ImageRows, list[st
     column = args.class_column
     rows: Any = images.rows
     labels: list[Any] = rows[column][:]
-    what = f"--class_column {column} of {find_source(args)}"
+    what = f"--class_column {column} of {get_source(args)}"
     names = list_names(rows.features[column], labels, what)
     if rows.features[column].dtype == "string":
         captions = [label or None for label in labels]  # the empty prompt is no class
@@ -49,9 +49,9 @@ def list_names(feature: Any, labels: list[Any], what: str) -> list[str]:
         names = sorted({label for label in labels if label})
     elif "int" in dtype and any(label is not None for label in labels):
         most = max(label for label in labels if label is not None)
-        names = [str(number) for number in range(min(most, MOST) + 1)]
+        names = [str(number) for number in range(min(most, MAX_CLASSES) + 1)]
     else:
         fail(f"{what} holds neither numbers nor names of classes")
-    if len(names) > MOST:
-        fail(f"{what} has more than {MOST:,} classes: is it the right column?")
+    if len(names) > MAX_CLASSES:
+        fail(f"{what} has more than {MAX_CLASSES:,} classes: is it the right column?")
     return names

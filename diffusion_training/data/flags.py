@@ -235,7 +235,7 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
 def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error if the data folder does not exist, or if two sources are given.
 
-    One of two sources would be ignored.
+    Of two sources, one would be ignored.
     """
     source = args.train_data_dir
     if args.dataset_name is not None:

@@ -26,7 +26,7 @@ resolve = functools.cache(os.path.realpath)
 REPEATED = r"(\d+)_(.+)"  # the name of a folder in sd-scripts: repeats, caption
 
 
-def find_source(args: Namespace) -> str:
+def get_source(args: Namespace) -> str:
     """The data set's name, or the path of a local folder with its links resolved.
 
     `datasets` resolves them too, and the keys of rows are paths relative to the folder.
@@ -35,14 +35,14 @@ def find_source(args: Namespace) -> str:
     return resolve(os.path.join(os.getcwd(), source)) if os.path.isdir(source) else source
 
 
-def find_shared(kind: str, cache_dir: str | None) -> Path:
+def name_shared_folder(kind: str, cache_dir: str | None) -> Path:
     """The folder of --cache_images or --cache_latents, which all runs share."""
     return Path(cache_dir or datasets.config.HF_DATASETS_CACHE, "diffusion_training", kind)
 
 
 def is_shared(folder: str) -> bool:
     """Whether a folder is one of --cache_latents."""
-    return Path(folder).parent.parts[-2:] == find_shared("latents", None).parts[-2:]
+    return Path(folder).parent.parts[-2:] == name_shared_folder("latents", None).parts[-2:]
 
 
 def list_paths(folder: str) -> list[str]:
@@ -51,9 +51,9 @@ def list_paths(folder: str) -> list[str]:
 
 
 def check_files(paths: Iterable[str]) -> None:
-    """Raise ValueError for a file of a folder that `datasets` can't read, or never ends to.
+    """Raise ValueError for a file in a folder that `datasets` can't read, or would wait for.
 
-    It hides all files of an archive in which one has such a name, and waits for pipes.
+    It skips a whole archive that holds such a file, and blocks on pipes.
     """
     for path in paths:
         if path.lower().endswith(TABLES) and Path(path).is_fifo():
@@ -107,7 +107,7 @@ def count_references(args: Namespace) -> int:
     named = flags.get("conditioning_image_column") or flags.get("conditioning_data_dir")
     if named or "conditioning_image_column" not in flags:
         return len(named or [])
-    return int(has_reference_files(list_paths(find_source(args))))
+    return int(has_reference_files(list_paths(get_source(args))))
 
 
 def has_reference_files(paths: Iterable[str]) -> bool:
@@ -181,7 +181,7 @@ def apply_folder_flags(rows: datasets.Dataset, column: str, args: Namespace) -> 
     prompt = args.instance_prompt
     repeats = [1] * len(rows)
     captions = [prompt] * len(rows)
-    source = find_source(args)
+    source = get_source(args)
     if args.folder_repeats:
         paths: list[Any] = [None]
         if os.path.isdir(source) and "image" in rows.features:

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from diffusion_training.data.folders import find_shared
+from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.errors import fail
 from diffusion_training.faults import explain, is_machines_fault
@@ -83,7 +83,7 @@ def cache_images(
         "min_size": args.min_size,
     }
     key = hash_values([3, rows._fingerprint, settings])  # 3: the version of this layout
-    parent = find_shared("images", args.cache_dir)
+    parent = name_shared_folder("images", args.cache_dir)
     folder = parent / key
     folder.mkdir(parents=True, exist_ok=True)
     image = {

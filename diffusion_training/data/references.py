@@ -17,7 +17,7 @@ from diffusion_training.data.folders import (
     REFERENCE,
     describe_files,
     find_partners,
-    find_source,
+    get_source,
     has_reference_files,
     is_image,
     list_paths,
@@ -45,7 +45,7 @@ def add_references(rows: Rows, listed: Sequence[str], args: Namespace) -> tuple[
 
     listed: the paths in a local folder.
     """
-    source = find_source(args)
+    source = get_source(args)
     if args.conditioning_image_column:
         return rows, args.conditioning_image_column
     folders = args.conditioning_data_dir or []

@@ -18,7 +18,7 @@ from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 from huggingface_hub import DatasetCard
 
 from diffusion_training.arguments import is_address, list_values
-from diffusion_training.csv_files import check_csv
+from diffusion_training.csv_files import find_csv_fault
 from diffusion_training.data.arrays import open_array
 from diffusion_training.data.flags import is_array
 from diffusion_training.data.folders import (
@@ -30,7 +30,7 @@ from diffusion_training.data.folders import (
     describe_files,
     find_owner,
     find_partners,
-    find_source,
+    get_source,
     has_caption_files,
     is_image,
     list_paths,
@@ -84,7 +84,7 @@ def load_rows(
     channels that the model takes, which determines the layout of an array. `with_references` also
     reads reference images, see `list_reference_columns`.
     """
-    source = find_source(args)
+    source = get_source(args)
     if channels and is_array(source):
         return ImageRows(limit_rows(open_array(source, channels, args), args), "image")
     # the unconditional trainer has neither flag
@@ -201,7 +201,7 @@ def open_builder(
     for path in tables:
         if path.lower().endswith((".csv", ".tsv")) and os.path.isfile(path):
             with explained(f"{path} can't be loaded as a data set"):
-                print_once(check_csv(path))
+                print_once(find_csv_fault(path))
     with explained(f"{described} can't be loaded as a data set"):
         if streaming:
             return builder, builder.as_streaming_dataset(split=args.dataset_split)
@@ -360,7 +360,7 @@ def separate_masks(rows: Rows, listed: Sequence[str], args: Namespace) -> tuple[
 
     listed: the paths in a local folder.
     """
-    source = find_source(args)
+    source = get_source(args)
     mask_column = vars(args).get("mask_column")
     may_add = "mask_column" in args and mask_column in (None, "mask")
     if not isinstance((rows.features or {}).get("image"), datasets.Image):
@@ -398,7 +398,7 @@ def report_unused(
 ) -> None:
     """Print which files of a folder are not in the data set; `datasets` omits them silently.
 
-    folder: see `find_source`. extension: that of caption files.
+    folder: see `get_source`. extension: that of caption files.
     """
     # Other builders read all files of a split. A stream's rows are not known in advance.
     leaves_out = builder.name == "imagefolder" and isinstance(rows, datasets.Dataset)
@@ -478,7 +478,7 @@ class RowDataset(torch.utils.data.Dataset):
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
         self.rows, self.column, _ = images
-        self.source = source  # see `find_source`
+        self.source = source  # see `get_source`
         self.shuffle_buffer = shuffle_buffer  # for a stream
         self.fingerprint = self.rows._fingerprint
 

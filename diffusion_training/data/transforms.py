@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from diffusion_training.data.folders import find_source
+from diffusion_training.data.folders import get_source
 
 
 @dataclass(frozen=True)
 class Transform:
     """How a row becomes an image and a caption. Fields are named like the flags."""
 
-    source: str  # see `find_source`; keys of images are relative to it
+    source: str  # see `get_source`; keys of images are relative to it
     image_column: str
     mask_column: str | None
     caption_column: str | list[str]
@@ -46,7 +46,7 @@ def make_transform(
 ) -> Transform:
     """Make the transform from the flags, and from values that depend on the rows and models."""
     known: dict[str, Any] = {
-        "source": find_source(args),
+        "source": get_source(args),
         "image_column": image_column,
         "mask_column": mask_column,
         "caption_weights": caption_weights,

@@ -56,7 +56,7 @@ class Tokenizers(list):
     ) -> None:
         super().__init__(tokenizers)
         self.family = family
-        self.classes = classes  # of class labels: see `find_token`
+        self.classes = classes  # of class labels: see `get_token`
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Family:
         """Whether a single .safetensors file is of this family, by the names of its weights."""
         return False
 
-    def check(self, base: Base) -> str | None:
+    def find_fault(self, base: Base) -> str | None:
         """The reason why the models of `base` can't be used, as a sentence, or None."""
         return None
 
@@ -242,11 +242,11 @@ class Family:
             )
         return int(count)
 
-    def find_out(self, text_encoders: Iterable[Any]) -> "Family":
+    def probe_encoders(self, text_encoders: Iterable[Any]) -> "Family":
         """The family with what is found out by trying the text encoders."""
         return self
 
-    def recall(self, cache: dict[str, Any]) -> "Family":
+    def restore_findings(self, cache: dict[str, Any]) -> "Family":
         """The family with what was found out when a cache was made. cache: its settings."""
         return self
 
@@ -307,7 +307,7 @@ class Family:
         return latents
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
-        """The side in pixels to which the pipeline resizes square references, so many a row."""
+        """The side in pixels of square references, as the pipeline resizes `count` of them."""
         return resolution
 
     def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
@@ -346,11 +346,11 @@ class Family:
         """
         raise NotImplementedError
 
-    def check_model(self, config: Any) -> str | None:
+    def find_model_fault(self, config: Any) -> str | None:
         """Why a model with this config is not one of this family, or None."""
         return None
 
-    def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
+    def find_input_fault(self, config: Any, channels: int, width: int) -> str | None:
         """Why a model does not fit latents with so many channels, and embeddings of a width."""
         own_width = config[self.embeds_width]
         if (config.in_channels, own_width) == (channels, width):
@@ -433,7 +433,7 @@ class Family:
         names = [f".{name}" for name, _ in model.named_modules()]
         return [end for end in ends if any(name.endswith(f".{end}") for name in names)]
 
-    def read_lora(
+    def convert_lora(
         self, path: Any, model: torch.nn.Module
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Read (weights, alphas, metadata) of a LoRA file with the pipeline's own reader."""
@@ -463,7 +463,7 @@ class Family:
         """ModelSpec's name of the model (github.com/Stability-AI/ModelSpec)."""
         return self.name
 
-    def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
+    def guess_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
         """The scheduler's settings, by the names of a single file's weights and its header."""
         return {}
 

@@ -72,7 +72,7 @@ def make_text_encoder(tokens: list[list[str]]) -> torch.nn.Module:
     return encoder
 
 
-def find_token(text: str, tokens: dict[str, str], clean: Callable[[str], str]) -> str:
+def get_token(text: str, tokens: dict[str, str], clean: Callable[[str], str]) -> str:
     """The token of a caption, "" for no class. tokens: {name or token: the token of the class}."""
     for word in (text, clean(text)):
         if not text or word in tokens:

@@ -128,7 +128,7 @@ class Flux2Klein(Family):
         tokens = noisy.shape[2] * noisy.shape[3]
         return from_sequence(output.sample[:, :tokens], noisy).float()
 
-    def check_model(self, config: Any) -> str | None:
+    def find_model_fault(self, config: Any) -> str | None:
         if config.guidance_embeds:
             return "has a guidance embedding, so it is not FLUX.2 klein"
         return None

@@ -6,7 +6,7 @@ The classes import torch, which is too slow for --help; `load_family` makes them
 from typing import NamedTuple
 
 
-class Facts(NamedTuple):
+class FamilyFacts(NamedTuple):
     """What is known about a family before it is imported.
 
     Attributes of `Family` have the same names, except for the first two.
@@ -22,29 +22,29 @@ class Facts(NamedTuple):
 
 
 FACTS = {
-    "sd": Facts(
+    "sd": FamilyFacts(
         "stable_diffusion.StableDiffusion",
         "StableDiffusion(?!XL|3).*",
         "Stable Diffusion",
         "train_text_to_image.py",
         features=(),
     ),
-    "sdxl": Facts(
+    "sdxl": FamilyFacts(
         "stable_diffusion.StableDiffusionXL",
         "StableDiffusionXL.*",
         "Stable Diffusion XL",
         "train_text_to_image.py",
         features=("sdxl",),
     ),
-    "prx": Facts(
+    "prx": FamilyFacts(
         "prx.PRX",
         "PRXPipeline",
         "PRX",
         max_tokens=256,
         vae_classes=("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLFlux2"),
     ),
-    "z-image": Facts("z_image.ZImage", "ZImagePipeline", "Z-Image", max_tokens=512),
-    "flux2-klein": Facts(
+    "z-image": FamilyFacts("z_image.ZImage", "ZImagePipeline", "Z-Image", max_tokens=512),
+    "flux2-klein": FamilyFacts(
         "flux2.Flux2Klein",
         "Flux2KleinPipeline",
         "FLUX.2 klein",
@@ -52,7 +52,7 @@ FACTS = {
         vae_classes=("AutoencoderKLFlux2",),
         features=("ragged ids",),
     ),
-    "qwen-image": Facts(
+    "qwen-image": FamilyFacts(
         "qwen_image.QwenImage",
         "QwenImagePipeline",
         "Qwen-Image",

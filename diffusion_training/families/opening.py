@@ -89,7 +89,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
         max_tokens=max_tokens,
         num_references=num_references,
     )
-    if sentence := family.check(base):
+    if sentence := family.find_fault(base):
         fail(sentence)
     if trained_by and family.is_distilled(base):
         PartialState().print(
@@ -188,7 +188,7 @@ def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
         )
     about = os.stat(source)
     place = xxhash.xxh3_64_hexdigest(repr([os.path.realpath(source), config]).encode())
-    objective = family.read_objective(names, header)
+    objective = family.guess_objective(names, header)
     key = [about.st_size, about.st_mtime_ns, diffusers.__version__, objective]
     key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
     root = Path(cache_dir or HF_HOME) / "single_files"

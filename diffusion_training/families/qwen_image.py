@@ -90,7 +90,7 @@ class QwenImage(Family):
         )
         return from_sequence(output.sample, noisy).float()
 
-    def check_model(self, config: Any) -> str | None:
+    def find_model_fault(self, config: Any) -> str | None:
         if config.guidance_embeds or config.zero_cond_t or config.use_layer3d_rope:
             return "is for editing, layers or distilled guidance, which can't be trained here"
         return None

@@ -28,7 +28,7 @@ KOHYA_PARTS = {
 
 
 class Float32(torch.nn.Module):
-    """Replaces a text encoder, because pipelines sample in its precision."""
+    """Stands in for the text encoder: pipelines read their dtype from it."""
 
     dtype = torch.float32
 
@@ -97,7 +97,7 @@ class StableDiffusion(Family):
         absent = {"safety_checker": None, "feature_extractor": None}
         return super().build(parts | absent | {"requires_safety_checker": False}, base, resolution)
 
-    def check_model(self, config: Any) -> str | None:
+    def find_model_fault(self, config: Any) -> str | None:
         embed_type = config.addition_embed_type
         if (embed_type == "text_time") == self.needs_sizes:
             return None
@@ -116,7 +116,7 @@ class StableDiffusion(Family):
         alias = 'vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder'
         return [f"{alias}  # where clip_skip looks for it"]
 
-    def read_lora(
+    def convert_lora(
         self, path: Any, model: torch.nn.Module
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Read kohya's files here, because diffusers' reader guesses names and drops magnitudes.
@@ -125,7 +125,7 @@ class StableDiffusion(Family):
         """
         file = load_file(path)
         if not any(key.startswith(("lora_unet_", "lora_te")) for key in file):
-            return super().read_lora(path, model)
+            return super().convert_lora(path, model)
         names = [name for name, _ in model.named_modules()]
         published = rename_unet(names, model.config.layers_per_block)
         layers = {published[name].replace(".", "_"): name for name in names}
@@ -159,7 +159,7 @@ class StableDiffusion(Family):
             return "stable-diffusion-v1"
         return f"stable-diffusion-v2-{'768-v' if predicts_velocity else '512'}"
 
-    def read_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
+    def guess_objective(self, names: set[str], header: dict[str, str]) -> dict[str, Any]:
         """v-prediction and zero terminal SNR, by the marks that ComfyUI looks for."""
         objective: dict[str, Any] = {}
         says_velocity = header.get("modelspec.prediction_type", "").lower().startswith("v")
@@ -213,7 +213,7 @@ class StableDiffusionXL(StableDiffusion):
     features = ("sdxl",)
     text_part = "conditioner"
 
-    def check(self, base: Base) -> str | None:
+    def find_fault(self, base: Base) -> str | None:
         if None in base.index.get("text_encoder", [None]):
             return f"{base.name} has only one text encoder: SDXL's refiner can't be trained here"
         if base.text_encoder or base.tokenizer:

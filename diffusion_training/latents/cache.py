@@ -31,7 +31,7 @@ from diffusion_training.files import (
     write_out,
 )
 from diffusion_training.latents.columns import name_empty_files
-from diffusion_training.latents.passes import EncodedRows
+from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import PlannedCache, compare_settings, name_shard
 from diffusion_training.printing import hide_secrets
 
@@ -123,7 +123,7 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
             writer = None
             held: list[pa.RecordBatch] = []
 
-            def add(encoded: EncodedRows) -> None:
+            def add(encoded: LatentRows) -> None:
                 nonlocal writer
                 rows = encoded.rows
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))

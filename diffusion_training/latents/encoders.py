@@ -49,7 +49,7 @@ def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple
 def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Encoders:
     """Load the VAE, the text encoders and their tokenizers, on the CPU."""
     text_encoders, tokenizers = load_text_encoders(base, dtype)
-    base = replace(base, family=base.family.find_out(text_encoders))
+    base = replace(base, family=base.family.probe_encoders(text_encoders))
     vae = load_vae(base, dtype) if with_vae else None
     return Encoders(base.family, vae, text_encoders, tokenizers, base.clip_skip or 0)
 

@@ -9,7 +9,7 @@ from diffusion_training.data.images import make_time_ids, shrink_masks
 from diffusion_training.families.base import Encoders
 from diffusion_training.latents.encoders import encode_images, encode_prompts
 from diffusion_training.latents.source import Data
-from diffusion_training.memory import put_decoder, send
+from diffusion_training.memory import move, place_decoder
 
 
 def encode_batch(batch: TextToImageBatch, data: Data, caption_dropout: float) -> Prepared:
@@ -83,7 +83,7 @@ def drop_captions(
         if "input_ids" in batch:  # these lengths include a template
             lengths = prompts.get("prompt_lengths", lengths - data.family.dropped_tokens)
         prompts["prompt_lengths"] = torch.where(dropped, data.empty_length, lengths)
-        dropped = send(dropped, device)
+        dropped = move(dropped, device)
     else:
         dropped = torch.rand(count, device=device) < share
     for name, empty in data.empty_prompt.items():
@@ -100,7 +100,7 @@ def read_pixels(data: Data, vae: Any, batch: TextToImageBatch) -> torch.Tensor:
         return batch["pixel_values"]
     latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
     latents = latents[:, : data.latents.channels]  # the mean
-    put_decoder(vae, latents.device)
+    place_decoder(vae, latents.device)
     images = vae.decode(data.family.unpack_latents(vae, latents).to(vae.dtype))[0]
     if images.dim() == 5:  # of a video VAE, one frame
         images = images[:, :, 0]

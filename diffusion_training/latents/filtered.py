@@ -23,7 +23,7 @@ from diffusion_training.latents.columns import (
     name_empty_files,
     view_rows,
 )
-from diffusion_training.latents.passes import EncodedRows
+from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.printing import amount
@@ -97,7 +97,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
                             f"{like}: give --like the cache that it was chosen from"
                         )
                 row += len(batch)
-                add(EncodedRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
+                add(LatentRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
     empty_prompt = {
         name: np.load(io.BytesIO(read_bytes(f"{like}/{file}.npy")))
         for name, file in name_empty_files(cache).items()

@@ -16,7 +16,7 @@ from diffusion_training.loading import load_batches
 from diffusion_training.memory import find_largest
 
 
-class EncodedRows(NamedTuple):
+class LatentRows(NamedTuple):
     """A batch of rows to be written into a cache."""
 
     cache: int  # its index among the caches of the pass
@@ -29,7 +29,7 @@ class EncodedRows(NamedTuple):
 def write_each(
     writing: Callable[[Any], AbstractContextManager[tuple[dict[str, Any], Callable[..., None]]]],
     paths: dict[int, Any],
-    encoded: Iterable[EncodedRows],
+    encoded: Iterable[LatentRows],
 ) -> dict[int, dict[str, Any]]:
     """Write the encoded rows of each cache into its own file. Return the records.
 
@@ -44,7 +44,7 @@ def write_each(
     return {cache: record for cache, (record, _) in files.items()}
 
 
-def find_batch_size(
+def try_batch_sizes(
     accelerator: Accelerator,
     device: torch.device,
     dataset: Any,

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from diffusion_training.arguments import list_values
-from diffusion_training.data.folders import describe_files, find_source
+from diffusion_training.data.folders import describe_files, get_source
 from diffusion_training.data.rows import ImageRows, limit_rows
 from diffusion_training.data.transforms import Transform
 from diffusion_training.errors import explained, fail
@@ -28,7 +28,7 @@ TRIED = 8  # images that the VAE decodes and encodes again, of up to as many fil
 
 def open_published(args: Namespace) -> ImageRows:
     """The rows of all files of a folder: the file, the number in it, and the class."""
-    source = find_source(args)
+    source = get_source(args)
     columns: dict[str, list] = {"file": [], "number": [], args.class_column: []}
     for path in sorted(map(str, Path(source).glob("[!.]*.safetensors"))):
         with explained(f"{path} can't be read as published latents"):

@@ -132,7 +132,7 @@ class CachedLatents(torch.utils.data.Dataset):
         reads_captions: tuple[Tokenizers, CaptionChoice] | None = None,
         optional_columns: Collection[str] = (),
     ) -> None:
-        """caches: {folder: what `load_cache` returns}, with the same columns (see `check_caches`).
+        """caches: {folder: what `load_cache` returns}, with equal columns.
 
         caption_weights: how often each caption of a row is drawn, if it has several.
         reads_captions: tokenizes captions here, if the cached tokens are not used.
@@ -146,7 +146,7 @@ class CachedLatents(torch.utils.data.Dataset):
         self.opened: dict[int, OpenShard] = {}
         self.parts = [cache.shards for cache in caches.values()]
         for shards in self.parts:
-            shards.choose_columns(optional_columns)
+            shards.select_columns(optional_columns)
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # number of each cache's first shard
         self.lengths = np.concatenate([shards.rows for shards in self.parts])
         self.starts = self.lengths.cumsum() - self.lengths  # number of each shard's first row
@@ -179,7 +179,7 @@ class CachedLatents(torch.utils.data.Dataset):
             sizes.insert(0, np.tile(np.int32(self.shape[1:]), (len(self), 1)))
         return np.concatenate(sizes, axis=1)
 
-    def find_shard(self, shard: int) -> tuple[Shards, int]:
+    def locate_row(self, shard: int) -> tuple[Shards, int]:
         """Return (`Shards` of its cache, number in that cache) for a shard's number among all."""
         part = int(np.searchsorted(self.firsts, shard, side="right")) - 1
         return self.parts[part], shard - int(self.firsts[part])
@@ -187,7 +187,7 @@ class CachedLatents(torch.utils.data.Dataset):
     def open(self, shard: int) -> OpenShard:
         """Return a shard, after opening it if needed."""
         if shard not in self.opened:
-            shards, number = self.find_shard(shard)
+            shards, number = self.locate_row(shard)
             if len(self.opened) >= MOST_OPEN:
                 self.opened.pop(next(iter(self.opened)))
             path = self.fetcher.path(shard) if is_address(shards.folder) else None
@@ -204,7 +204,7 @@ class CachedLatents(torch.utils.data.Dataset):
         """The caption that a row has if it is held out."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         opened = self.open(shard)
-        chunk, index = opened.find(row - int(self.starts[shard]))
+        chunk, index = opened.locate(row - int(self.starts[shard]))
         text = opened.batches[chunk]["text"][index].as_py()
         if isinstance(text, list):
             exists = [caption is not None for caption in text]

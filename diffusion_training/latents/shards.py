@@ -47,9 +47,9 @@ class Shards:
         if b"/" in self.names.tobytes():
             raise ValueError("it names shards outside the folder")
         self.all_columns = list_columns(cache)
-        self.choose_columns(())
+        self.select_columns(())
 
-    def choose_columns(self, optional: Collection[str]) -> None:
+    def select_columns(self, optional: Collection[str]) -> None:
         """Choose the columns to read: the usual ones, and those named in `optional`."""
         self.columns = [
             column
@@ -127,7 +127,7 @@ class OpenShard:
         }
         self.unchecked = np.ones(self.starts[-1], bool)
 
-    def find(self, row: int) -> tuple[int, int]:
+    def locate(self, row: int) -> tuple[int, int]:
         """Return (record batch, index in it) for a row of the shard."""
         chunk = bisect.bisect_right(self.starts, row) - 1
         return chunk, row - self.starts[chunk]
@@ -137,7 +137,7 @@ class OpenShard:
 
         A row is checked when it is first read.
         """
-        chunk, index = self.find(row)
+        chunk, index = self.locate(row)
         if self.unchecked[row]:
             self.check(row, chunk, index)
         return self.views[chunk], index
@@ -147,7 +147,7 @@ class OpenShard:
 
         Raises OSError if the row is read for the first time and its tokens are not the caption's.
         """
-        chunk, index = self.find(row)
+        chunk, index = self.locate(row)
         text = self.batches[chunk]["text"][index].as_py()
         if self.unchecked[row]:
             tokens = tokenize(tokenizers, [text])

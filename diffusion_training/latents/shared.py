@@ -16,7 +16,7 @@ from filelock import FileLock
 from diffusion_training import __version__
 from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import add_stream_flags
-from diffusion_training.data.folders import count_references, find_shared
+from diffusion_training.data.folders import count_references, name_shared_folder
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors import fail
 from diffusion_training.files import hash_values
@@ -44,7 +44,7 @@ def share_latents(launch: Launch, args: Namespace, script: str) -> Namespace:
     if not args.cache_latents or args.latents_dir:
         return args
     flags = choose_flags(args, launch.mixed_precision)
-    folder = find_shared("latents", args.cache_dir) / hash_values(describe(flags, args))
+    folder = name_shared_folder("latents", args.cache_dir) / hash_values(describe(flags, args))
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         # A killed run may have left a process that still encodes. It has this lock.

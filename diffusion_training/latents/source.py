@@ -49,7 +49,7 @@ from diffusion_training.latents.reader import Cache, load_cache
 from diffusion_training.latents.shards import Shards, name_repair
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.launch import Launch
-from diffusion_training.memory import send
+from diffusion_training.memory import move
 from diffusion_training.models import put_on_device
 from diffusion_training.printing import amount
 
@@ -57,7 +57,7 @@ MOST_CLASS_PROMPTS = 32
 
 
 @dataclass(frozen=True)
-class EncodedPrompts:
+class PromptEmbeds:
     """Prompts of a flag, encoded once at the start, in float32 on the CPU."""
 
     prompts: list[Prompts]  # each [1, ...]
@@ -70,7 +70,7 @@ class EncodedPrompts:
         """Return (the prompts with these numbers, the empty prompt), on the device."""
         chosen = {name: self.stack(name, numbers, device) for name in self.empty}
         own = self.empties[numbers[0]] if self.empties else self.empty
-        empty = {name: send(value, device) for name, value in dict[str, Any](own).items()}
+        empty = {name: move(value, device) for name, value in dict[str, Any](own).items()}
         return cast(Prompts, chosen), cast(Prompts, empty)
 
     def choose_condition(
@@ -85,7 +85,7 @@ class EncodedPrompts:
 
     def stack(self, name: str, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
         prompts = [dict[str, Any](self.prompts[number]) for number in numbers]
-        return send(torch.cat([prompt[name] for prompt in prompts]), device)
+        return move(torch.cat([prompt[name] for prompt in prompts]), device)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Data:
     empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
     # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
     encoders: Encoders | None
-    validation: EncodedPrompts | None
+    validation: PromptEmbeds | None
     resolution: int
     bucket_step: int | None
     clip_skip: int | None
@@ -107,7 +107,7 @@ class Data:
     num_workers: int  # processes that load the data
     # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
     captions: Sequence[str] = ()
-    class_prompts: EncodedPrompts | None = None  # of --preserve_prior
+    class_prompts: PromptEmbeds | None = None  # of --preserve_prior
     classes: tuple[str, ...] = ()  # of a cache made with --class_column
     # references of any values, for one image, as `encode_batch` adds them to the condition
     references: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -182,12 +182,12 @@ def open_data(
     clip_skip = base.clip_skip or settings["text_encoder"].get("clip_skip")
     classes = tuple(settings.get("classes", ()))
     with explained(f"{args.latents_dir[0]}/cache.json is damaged: make the cache again"):
-        family = base.family.recall(settings)
+        family = base.family.restore_findings(settings)
     base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
     resolution = args.resolution or transform["resolution"]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
-    exact = check_caches(caches, base, caption_weights, args) if launch.is_main else None
+    exact = load_matching_encoders(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
     references = open_references(base.family, settings, args)
     images = group_images(settings, args)
@@ -384,7 +384,7 @@ def check_family(folder: str, cache: dict[str, Any], family: Family) -> None:
         )
 
 
-def check_caches(
+def load_matching_encoders(
     caches: dict[str, Cache], base: Base, caption_weights: list[float] | None, args: Namespace
 ) -> Encoders:
     """Stop with an error if caches are of other models, or lack data that the flags need.
@@ -447,7 +447,7 @@ def check_cache(
 
 def encode_class_prompts(
     launch: Launch, base: Base, encoders: Encoders | None, captions: Sequence[str], args: Namespace
-) -> EncodedPrompts | None:
+) -> PromptEmbeds | None:
     """Encode --class_prompt or, with --trigger, the captions in which it replaces the trigger.
 
     They are at most `MOST_CLASS_PROMPTS`, evenly chosen, since T5 takes seconds for one on a CPU.
@@ -475,7 +475,7 @@ def encode_for_all(
     encoders: Encoders | None,
     prompts: list[str] | None,
     images: Sequence[list[Any]] = (),
-) -> EncodedPrompts | None:
+) -> PromptEmbeds | None:
     """Encode the prompts of a flag in float32 on the first process, and send them to all.
 
     images: the references of each prompt. encoders: used if they are loaded, and in float32.
@@ -483,7 +483,7 @@ def encode_for_all(
     """
     if not prompts:
         return None
-    sent: list[EncodedPrompts | None] = [None]
+    sent: list[PromptEmbeds | None] = [None]
     if launch.is_main:
         if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
             encoders = load_encoders(base, torch.float32, with_vae=False)
@@ -495,7 +495,7 @@ def encode_for_all(
         pairs = zip(prompts, images or [[]] * len(prompts), strict=True)
         encoded = [encode_caption(encoders, *pair) for pair in pairs]
         empties = map(encode_empty, images) if encoders.family.reads_references else ()
-        sent = [EncodedPrompts(encoded, encode_empty(), images, [*empties])]
+        sent = [PromptEmbeds(encoded, encode_empty(), images, [*empties])]
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]

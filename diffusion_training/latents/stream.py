@@ -143,7 +143,7 @@ class StoredLatents(CachedLatents):
 
     def describe(self, shard: int) -> tuple[str, str, int]:
         """Return a shard's address, SHA-256 and approximate bytes, for `Fetcher`."""
-        shards, number = self.find_shard(shard)
+        shards, number = self.locate_row(shard)
         return shards.locate(number), shards.sha256[number].decode(), int(self.bytes_of[shard])
 
     def fetch_all(self, storage: Storage, local_rank: int) -> None:

@@ -79,7 +79,7 @@ def keep_best(
 
 
 def score(best: dict[str, Any]) -> float:
-    """How bad a content of held_out.json is: lower is better."""
+    """The loss or metric in held_out.json as a number; lower is better."""
     if "metric" in best:
         return best["value"] * (1 if best["metric"] in LOWER_METRICS else -1)
     return best.get("held_out_loss", math.inf)

@@ -21,7 +21,7 @@ from diffusion_training.files import hash_values, saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
-from diffusion_training.memory import put_decoder
+from diffusion_training.memory import place_decoder
 from diffusion_training.order import step_seed
 from diffusion_training.training.samples import draw_grid, save_samples
 
@@ -81,7 +81,7 @@ def draw_prompts(
             for prompt, references in zip(args.validation_prompts, validation.images, strict=True)
         ]
         before = keep_before(images[::per_prompt], keys, args.output_dir, step)
-        images = list_edits(images, before, validation.images, args.resolution)
+        images = arrange_edits(images, before, validation.images, args.resolution)
     pixels = np.stack(images)
     pixels = pixels.reshape(len(args.validation_prompts), -1, *pixels.shape[1:])
     grid = draw_grid(pixels, args.validation_prompts)
@@ -129,7 +129,7 @@ def keep_before(
     return []
 
 
-def list_edits(
+def arrange_edits(
     images: list[np.ndarray],
     before: list[np.ndarray],
     references: Sequence[list[Image.Image]],
@@ -220,7 +220,7 @@ def draw_share(
     callbacks = {watched: interrupt} if takes(pipeline, watched) else {}
     device = launch.device
     model = getattr(pipeline, "unet", None) or pipeline.transformer
-    put_decoder(pipeline.vae, device)
+    place_decoder(pipeline.vae, device)
     pipeline.set_progress_bar_config(disable=True)
     training = model.training
     model.eval()  # without dropout

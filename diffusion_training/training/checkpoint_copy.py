@@ -16,10 +16,10 @@ from diffusion_training.training.costs import copy_shapes, count_trained
 from diffusion_training.training.sharding import whole
 
 
-class Snapshot:
+class CheckpointCopy:
     """Copies of models and of their optimizer's state, on the first process.
 
-    Their memory is taken once and used for every checkpoint, so it can't be missing later.
+    Their memory is allocated once, so no later checkpoint can run out of memory.
 
     saved: {name: model} of a checkpoint, before Accelerate wraps them. memory: for `count_copy`.
     """
@@ -79,15 +79,15 @@ def list_saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def count_copy(saved: Models, models: Models, optimizer: str) -> int:
-    """Return the bytes of a `Snapshot`. models: the trained ones among `saved`."""
+    """Return the bytes of a `CheckpointCopy`. models: the trained ones among `saved`."""
     _, moments = count_trained(models, optimizer)
     weights = [value.nbytes for model in saved.values() for value in list_saved(model).values()]
     return sum(weights) + moments
 
 
-def make_snapshot(
+def make_checkpoint_copy(
     launch: Launch, saved: Models, models: Models, step: int, args: Namespace
-) -> Snapshot | None:
+) -> CheckpointCopy | None:
     """Take the memory for copies, on the first process; None if the training waits for checkpoints.
 
     It waits if only the last step saves one, or if there is not enough memory, which is printed.
@@ -103,7 +103,7 @@ def make_snapshot(
     reason = f"{max(0, free) / 1e9:.3g} GB are free"
     if needed < 0.9 * free:
         try:
-            return Snapshot(saved, HostMemory(needed, launch.device), launch.device)
+            return CheckpointCopy(saved, HostMemory(needed, launch.device), launch.device)
         except RuntimeError as error:  # another limit, such as that of pinned memory
             reason = explain(error)
     print(

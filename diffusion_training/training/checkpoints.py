@@ -321,13 +321,13 @@ def load_start(
         load_models_from(start, known, state)
     if added:
         accelerator.print(f"Not in {start}, so these start anew: {', '.join(added)}")
-    changes = list_changes(before, settings, OBJECTIVE)
+    changes = describe_changes(before, settings, OBJECTIVE)
     accelerator.print(
         f"Starting from the weights of {start}, at step {state['global_step']}{changes}"
     )
 
 
-def list_changes(before: dict[str, Any], settings: dict[str, Any], names: Iterable[str]) -> str:
+def describe_changes(before: dict[str, Any], settings: dict[str, Any], names: Iterable[str]) -> str:
     """The settings that have changed, to be printed, such as ", shift 2.0 -> None"."""
     changes = ""
     for name in names:
@@ -395,4 +395,4 @@ def load_checkpoint(
             "choose a new --output_dir"
         )
     names = [name for name in settings if not name.startswith(("resume_from", "held_out"))]
-    accelerator.print(f"Resuming from {path}{list_changes(before, settings, names)}")
+    accelerator.print(f"Resuming from {path}{describe_changes(before, settings, names)}")

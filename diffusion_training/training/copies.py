@@ -1,9 +1,8 @@
 """Copies of a run at --checkpoints_to, made in the background, and fetched to resume the run.
 
 At the address are `checkpoint-N` as in --output_dir, `best-N` (best/ as of step N), `samples/`,
-`posthoc_ema/` with its snapshots, the files in RECORDS, and OWNER. Checkpoints and best weights
-have a marker, a file that is written last and deleted first: a folder without it is an unfinished
-copy.
+`posthoc_ema/` with its snapshots, the COPIED_FILES, and OWNER. Checkpoints and best weights have a
+marker, a file that is written last and deleted first: a folder without it is an unfinished copy.
 """
 
 import contextlib
@@ -37,15 +36,18 @@ from diffusion_training.training.posthoc import FOLDER as SNAPSHOTS
 from diffusion_training.training.posthoc import find_snapshots
 
 OWNER = "checkpoints_to.owner"  # at the address: key and name of the run that writes there
-RECORDS = ("run.args", "metrics.jsonl", "report.html")
-ENDS = {"checkpoint": "/trainer_state.json", "best": "/held_out.json"}  # of the names of markers
+COPIED_FILES = ("run.args", "metrics.jsonl", "report.html")
+MARKER_NAMES = {
+    "checkpoint": "/trainer_state.json",
+    "best": "/held_out.json",
+}  # of the names of markers
 RETRY = 60.0  # seconds until a failed copy is tried again
 FETCHED = ".tmp-fetched"  # folder in --output_dir of machines that do not share it
 
 
 def find_whole(names: Iterable[str], kind: str) -> dict[int, str]:
     """{step: name of its marker} of the complete copies of a kind, oldest first."""
-    pattern = rf"{kind}-(\d+){re.escape(ENDS[kind])}"
+    pattern = rf"{kind}-(\d+){re.escape(MARKER_NAMES[kind])}"
     matches = [match for name in names if (match := re.fullmatch(pattern, name))]
     return dict(sorted((int(match[1]), match[0]) for match in matches))
 
@@ -60,7 +62,7 @@ def find_late(names: Iterable[str], reached: int) -> set[str]:
 def find_unfinished(names: set[str]) -> set[str]:
     """The folders that have no marker, and unfinished files."""
     folders = [match for name in names if (match := re.match(r"(checkpoint|best)-\d+(?=/)", name))]
-    unfinished = {match[0] for match in folders if match[0] + ENDS[match[1]] not in names}
+    unfinished = {match[0] for match in folders if match[0] + MARKER_NAMES[match[1]] not in names}
     return unfinished | {name for name in names if Path(name).name.startswith(".tmp-")}
 
 
@@ -76,10 +78,10 @@ def read_marker(path: Path) -> bytes:
     return b""
 
 
-class Store:
+class Address:
     """A folder at an fsspec address or on a disk. Each file appears complete or not at all.
 
-    A new Store makes new connections and reads the credentials again, since these may expire.
+    A new Address makes new connections and reads the credentials again, since these may expire.
     """
 
     def __init__(self, url: str) -> None:
@@ -154,12 +156,12 @@ class Copies:
     def open(self) -> None:
         """List the address. Stops with an error if it holds no run, or can't be written to."""
         with explained(f"--checkpoints_to {self.url} can't be written to"):
-            self.store = Store(self.url)
-            self.store.write(".tmp-trial", b"")
-            names = self.store.list()
+            self.address = Address(self.url)
+            self.address.write(".tmp-trial", b"")
+            names = self.address.list()
             self.there = names - find_unfinished(names)
-            self.store.delete(".tmp-trial")
-            owner = self.store.read(OWNER) if OWNER in self.there else b""
+            self.address.delete(".tmp-trial")
+            owner = self.address.read(OWNER) if OWNER in self.there else b""
         if self.there and not self.there & {"run.args", OWNER}:
             fail(
                 f"--checkpoints_to {self.url} holds {min(self.there)} and no run of this script: "
@@ -188,7 +190,7 @@ class Copies:
             )
         here = find_steps(self.output_dir)
         steps = {f"checkpoint-{step}": step for step in (*here, *there)} | {"latest": newest}
-        step = steps.get(find_name(str(Path(given)), self.output_dir), -1)
+        step = steps.get(name_checkpoint(str(Path(given)), self.output_dir), -1)
         if step < newest:
             fail(
                 f"checkpoint-{newest} at {self.url} is newer than {given}, or of another run: "
@@ -242,7 +244,7 @@ class Copies:
             if self.is_closed:
                 return
             try:
-                self.store = Store(self.url)
+                self.address = Address(self.url)
                 if not is_begun:
                     self.take(reached)
                     is_begun = True
@@ -274,12 +276,12 @@ class Copies:
         Best weights, samples and snapshots after the step `reached` are deleted: the run makes them
         anew.
         """
-        self.store.write(OWNER, self.key)
-        names = self.store.list()
+        self.address.write(OWNER, self.key)
+        names = self.address.list()
         best = find_whole(names, "best")
         late = {name for step, name in best.items() if step > reached}
         for name in sorted(late | find_late(names, reached)):
-            self.store.delete(name)
+            self.address.delete(name)
 
     def check(self) -> None:
         """Raise TakenOverError if another run has taken the address.
@@ -288,9 +290,9 @@ class Copies:
         objects, take the address again. What was being copied may be gone too, so this is an error.
         """
         try:
-            key = self.store.read(OWNER)
+            key = self.address.read(OWNER)
         except FileNotFoundError:
-            self.store.write(OWNER, self.key)
+            self.address.write(OWNER, self.key)
             raise FileNotFoundError(f"{OWNER} was deleted there") from None
         if key != self.key:
             raise TakenOverError
@@ -319,7 +321,7 @@ class Copies:
         These are checkpoints beyond the limit, best weights that no resumed run needs, and
         unfinished copies. They are left by a copy that failed, or by a killed run.
         """
-        names = self.store.list()
+        names = self.address.list()
         self.check()
         steps, best = find_whole(names, "checkpoint"), find_whole(names, "best")
         known = [step for step in best if step <= max(steps, default=-1)]
@@ -327,7 +329,7 @@ class Copies:
         old += [best[step] for step in known[:-1]]
         self.there = names - {*old}
         for name in (*old, *find_unfinished(self.there)):
-            self.store.delete(name)
+            self.address.delete(name)
 
     def copy_newest(self) -> bool:
         """Copy new files, but only one checkpoint. Returns whether there is another to copy.
@@ -342,12 +344,12 @@ class Copies:
             new = self.find_new()
             self.held = next(filter(Path.is_dir, new), None)
         try:
-            for path in map(self.output_dir.joinpath, RECORDS):
+            for path in map(self.output_dir.joinpath, COPIED_FILES):
                 if path.exists():
-                    self.store.send(path, path.name)
+                    self.address.send(path, path.name)
             self.copy_best()
             for path in filter(Path.is_file, new):
-                self.store.send(path, self.name_file(path))
+                self.address.send(path, self.name_file(path))
                 self.there = self.there | {self.name_file(path)}
             if self.held:
                 marker = self.held / "trainer_state.json"
@@ -376,13 +378,13 @@ class Copies:
         try:
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and path != marker:
-                    self.store.send(path, f"{name}/{path.relative_to(folder).as_posix()}")
+                    self.address.send(path, f"{name}/{path.relative_to(folder).as_posix()}")
         except FileNotFoundError:
             if read_marker(marker) == content:  # a fault of the store
                 raise
         self.check()
         if content and read_marker(marker) == content:
-            self.store.write(f"{name}/{marker.name}", content)
+            self.address.write(f"{name}/{marker.name}", content)
 
 
 def fetch_files(url: str, files: dict[str, Path]) -> None:
@@ -430,7 +432,7 @@ def fetch_checkpoint(url: str, names: Iterable[str], step: int, output_dir: Path
                     raise ValueError(f"{name} has changed since it was written")
 
 
-def find_name(given: str, folder: str | Path) -> str:
+def name_checkpoint(given: str, folder: str | Path) -> str:
     """The name of the checkpoint if `given` is its path in a folder or at an address."""
     is_there = Path(given).parent.resolve() == Path(folder).resolve()  # addresses, too
     return Path(given).name if is_there else given
@@ -461,6 +463,6 @@ def share_checkpoint(
     if is_missing and accelerator.is_local_main_process:
         delete(folder)
         folder.mkdir(parents=True)
-        fetch_checkpoint(url, {"metrics.jsonl"} & Store(url).list(), step, folder)
+        fetch_checkpoint(url, {"metrics.jsonl"} & Address(url).list(), step, folder)
     accelerator.wait_for_everyone()
     return folder if is_missing else output_dir

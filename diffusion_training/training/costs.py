@@ -272,7 +272,7 @@ def count_flops(copies: Models, objective: Objective, prepared: Prepared) -> int
     """
 
     with torch.device("meta"), Counter() as counter:
-        image = torch.empty_like(prepared.images[:1], device="meta")
+        image = torch.empty_like(prepared.clean[:1], device="meta")
         condition = take_shapes(prepared.condition)
         prepared = Prepared(image, condition, take_shapes(prepared.loss_inputs))
         objective.loss(copies, prepared, torch.ones(1)).backward()

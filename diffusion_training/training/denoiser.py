@@ -65,10 +65,10 @@ def adapt_denoiser(
     layers = family.choose_layers(model, args.lora_layers)
     network = args.network_weights
     if network and args.lora_layers == "all":
-        layers += list_further_layers(model, layers, network, family.folder, family.read_lora)
+        layers += list_further_layers(model, layers, network, family.folder, family.convert_lora)
     add_lora(model, layers, base_hash, launch.dtype, args)
     if network:
-        load_network_weights(model, network, family.folder, family.read_lora)
+        load_network_weights(model, network, family.folder, family.convert_lora)
 
 
 def check_denoiser(
@@ -100,8 +100,8 @@ def check_denoiser(
             f"{name} takes embeddings of {model.config[family.embeds_width]}, but the cache has "
             f"{embeds_width} classes: set {family.embeds_width} to {embeds_width} in its config"
         )
-    sentence = family.check_inputs(model.config, channels, embeds_width)
-    if sentence := sentence or family.check_model(model.config):
+    sentence = family.find_input_fault(model.config, channels, embeds_width)
+    if sentence := sentence or family.find_model_fault(model.config):
         fail(f"{name} {sentence}")
     multiple = family.patch_size(model) * data.latents.downscale
     side = data.bucket_step or data.resolution

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-MOST = 10_000  # features that KID compares; it does not depend on their number
+MAX_FEATURES = 10_000  # features that KID compares; it does not depend on their number
 
 
 def measure_kid(
@@ -16,7 +16,7 @@ def measure_kid(
 
     It is the unbiased estimate from all pairs, with the paper's cubic kernel.
     """
-    real, fake = real[:MOST].double(), fake[:MOST].double()
+    real, fake = real[:MAX_FEATURES].double(), fake[:MAX_FEATURES].double()
 
     def compare(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return (one @ other.T / one.shape[1] + 1) ** 3
@@ -37,7 +37,7 @@ def measure_kid(
 
     sets = [torch.arange(len(part)) for part in (real, fake)]
     value = estimate(*sets)
-    return value, find_interval(value, estimate, sets, resamples)
+    return value, bootstrap_interval(value, estimate, sets, resamples)
 
 
 def measure_fid(
@@ -61,16 +61,16 @@ def measure_fid(
         return (distance + sum(root.square().sum() for root in roots) - 2 * shared).item()
 
     value = estimate(real, fake)
-    return value, find_interval(value, estimate, (real, fake), resamples)
+    return value, bootstrap_interval(value, estimate, (real, fake), resamples)
 
 
 def average(values: torch.Tensor, resamples: int = 0) -> tuple[float, list[float] | None]:
     """The mean of values [N], and its interval."""
     value = values.mean().item()
-    return value, find_interval(value, lambda drawn: drawn.mean().item(), (values,), resamples)
+    return value, bootstrap_interval(value, lambda drawn: drawn.mean().item(), (values,), resamples)
 
 
-def find_interval(
+def bootstrap_interval(
     value: float, function: Callable[..., float], sets: Sequence[torch.Tensor], resamples: int
 ) -> list[float] | None:
     """Estimate a metric's 95 % interval by the bootstrap: its spread over other sets of this size.

@@ -13,7 +13,7 @@ from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors import fail
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
-from diffusion_training.memory import send
+from diffusion_training.memory import move
 from diffusion_training.order import Stream, hash_names, step_seed
 
 
@@ -146,11 +146,11 @@ def measure_held_out_losses(
         for level in range(9):
             seed = step_seed("held out", held_out[row], level)
             draws.append(torch.randn(images.shape, generator=torch.Generator().manual_seed(seed)))
-        noise = send(torch.cat(draws), device)
+        noise = move(torch.cat(draws), device)
         images = images.expand_as(noise)
-        noisy_images = objective.measure.add_noise(images, noise, tenths)
+        noisy_images = objective.held_out_loss.add_noise(images, noise, tenths)
         losses = [
-            objective.measure.error(group, noisy_images, tenths, condition, images, noise)
+            objective.held_out_loss.error(group, noisy_images, tenths, condition, images, noise)
             for group in models.values()
         ]
         if number >= len(rows):  # repeated, so that all processes measure as many

@@ -118,7 +118,7 @@ def add_lora(
 
 
 def list_further_layers(
-    model: torch.nn.Module, layers: list[str], path: str | Path, name: str, read_lora: ReadLora
+    model: torch.nn.Module, layers: list[str], path: str | Path, name: str, convert_lora: ReadLora
 ) -> list[str]:
     """The layers of a LoRA file that none of `layers`, ends of names, matches.
 
@@ -126,13 +126,13 @@ def list_further_layers(
     name: see `load_network_weights`.
     """
     with explained(f"--network_weights {path} can't be used"):
-        file = read_lora_file(path, model, name, read_lora)
+        file = read_lora_file(path, model, name, convert_lora)
     ends = tuple(f".{end}" for end in layers)
     return [layer for layer in file.layers if not f".{layer}".endswith(ends)]
 
 
 def load_network_weights(
-    model: torch.nn.Module, path: str | Path, name: str, read_lora: ReadLora
+    model: torch.nn.Module, path: str | Path, name: str, convert_lora: ReadLora
 ) -> None:
     """Load a LoRA file into the adapter of `add_lora`, with the same effect on the model.
 
@@ -143,7 +143,7 @@ def load_network_weights(
     path: the file, or the output folder of a run. name: what the file calls the model.
     """
     with explained(f"--network_weights {path} can't be used"):
-        file = read_lora_file(path, model, name, read_lora)
+        file = read_lora_file(path, model, name, convert_lora)
         broken = [
             f"{layer}.{part}"
             for layer, parts in file.layers.items()

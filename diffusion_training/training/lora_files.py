@@ -13,7 +13,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-# (weights, alphas, settings) of a LoRA file; see `Family.read_lora`
+# (weights, alphas, settings) of a LoRA file; see `Family.convert_lora`
 ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers names it
@@ -64,7 +64,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def read_lora_file(
-    path: str | Path, model: torch.nn.Module, name: str, read_lora: ReadLora
+    path: str | Path, model: torch.nn.Module, name: str, convert_lora: ReadLora
 ) -> LoraFile:
     """Read a LoRA file of diffusers, PEFT, kohya's scripts or this package.
 
@@ -83,7 +83,7 @@ def read_lora_file(
     elif is_lokr and all(key.startswith(f"{name}.") for key in names):  # ours
         weights, alphas, settings = load_file(path), {}, {}
     else:
-        weights, alphas, settings = read_lora(path, model)
+        weights, alphas, settings = convert_lora(path, model)
     named = {key: value for key, value in weights.items() if not key.startswith("text_encoder")}
     for key in named:
         if not key.startswith(f"{name}."):

@@ -105,7 +105,7 @@ def add_lora_flags(add: Add) -> None:
         type=COUNT,
         default=1,
         help="add the loss of --preserve_prior only every so many steps, multiplied by this "
-        "number: faster, since it takes three passes more",
+        "number; such a step costs three more passes",
     )
 
 

@@ -85,7 +85,7 @@ class Metrics:
             return load_network(name, self.args.cache_dir)
 
     def check_real(self, count: int) -> None:
-        """Stop with an error if so many real images are too few."""
+        """Stop with an error if there are too few real images."""
         spread = [name for name in self.names if name in SET_METRICS]
         if spread and count < 2:
             fail(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
-from diffusion_training.batches import HeldOutMeasure, Models, Objective, Predict, Prepared
+from diffusion_training.batches import HeldOutLoss, Models, Objective, Predict, Prepared
 from diffusion_training.errors import fail
 
 
@@ -116,7 +116,7 @@ def to_epsilon(
     return alpha.sqrt() * prediction + (1 - alpha).sqrt() * noisy_images
 
 
-def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOutMeasure:
+def held_out_epsilon_loss(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOutLoss:
     """Measure the mean squared error of epsilon, whatever the models predict."""
     num_timesteps = noise_scheduler.config.num_train_timesteps
 
@@ -136,7 +136,7 @@ def measure_epsilon(noise_scheduler: DDPMScheduler, predict: Predict) -> HeldOut
         epsilon = to_epsilon(prediction, noisy_images, noise_scheduler, timesteps)
         return F.mse_loss(epsilon, noise, reduction="none").mean(dim=(1, 2, 3))
 
-    return HeldOutMeasure(add_noise, measure_error)
+    return HeldOutLoss(add_noise, measure_error)
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def measure_constant(objective: Objective, models: Models, prepared: Prepared) -
     def predict_constant(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
         return constant
 
-    images = prepared.images
+    images = prepared.clean
     weight = torch.full([len(images)], 1 / len(images), device=images.device)
     losses = torch.zeros(3, device=images.device)
     try:

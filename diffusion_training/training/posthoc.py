@@ -32,7 +32,7 @@ WIDTHS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.25)  # whose held-out loss i
 # widths
 
 
-def find_exponent(sigma_rel: float) -> float:
+def solve_exponent(sigma_rel: float) -> float:
     """The gamma of a width: the standard deviation of the weights' times, as a share of the run."""
     roots = np.roots([1, 7, 16 - sigma_rel**-2, 12 - sigma_rel**-2])
     return float(roots.real.max())
@@ -84,7 +84,7 @@ class PosthocEma:
 
     def __init__(self, models: Models, widths: Iterable[float]) -> None:
         self.averages = {width: start_average(models) for width in widths}
-        self.gammas = {width: find_exponent(width) for width in self.averages}
+        self.gammas = {width: solve_exponent(width) for width in self.averages}
         self.images = 0
         self.memory: HostMemory | None = None  # for the copies
         self.trained = {
@@ -274,7 +274,7 @@ def list_snapshots(output_dir: str | Path) -> list[SnapshotFile]:
     for path in find_snapshots(output_dir):
         with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
             header = file.metadata()
-            gamma = find_exponent(float(header["sigma_rel"]))
+            gamma = solve_exponent(float(header["sigma_rel"]))
             found.append(SnapshotFile(path, header["model"], gamma, int(header["images"])))
     return found
 
@@ -286,7 +286,7 @@ def reconstruct(
     own = [snapshot for snapshot in snapshots if snapshot.model == model]
     images = [snapshot.images for snapshot in own]
     gammas = [snapshot.gamma for snapshot in own]
-    counts = solve(images, gammas, max(images), find_exponent(sigma_rel))
+    counts = solve(images, gammas, max(images), solve_exponent(sigma_rel))
     files = [safe_open(snapshot.path, "pt") for snapshot in own]
     for key in files[0].keys():
         parts = zip(counts, files, strict=True)

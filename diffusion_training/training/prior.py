@@ -13,14 +13,14 @@ import torch
 from accelerate import Accelerator
 
 from diffusion_training.batches import Models, Objective, Prepared
-from diffusion_training.latents.source import Data, EncodedPrompts
+from diffusion_training.latents.source import Data, PromptEmbeds
 
 
 @dataclass(frozen=True)
 class Prior:
     """The loss of --preserve_prior: how far the LoRA changes predictions for --class_prompt."""
 
-    prompts: EncodedPrompts
+    prompts: PromptEmbeds
     weight: float
     every: int  # steps
 
@@ -45,7 +45,7 @@ class Prior:
 
         Returns the sum over images of weight * mean squared difference of the two predictions.
         """
-        noisy, times, condition = find_inputs(objective, models, prepared, weight)
+        noisy, times, condition = capture_inputs(objective, models, prepared, weight)
         # on the CPU, where the prompts are
         numbers = torch.randint(len(self.prompts.prompts), [len(noisy)], device="cpu").tolist()
         condition = condition | self.prompts.choose_condition(numbers, noisy.device, condition)
@@ -70,7 +70,7 @@ def make_prior(data: Data, args: Namespace) -> Prior | None:
     return Prior(data.class_prompts, args.prior_loss_weight, args.prior_every)
 
 
-def find_inputs(
+def capture_inputs(
     objective: Objective, models: Models, prepared: Prepared, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The (noisy images, times, condition) that `compute_loss` passes to the model, drawn anew."""

@@ -140,7 +140,7 @@ class Records:
         """Measure the first images that the models get, and count the operations for one."""
         if self.num_measured >= 100:  # a hundred per process are enough
             return
-        self.num_measured += len(prepared.images)
+        self.num_measured += len(prepared.clean)
         self.first_images += measure_images(prepared, weight)
         if self.accelerator.is_main_process:
             if self.first_inputs is None and weight.any():  # waits for the device, once
@@ -369,7 +369,7 @@ def measure_images(prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
 
     They are weighted by `weight` [N].
     """
-    values = prepared.images.flatten(1)
+    values = prepared.clean.flatten(1)
     low, high = values.aminmax(dim=1)
     measures = [low, high, values.square().mean(dim=1), torch.ones_like(low)]
     return weight @ torch.stack(measures, dim=1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """The locked folder of a run, and the checkpoint to begin from."""
 
     script: str  # the file that is run
@@ -63,7 +63,7 @@ def complete_args(args: Namespace, *found: Any, **others: Any) -> Flags:
 
     Checkpoints, trackers, the report and run.args record them, without passwords in addresses.
 
-    found: `Launch`, `Run`, `Data`, `Plan`. others: single values.
+    found: `Launch`, `RunFolder`, `Data`, `Plan`. others: single values.
     """
     completed = dict(vars(args))
     for each in found:
@@ -72,7 +72,7 @@ def complete_args(args: Namespace, *found: Any, **others: Any) -> Flags:
     return Flags(args.given, args.typed, **completed)
 
 
-def open_run(launch: Launch, script: str, args: Namespace) -> Run:
+def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
     """Make, lock and clean --output_dir, and make the hub repository. script: the file that is run.
 
     The files of an earlier run stay until `begin_run`.
@@ -82,9 +82,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     copies_to = None if args.find_lr else args.checkpoints_to
     given = args.resume_from_checkpoint
     if copies_to:  # here, because most runs make no copies
-        from diffusion_training.training.copies import Copies, find_name, share_checkpoint
+        from diffusion_training.training.copies import Copies, name_checkpoint, share_checkpoint
 
-        given = given and find_name(given, copies_to)
+        given = given and name_checkpoint(given, copies_to)
     command = format_args(vars(complete_args(args, launch)), Path(script).name)
     lock = None
     copies = None
@@ -140,7 +140,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
         if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
             tracker_id = tracker_id or before.get("tracker_id")
         tracker_id = tracker_id or secrets.token_hex(4)
-    return Run(
+    return RunFolder(
         script=script,
         lock=lock,
         checkpoint=checkpoint,
@@ -155,7 +155,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> Run:
     )
 
 
-def begin_run(run: Run, output_dir: Path) -> None:
+def begin_run(run: RunFolder, output_dir: Path) -> None:
     """Replace the files of an earlier run, once this one works: a folder holds only one run.
 
     Call it on the first process.
@@ -174,7 +174,7 @@ def write_command(command: str, output_dir: Path) -> None:
         (unfinished / "run.args").write_bytes(os.fsencode(command))
 
 
-def end_run(launch: Launch, run: Run, done: str, files: list[str], args: Namespace) -> None:
+def end_run(launch: Launch, run: RunFolder, done: str, files: list[str], args: Namespace) -> None:
     """Upload if asked for, print `done`, and release everything. files: patterns to upload."""
     accelerator = launch.accelerator
     accelerator.wait_for_everyone()

@@ -31,7 +31,7 @@ from diffusion_training.models import (
 from diffusion_training.printing import amount
 from diffusion_training.training.best import keep_best
 from diffusion_training.training.card import save_model_card
-from diffusion_training.training.checkpoint_copy import make_snapshot
+from diffusion_training.training.checkpoint_copy import make_checkpoint_copy
 from diffusion_training.training.checkpoints import (
     find_checkpoints,
     gather_models,
@@ -62,7 +62,7 @@ from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.replicas import check_replicas
 from diffusion_training.training.report import DescribeModel, save_report
-from diffusion_training.training.run_folder import Run, begin_run, end_run
+from diffusion_training.training.run_folder import RunFolder, begin_run, end_run
 from diffusion_training.training.samples import samples_path
 from diffusion_training.training.sharding import gather_model, gather_state, shard
 from diffusion_training.training.tuning import Plan
@@ -93,7 +93,7 @@ class Training:
     def __init__(
         self,
         launch: Launch,
-        run: Run,
+        run: RunFolder,
         plan: Plan,
         models: Models,
         objective: Objective,
@@ -161,7 +161,7 @@ class Training:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
         # None: the training waits while a checkpoint is written
-        self.snapshot = make_snapshot(launch, self.saved, models, self.step, args)
+        self.checkpoint_copy = make_checkpoint_copy(launch, self.saved, models, self.step, args)
         self.writer = ThreadPoolExecutor(1)  # its thread writes checkpoints, on the first process
         self.writing: Future[None] | None = None  # the last checkpoint
         self.writing_posthoc: Future[None] | None = None  # the last snapshot of --posthoc_ema
@@ -352,7 +352,7 @@ class Training:
         def write(
             models: Iterable[tuple[str, torch.nn.Module]], moments: Callable[[], dict[str, Any]]
         ) -> None:
-            if posthoc:  # a checkpoint without its snapshot is none
+            if posthoc:  # without its snapshot, a checkpoint is incomplete
                 posthoc.result()
             with self.records.timed("checkpoint_write_seconds", is_pause=False):
                 save_checkpoint(path, state, models, moments, scale, write_extra)
@@ -360,11 +360,13 @@ class Training:
             if self.run.copies:
                 self.run.copies.news.set()
 
-        if self.snapshot is None:
+        if self.checkpoint_copy is None:
             write(gather_models(self.saved), partial(gather_state, self.optimizer))
         else:
-            self.snapshot.take(self.saved, self.optimizer)
-            self.writing = self.writer.submit(write, self.snapshot.models(), self.snapshot.moments)
+            self.checkpoint_copy.take(self.saved, self.optimizer)
+            self.writing = self.writer.submit(
+                write, self.checkpoint_copy.models(), self.checkpoint_copy.moments
+            )
 
     def prune(self, saved: Path) -> None:
         """Delete the oldest checkpoints beyond the limit."""

@@ -29,7 +29,7 @@ from diffusion_training.printing import amount
 from diffusion_training.stop_signals import end_if_stopped
 from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.progress import NextStep, Progress
-from diffusion_training.training.run_folder import Run
+from diffusion_training.training.run_folder import RunFolder
 
 # the script's `train_step`
 TrainStep: TypeAlias = Callable[..., StepSums]
@@ -64,7 +64,7 @@ class Plan:
 
 def plan_run(
     launch: Launch,
-    run: Run,
+    run: RunFolder,
     models: Models,
     objective: Objective,
     train_step: TrainStep,

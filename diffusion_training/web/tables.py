@@ -17,7 +17,13 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from diffusion_training.csv_files import MAX_ROW, UTF_16, check_csv, find_compression, find_suffix
+from diffusion_training.csv_files import (
+    MAX_ROW,
+    UTF_16,
+    find_compression,
+    find_csv_fault,
+    get_suffix,
+)
 from diffusion_training.errors import explained, fail
 from diffusion_training.printing import print_once
 from diffusion_training.remote import expand, has_file, open_folder, writing
@@ -59,7 +65,7 @@ def find_tables(fs: AbstractFileSystem, path: str) -> list[str]:
     the path names them itself.
     """
     if fs.isfile(path):
-        if find_suffix(path) not in SUFFIXES:
+        if get_suffix(path) not in SUFFIXES:
             raise ValueError(f"its name does not end in {', '.join(SUFFIXES)}")
         return [path]
     folder = path
@@ -77,7 +83,7 @@ def find_tables(fs: AbstractFileSystem, path: str) -> list[str]:
         file
         for file, info in found.items()
         if (info["type"] == "file" or fs.isfile(file))  # it may be a link
-        and find_suffix(file) in SUFFIXES
+        and get_suffix(file) in SUFFIXES
         and (is_named or not re.search(r"/(\.|__)|/_[^/]*$", file[len(folder) :]))
     ]
 
@@ -95,7 +101,7 @@ def list_split(args: Namespace) -> tuple[AbstractFileSystem, list[str]]:
             raise ValueError(f"it has no split {args.dataset_split!r}; its splits: {splits}")
         urls = list(map(str, files[args.dataset_split]))
         for url in urls:
-            if find_suffix(url) not in SUFFIXES:
+            if get_suffix(url) not in SUFFIXES:
                 raise ValueError(
                     f"{url} is not a table of URLs, whose name ends in {', '.join(SUFFIXES)}"
                 )
@@ -109,7 +115,7 @@ def digest_table(fs: AbstractFileSystem, path: str) -> str:
     For parquet only the footer is hashed. It has the sizes and statistics of all data in the file.
     """
     with explained(f"{path} can't be used"), fs.open(path) as file:
-        if find_suffix(path) != ".parquet":
+        if get_suffix(path) != ".parquet":
             return hashlib.file_digest(file, "sha256").hexdigest()
         length = pq.read_metadata(file).serialized_size
         file.seek(-8 - length, os.SEEK_END)
@@ -162,7 +168,7 @@ def plan_copies(tables: Iterable[tuple[str, str]], **options: Any) -> list[dict]
         source, digest = table
         with explained(f"{source} can't be used"), fsspec.open(source) as file:
             parquet = pq.ParquetFile(file)
-            schema = choose_columns(parquet.schema_arrow, options["columns"])
+            schema = select_columns(parquet.schema_arrow, options["columns"])
             rows = parquet.metadata.num_rows
         copy = name_copy(source, digest, **options)
         return {"source": source, "digest": digest, "copy": copy, "rows": rows, "schema": schema}
@@ -197,7 +203,7 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
             return {"source": source, "copy": copy, "rows": rows, "schema": schema}
 
 
-def choose_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
+def select_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
     """The schema of some columns. Raises ValueError if one is missing or occurs twice."""
     for name in columns:
         if schema.names.count(name) != 1:
@@ -217,10 +223,10 @@ def open_table(
     All CSV columns are read as text. Raises ValueError if a column is missing or occurs twice.
     """
     compression = find_compression(url)
-    suffix = find_suffix(url).removesuffix(".gz")
+    suffix = get_suffix(url).removesuffix(".gz")
     if suffix not in (".parquet", ".csv", ".tsv"):
         schema = infer_schema(url, columns)
-        yield choose_columns(schema, columns), read_json_lines(url, schema, columns)
+        yield select_columns(schema, columns), read_json_lines(url, schema, columns)
         return
     with fsspec.open(url, compression=compression) as file:
         if suffix == ".parquet":
@@ -232,7 +238,7 @@ def open_table(
             parse = pa_csv.ParseOptions(
                 delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True
             )
-            print_once(check_csv(url))
+            print_once(find_csv_fault(url))
             # a block holds the longest row, even with doubled quotes
             read = pa_csv.ReadOptions(block_size=2 * MAX_ROW)
             with fsspec.open(url, compression=compression) as begin:
@@ -245,7 +251,7 @@ def open_table(
             )
             batches = pa_csv.open_csv(file, read, parse, convert)
             schema = batches.schema
-        schema = choose_columns(schema, columns)
+        schema = select_columns(schema, columns)
         yield schema, (batch.select(columns) for batch in batches)
 
 

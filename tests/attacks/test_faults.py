@@ -667,7 +667,7 @@ def test_damaged_files_are_repaired_or_refused(targets, name, count):
     if name == NAMES[0]:
         target.run()
     else:  # with two checkpoints, which are written at once, and something left to do
-        write_at_once = lambda: setattr(state, "make_snapshot", lambda *args: None)
+        write_at_once = lambda: setattr(state, "make_checkpoint_copy", lambda *args: None)
         codes, _ = target.run(happen=at("train_step", 7, die), before=write_at_once)
         assert codes == [-signal.SIGKILL]
     folder, good = (

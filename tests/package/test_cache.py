@@ -28,7 +28,7 @@ from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import load_family
 from diffusion_training.latents import cache as module
 from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, describe_size
-from diffusion_training.latents.passes import EncodedRows
+from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import name_shard, plan_caches
 
 LATENTS, PROMPT = [2, 8, 8], [5, 6]  # shapes
@@ -115,7 +115,7 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
             if row in skipped
         ]
         counts = {"encoded_again": 0, "captions_cut": 1}
-        yield EncodedRows(0, start, pa.RecordBatch.from_pydict(arrays), bad, counts)
+        yield LatentRows(0, start, pa.RecordBatch.from_pydict(arrays), bad, counts)
 
 
 ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
@@ -219,7 +219,7 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
     (tmp_path / "unfinished").mkdir()
     batches = [rows.slice(start, 0 if start == 32 else 16) for start in range(0, 640, 16)]
-    encoded = [EncodedRows(0, 0, batch, [], counts) for batch in batches]
+    encoded = [LatentRows(0, 0, batch, [], counts) for batch in batches]
     record = write_shard(tmp_path / "shard.arrow", encoded)
     written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
     assert [len(batch) for batch in written] == [256, 256, 112]

@@ -37,11 +37,11 @@ def calls(monkeypatch):
 def test_find_modules_lists_the_package_and_scripts_for_ray_workers():
     scripts = [str(ROOT / "download_images.py"), str(ROOT / "precompute_latents.py")]
     package = str(ROOT / "diffusion_training")
-    found = module.find_modules(
+    found = module.list_own_modules(
         download_images.download_shard, precompute_latents.TransformedRows, Refused
     )
     assert found == sorted([package, *scripts]) and all(map(os.path.exists, found))
-    assert module.find_modules(Refused, download_images.fail) == [package]
+    assert module.list_own_modules(Refused, download_images.fail) == [package]
 
 
 def test_connect_starts_ray_with_the_modules_and_shuts_it_down(calls):

@@ -15,12 +15,12 @@ from diffusion_training.files import checksum_files
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.copies import (
     OWNER,
+    Address,
     Copies,
-    Store,
     TakenOverError,
-    find_name,
     find_unfinished,
     find_whole,
+    name_checkpoint,
 )
 
 
@@ -41,7 +41,7 @@ def out(tmp_path):
 @pytest.fixture
 def make(out):
     """make(limit) -> `Copies` of `out`, closed at the end."""
-    MemoryFileSystem.store.clear()
+    MemoryFileSystem.address.clear()
     made = []
 
     def make(limit=None, folder=out):
@@ -83,7 +83,7 @@ def read(name):
 
 def list_steps(kind="checkpoint"):
     """Return the steps of the whole copies at the address."""
-    return [*find_whole(Store("memory://bucket/run").list(), kind)]
+    return [*find_whole(Address("memory://bucket/run").list(), kind)]
 
 
 def check():
@@ -110,7 +110,7 @@ class Hold:
 
     def __init__(self, monkeypatch, name, failure=None):
         self.reached, self.free = threading.Event(), threading.Event()
-        send = Store.send
+        send = Address.send
 
         def hold(store, source, target):
             if target.startswith(name) and not self.free.is_set():
@@ -120,7 +120,7 @@ class Hold:
                 self.free.wait(20)
             send(store, source, target)
 
-        monkeypatch.setattr(Store, "send", hold)
+        monkeypatch.setattr(Address, "send", hold)
 
 
 def test_new_files_are_copied_up_to_the_checkpoints_limit(out, make, capsys):
@@ -134,7 +134,7 @@ def test_new_files_are_copied_up_to_the_checkpoints_limit(out, make, capsys):
         copies.news.set()
     finish(copies)
     assert check() == [3, 4]
-    names = Store(copies.url).list()
+    names = Address(copies.url).list()
     assert list_steps("best") == [4]  # the previous one is no longer needed
     assert {f"samples/step-000000{step}.png" for step in range(1, 5)} < names
     (out / "metrics.jsonl").write_text("{}\n{}\n")
@@ -174,9 +174,9 @@ def test_prune_keeps_the_checkpoint_being_copied_and_the_newest_is_next(out, mak
 
 def test_best_weights_replaced_during_their_copy_are_not_copied(out, make, monkeypatch):
     held = Hold(monkeypatch, "best-1/")
-    write, written = Store.write, []
+    write, written = Address.write, []
     record = lambda store, name, content: written.append(name) or write(store, name, content)
-    monkeypatch.setattr(Store, "write", record)
+    monkeypatch.setattr(Address, "write", record)
     copies = make()
     save(out, 1, best=1)
     copies.begin(-1)
@@ -186,7 +186,7 @@ def test_best_weights_replaced_during_their_copy_are_not_copied(out, make, monke
     shutil.rmtree(out / "best-before", ignore_errors=True)
     held.free.set()
     finish(copies)
-    names = Store(copies.url).list()
+    names = Address(copies.url).list()
     assert check() == [1, 2] and list_steps("best") == [2] and not find_unfinished(names)
     assert "best-1/held_out.json" not in written  # a mixture of both
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_deleted_before_its_copy_is_not_copied(out, make, monkeypat
     shutil.rmtree(out / "checkpoint-1")
     held.free.set()
     finish(copies)
-    assert Store(copies.url).list() == {OWNER, "run.args", "metrics.jsonl"}
+    assert Address(copies.url).list() == {OWNER, "run.args", "metrics.jsonl"}
     assert not capsys.readouterr().err
 
 
@@ -237,10 +237,10 @@ def test_files_of_a_failed_copy_are_deleted_before_the_next_copy(out, make, monk
     save(out, 1)
     copies.begin(-1)
     held.reached.wait(20)
-    assert "checkpoint-1/optimizer.bin" in Store(copies.url).list()
+    assert "checkpoint-1/optimizer.bin" in Address(copies.url).list()
     save(out, 2)
     finish(copies)
-    assert {name.split("/")[0] for name in Store(copies.url).list() if "-" in name} == {
+    assert {name.split("/")[0] for name in Address(copies.url).list() if "-" in name} == {
         "checkpoint-2",
         "samples",
     }
@@ -251,10 +251,10 @@ def test_files_that_others_delete_at_the_address_are_copied_again(out, make, cap
     save(out, 1, best=1)
     copies.begin(-1)
     wait_until(lambda: list_steps() == [1], 20)
-    Store(copies.url).delete("")
+    Address(copies.url).delete("")
     save(out, 2)
     finish(copies)
-    names = Store(copies.url).list()
+    names = Address(copies.url).list()
     assert check() == [1, 2] and list_steps("best") == [1] and OWNER in names
     assert {"run.args", "metrics.jsonl", "samples/step-0000001.png"} < names
     assert f"failed ({OWNER} was deleted there); the run tries again" in capsys.readouterr().err
@@ -262,18 +262,18 @@ def test_files_that_others_delete_at_the_address_are_copied_again(out, make, cap
 
 def test_copies_are_complete_after_a_kill_before_any_change(out, make, monkeypatch):
     """Two checkpoints are at the address; with a limit of one, a third replaces them."""
-    changes = {name: getattr(Store, name) for name in ("send", "delete")}
+    changes = {name: getattr(Address, name) for name in ("send", "delete")}
     begun = make()
     begun.take(-1)
     save(out, 1, best=1), save(out, 2, best=2)
     while begun.copy_newest():
         pass
-    before = dict(MemoryFileSystem.store)
+    before = dict(MemoryFileSystem.address)
     save(out, 3, best=3)
     found = []
     for number in range(100):
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.store.update(before)
+        MemoryFileSystem.address.clear()
+        MemoryFileSystem.address.update(before)
         copies = make(limit=1)
         left = iter(range(number))
 
@@ -284,7 +284,7 @@ def test_copies_are_complete_after_a_kill_before_any_change(out, make, monkeypat
 
         with monkeypatch.context() as m, contextlib.suppress(LookupError):
             for name in changes:
-                m.setattr(Store, name, functools.partialmethod(change, name=name))
+                m.setattr(Address, name, functools.partialmethod(change, name=name))
             copies.take(2)
             copies.copy_newest()
             found.append("end")
@@ -294,7 +294,7 @@ def test_copies_are_complete_after_a_kill_before_any_change(out, make, monkeypat
         after = make()
         after.take(99)
         after.tidy()
-        assert check() == steps and not find_unfinished(after.store.list())
+        assert check() == steps and not find_unfinished(after.address.list())
         if "end" in found:
             break
     assert found[0] == [1, 2] and [2, 3] in found and found[-2:] == ["end", [3]]
@@ -315,7 +315,7 @@ def test_fetch_brings_checkpoint_records_samples_and_best_weights(
     held.reached.wait(20)
     copies.close()
     assert list_steps("best") == [1, 3]
-    Store(copies.url).write("samples/.tmp-1-step-0000001.png", b"unfinished")
+    Address(copies.url).write("samples/.tmp-1-step-0000001.png", b"unfinished")
     new = tmp_path / "new/out"
     new.mkdir(parents=True)
     make(folder=new).fetch("latest")
@@ -328,7 +328,7 @@ def test_fetch_brings_checkpoint_records_samples_and_best_weights(
     ]
     assert not (new / "checkpoint-1").exists()
     assert "Fetching checkpoint-2 from memory://bucket/run" in capsys.readouterr().out
-    assert "samples/step-0000003.png" in Store(copies.url).list()
+    assert "samples/step-0000003.png" in Address(copies.url).list()
     resumed = make(folder=new)
     resumed.begin(2)
     finish(resumed)
@@ -340,7 +340,7 @@ def test_fetch_brings_checkpoint_records_samples_and_best_weights(
     resumed = make(folder=new)
     resumed.begin(3)
     finish(resumed)
-    names = Store(copies.url).list()
+    names = Address(copies.url).list()
     assert list_steps("best") == [3] and check() == [1, 2, 3]
     assert "samples/step-0000003.png" in names
 
@@ -375,11 +375,11 @@ def test_snapshots_are_copied_before_their_checkpoint_and_fetched_with_it(
     assert found == {*steps, *(f"{step}/unet-0.05.safetensors" for step in steps)}
     assert (new / steps[1] / "unet-0.05.safetensors").read_text() == "average of step 2"
     late = "posthoc_ema/step-0000003/unet-0.05.safetensors"
-    assert late in Store(copies.url).list()
+    assert late in Address(copies.url).list()
     resumed = make(folder=new)
     resumed.begin(2)  # the run makes what came after checkpoint-2 anew
     finish(resumed)
-    assert late not in Store(copies.url).list()
+    assert late not in Address(copies.url).list()
 
 
 def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
@@ -415,15 +415,15 @@ def test_fetch_chooses_the_newest_checkpoint_or_stops_with_an_error(
     for here in ([], [2]):
         with pytest.raises(SystemExit, match="holds checkpoint-2 of an earlier run: resume it wi"):
             fetch(None, *here)
-    Store(copies.url).write("checkpoint-2/unet/weights", b"other weights")
+    Address(copies.url).write("checkpoint-2/unet/weights", b"other weights")
     with pytest.raises(
         SystemExit, match="checkpoint-2 is damaged: .*unet/weights has changed since"
     ):
         fetch("latest")
-    Store(copies.url).delete("checkpoint-2/unet/weights")
+    Address(copies.url).delete("checkpoint-2/unet/weights")
     with pytest.raises(SystemExit, match="checkpoint-2 is damaged: delete it, .*no such file"):
         fetch("latest")
-    Store(copies.url).write("checkpoint-2/trainer_state.json", b"{")
+    Address(copies.url).write("checkpoint-2/trainer_state.json", b"{")
     with pytest.raises(SystemExit, match="run/checkpoint-2 is damaged: delete it, and resume from"):
         fetch("latest")
 
@@ -435,13 +435,13 @@ def test_find_name_accepts_the_path_of_a_checkpoint_at_the_address(tmp_path, mon
         (f"{tmp_path}/run/checkpoint-2/", "run"),
         ("./run/checkpoint-2", f"{tmp_path}/run/"),
     ):
-        assert find_name(given, url) == "checkpoint-2"
+        assert name_checkpoint(given, url) == "checkpoint-2"
     for given in ("latest", "checkpoint-2", "other/checkpoint-2", "s3://run/checkpoint-2"):
-        assert find_name(given, "run") == find_name(given, "s3://bucket/run") == given
+        assert name_checkpoint(given, "run") == name_checkpoint(given, "s3://bucket/run") == given
 
 
 def test_copies_leave_the_files_of_other_programs_and_runs_alone(out, make, monkeypatch, capsys):
-    store = Store("memory://bucket/run")
+    store = Address("memory://bucket/run")
     for name in ("checkpoint-7/model.bin", "thesis.txt"):
         store.write(name, b"mine")
         with pytest.raises(SystemExit, match=f"holds {name} and no run of this script"):

@@ -274,7 +274,7 @@ def test_costs_measures_tflops_per_device_and_mfu(base, capsys):
 
 
 def test_training_goes_on_if_operations_can_not_be_counted(base, capsys):
-    loss = lambda objective, models, prepared, weight: F.relu(prepared.images.sum().item())
+    loss = lambda objective, models, prepared, weight: F.relu(prepared.clean.sum().item())
     made = make_costs({"unet": unet_of(base)}, loss)
     for _ in range(2):
         made.count_operations(PREPARED)

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from diffusion_training.csv_files import check_csv
+from diffusion_training.csv_files import find_csv_fault
 
 
 @pytest.mark.parametrize("name, content, said", [
@@ -20,12 +20,12 @@ def test_check_csv_names_the_line_of_a_malformed_row(tmp_path, name, content, sa
     data = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("GZ") else data)
     with pytest.raises(ValueError, match=said):
-        check_csv(f"file://{tmp_path}/{name}")
+        find_csv_fault(f"file://{tmp_path}/{name}")
 
 
 def test_check_csv_accepts_good_files_and_counts_multiline_rows(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'\xef\xbb\xbfurl,text\r\nu1,"a ""red"" cat, \xff"\r\n\r\nu2,5" wide\r\n')
-    assert check_csv(str(path)) is None
+    assert find_csv_fault(str(path)) is None
     path.write_text('url,text\nu1,a\nu2,"red cat\nu3,b"\nu4,c\nu5,"d\n\n"\n')
-    assert "2 rows span several lines, the first one begins in line 3" in check_csv(str(path))
+    assert "2 rows span several lines, the first one begins in line 3" in find_csv_fault(str(path))

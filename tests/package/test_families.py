@@ -37,7 +37,7 @@ from diffusion_training.data.captions import tokenize
 from diffusion_training.data.images import make_time_ids
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
-from diffusion_training.families.names import FACTS, Facts
+from diffusion_training.families.names import FACTS, FamilyFacts
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_features
 from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
@@ -160,7 +160,9 @@ def test_families_match_their_diffusers_classes_and_scripts():
 
 def test_facts_for_the_flags_are_those_of_the_families():
     found = {
-        name: facts._replace(**{key: getattr(load_family(name), key) for key in Facts._fields[2:]})
+        name: facts._replace(
+            **{key: getattr(load_family(name), key) for key in FamilyFacts._fields[2:]}
+        )
         for name, facts in FACTS.items()
     }
     assert found == FACTS
@@ -189,7 +191,7 @@ def test_a_new_family_has_defaults_for_other_programs():
 
     assert New().describe_for_sd_scripts(None) == {"ss_base_model_version": "new"}
     assert New().name_architecture(None, False) == "new"
-    assert New().read_objective({"v_pred"}, {}) == {}
+    assert New().guess_objective({"v_pred"}, {}) == {}
     assert not New().recognizes_file({"v_pred"})
 
 
@@ -619,7 +621,7 @@ def test_a_saved_lora_is_read_back_also_by_the_pipeline(tmp_path, opened, which)
         torch.nn.init.normal_(weight)
     save_lora({family.folder: trained}, tmp_path, None)
     path = tmp_path / "pytorch_lora_weights.safetensors"
-    load_network_weights(read, path, family.folder, family.read_lora)
+    load_network_weights(read, path, family.folder, family.convert_lora)
     one, other = list_adapter(trained), list_adapter(read)
     assert one.keys() == other.keys() and len(one) >= 4
     assert all(torch.allclose(one[key], other[key], rtol=1e-3, atol=1e-6) for key in one)
@@ -686,7 +688,7 @@ def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, pro
     flags = {"rank": 2, "lora_alpha": 3, "use_dora": False, "lora_type": "lora"}
     args = Namespace(**flags, lora_dropout=0.0, lora_layers="attention")
     add_lora(model, family.choose_layers(model, "attention"), "base", torch.float32, args)
-    load_network_weights(model, path, family.folder, family.read_lora)
+    load_network_weights(model, path, family.folder, family.convert_lora)
     adapted = {name: m for name, m in model.named_modules() if getattr(m, "lora_A", None)}
     assert adapted.keys() == expected.keys()
     for name, layer in adapted.items():

@@ -14,7 +14,7 @@ from diffusion_training.launch import Launch
 from diffusion_training.models import call_unet
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import describe_held_out, hold_out, log_held_out_loss
-from diffusion_training.training.objective import measure_epsilon
+from diffusion_training.training.objective import held_out_epsilon_loss
 from diffusion_training.training.records import Records
 
 
@@ -142,7 +142,9 @@ def measure(
     models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
     predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
     objective = argparse.Namespace(
-        measure=measure_epsilon(DDPMScheduler(prediction_type=prediction_type), predict),
+        held_out_loss=held_out_epsilon_loss(
+            DDPMScheduler(prediction_type=prediction_type), predict
+        ),
         prepare_held_out=prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
     )
     log_held_out_loss(

@@ -30,7 +30,7 @@ from diffusion_training.launch import (
     make_launch,
 )
 from diffusion_training.training import hub
-from diffusion_training.training.run_folder import Run, end_run, open_run
+from diffusion_training.training.run_folder import RunFolder, end_run, open_run
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +216,7 @@ def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch
         lock.acquire()
         lock.acquire()  # as after a failed run in a notebook
         # with the full name from the hub
-        run = Run("train.py", lock, None, {}, "me/it")
+        run = RunFolder("train.py", lock, None, {}, "me/it")
         end_run(launch, run, "Done: it is there", ["unet/*"], args)
         with FileLock(tmp_path / ".lock", timeout=0):
             assert "Done: it is there" in capsys.readouterr().out
@@ -239,7 +239,7 @@ def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch
         SystemExit, match=r"upload to me/it failed; everything is in .* \(no network\)"
     ):
         end_run(launch, run, "Done", [], args)
-    run = Run("train.py", None, None, {}, "me/it", tracker_id="a1")
+    run = RunFolder("train.py", None, None, {}, "me/it", tracker_id="a1")
     assert run.settings() == {"hub_model_id": "me/it", "tracker_id": "a1"}
 
 

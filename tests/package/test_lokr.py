@@ -68,7 +68,7 @@ def assert_same(found, trained, base, rtol=1e-5):
 
 
 def load(unet, path):
-    load_network_weights(unet, path, "unet", FAMILY.read_lora)
+    load_network_weights(unet, path, "unet", FAMILY.convert_lora)
     return unet
 
 

@@ -53,7 +53,7 @@ def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
 
 
 def load_file_into(unet, path):
-    load_network_weights(unet, path, "unet", FAMILY.read_lora)
+    load_network_weights(unet, path, "unet", FAMILY.convert_lora)
 
 
 def predict(unet):

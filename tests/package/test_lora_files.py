@@ -66,7 +66,7 @@ def predict(unet):
 
 
 def load(unet, path):
-    load_network_weights(unet, path, "unet", FAMILY.read_lora)
+    load_network_weights(unet, path, "unet", FAMILY.convert_lora)
     return unet
 
 
@@ -229,7 +229,7 @@ def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
     path = tmp_path / FILE
     save_file(weights, path)
     layers = FAMILY.choose_layers(unet, "all")
-    further = list_further_layers(unet, layers, tmp_path, "unet", FAMILY.read_lora)  # its folder
+    further = list_further_layers(unet, layers, tmp_path, "unet", FAMILY.convert_lora)  # its folder
     assert {name.split(".")[-1] for name in further} == {"time_emb_proj", "conv"}
     read = load(adapt(unet, [*layers, *further], lora_alpha=8), path)
     merged = open_unet(base)

@@ -43,9 +43,9 @@ def test_autocast_of_another_device_works_as_ever():
 
 
 def test_values_of_large_tensors_are_not_computed(monkeypatch):
-    monkeypatch.setattr(module, "MOST", 6)
+    monkeypatch.setattr(module, "MAX_NUMBERS", 6)
     with module.on_meta(), UNREADABLE:
         MASK.logical_not().sum().tolist()
-    monkeypatch.setattr(module, "MOST", 7)
+    monkeypatch.setattr(module, "MAX_NUMBERS", 7)
     with module.on_meta():
         assert MASK.logical_not().tolist() == (~MASK).tolist()

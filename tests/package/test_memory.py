@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import torch
 
-from diffusion_training.memory import put_decoder
+from diffusion_training.memory import place_decoder
 
 
 class FullGpu:
@@ -30,7 +30,7 @@ def test_a_vae_decodes_on_the_cpu_if_a_gpu_lacks_the_memory(device, said, capsys
     vae = type("Vae", (FullGpu, type(plain)), {}).from_config(plain.config).eval()
     vae.load_state_dict(plain.state_dict())
     latents = torch.randn(2, 4, 4, 4)
-    put_decoder(vae, device)
+    place_decoder(vae, device)
     assert vae.use_slicing
     with torch.no_grad():
         expected = plain.decode(latents).sample

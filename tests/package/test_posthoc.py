@@ -9,11 +9,11 @@ from diffusion_training.training.posthoc import (
     PosthocEma,
     check_snapshots,
     correlate,
-    find_exponent,
     list_snapshots,
     prune_snapshots,
     reconstruct,
     solve,
+    solve_exponent,
     write_losses,
     write_snapshot,
 )
@@ -34,7 +34,7 @@ def count_weights(ends, gamma):
 
 @pytest.mark.parametrize("sigma_rel", [0.01, 0.05, 0.1, 0.28])
 def test_the_width_is_the_standard_deviation_of_the_times(sigma_rel):
-    gamma = find_exponent(sigma_rel)
+    gamma = solve_exponent(sigma_rel)
     times = (np.arange(10**5) + 0.5) / 10**5
     weights = times**gamma / (times**gamma).sum()
     mean = weights @ times
@@ -51,7 +51,7 @@ def test_the_measured_widths_grow_by_less_than_a_factor_of_1_7():
 def test_the_averages_have_the_profile_of_a_power_of_the_images():
     ends = STEPS.cumsum()
     for sigma_rel in (0.05, 0.2):
-        gamma = find_exponent(sigma_rel)
+        gamma = solve_exponent(sigma_rel)
         bounds = np.concatenate([[0], (ends / ends[-1]) ** (gamma + 1)])
         assert np.allclose(count_weights(ends, gamma), np.diff(bounds), rtol=0, atol=1e-12)
 
@@ -72,8 +72,8 @@ def test_correlations_are_the_integrals_of_products_of_profiles():
 
 
 def test_a_stored_average_is_reconstructed_from_itself():
-    gammas = [find_exponent(width) for width in (0.05, 0.1)] * 3
-    counts = solve([100, 100, 200, 200, 300, 300], gammas, 300, find_exponent(0.1))
+    gammas = [solve_exponent(width) for width in (0.05, 0.1)] * 3
+    counts = solve([100, 100, 200, 200, 300, 300], gammas, 300, solve_exponent(0.1))
     assert np.allclose(counts, [0, 0, 0, 0, 0, 1], atol=1e-6)
 
 
@@ -94,7 +94,7 @@ def test_snapshots_make_the_average_that_training_with_the_width_would_have(widt
         posthoc.update({"unet": model}, int(images))
         if step % 25 == 0:
             write_snapshot(tmp_path, step, posthoc.copy(CPU))
-    counts = torch.tensor(count_weights(STEPS.cumsum(), find_exponent(width)))
+    counts = torch.tensor(count_weights(STEPS.cumsum(), solve_exponent(width)))
     expected = torch.einsum("s,sij->ij", counts, torch.stack(seen).double()).float()
     (found,) = [weight for _, weight in reconstruct(list_snapshots(tmp_path), "unet", width)]
     spread = (model.weight - expected).norm()

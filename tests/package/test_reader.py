@@ -13,13 +13,17 @@ import xxhash
 from conftest import MODELS, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
-from diffusion_training.data.folders import find_shared
+from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import reader as module
 from diffusion_training.latents import shards
 from diffusion_training.latents.encoders import describe_latents, describe_models, load_encoders
-from diffusion_training.latents.source import check_caches, check_family, sample_cached_captions
+from diffusion_training.latents.source import (
+    check_family,
+    load_matching_encoders,
+    sample_cached_captions,
+)
 
 KEYS = [4, 0, 5, 2, 2, 1]  # rows in no order, one of them twice
 
@@ -273,7 +277,7 @@ def test_missing_unfinished_or_damaged_caches_are_refused(tmp_path, cache):
 
 def test_a_damaged_cache_of_cache_latents_is_to_be_deleted(tmp_path, cache):
     """Nobody has run a command that could repair it."""
-    shared = find_shared("latents", tmp_path) / "0123"
+    shared = name_shared_folder("latents", tmp_path) / "0123"
     shutil.copytree(cache, shared)
     said = f"delete {shared}, and the next run with --cache_latents makes it again"
     for name in ("data-00001-of-00003.arrow", "cache.json"):
@@ -462,7 +466,7 @@ def describe(encoders, **more):
 def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     def check(*found, argv=()):
         args = read_args(*argv)
-        check_caches(dict(zip("ab", found, strict=False)), open_base(args), None, args)
+        load_matching_encoders(dict(zip("ab", found, strict=False)), open_base(args), None, args)
 
     models = load()
     good = describe(models)

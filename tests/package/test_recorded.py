@@ -114,7 +114,7 @@ def in_order(family, noise, velocity):
         return from_sequence(velocity, noise)
     calls = family.own_calls
     count = noise[0].numel()
-    run = recorded.PipelineRun("step", torch.arange(count, dtype=torch.float32).reshape)
+    run = recorded.PipelineTrace("step", torch.arange(count, dtype=torch.float32).reshape)
     run.texts = [calls.make_texts([1])]
     calls.run(1, noise.shape[2:], run)
     return velocity.flatten()[run.sample.flatten().long().argsort()].view_as(noise)
@@ -286,7 +286,7 @@ def own(tmp_path, monkeypatch):
         base = open_base(args)
         assert base.family.name == "OwnPipeline"
         parts = base.family.load_text_encoder(base, str(folder), {}, "", torch.float32).eval()
-        family = base.family.find_out([parts])
+        family = base.family.probe_encoders([parts])
         model = diffusers.FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer")
         return family, parts, model
 
@@ -339,7 +339,7 @@ def test_a_pipeline_of_videos_is_refused():
 
     wan = SimpleNamespace(code=draw, options={}, make_texts=lambda lengths: None)
     with pytest.raises(Unrecordable, match=r"it draws videos, from noise .*\(1, 4, 21, 32, 64\)"):
-        DenoiserCalls.find_geometry(wan)
+        DenoiserCalls.probe_geometry(wan)
 
 
 VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransformer2DModel"]

@@ -20,7 +20,7 @@ def folder(request, tmp_path):
     url = str(tmp_path / "folder")
     (tmp_path / "folder").mkdir()
     if request.param == "address":
-        MemoryFileSystem.store.clear()
+        MemoryFileSystem.address.clear()
         url = "memory://bucket/folder"
 
     def files():

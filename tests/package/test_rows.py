@@ -18,7 +18,7 @@ from conftest import MODELS, Script, finish, make_captioned, make_images, start
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.captions import transform_row
-from diffusion_training.data.folders import check_files, find_source
+from diffusion_training.data.folders import check_files, get_source
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.data.transforms import make_transform
@@ -212,7 +212,7 @@ def test_unused_files_are_counted_and_one_is_named(tmp_path, load, capsys, monke
 
 def make_dataset(images, folder):
     args = argparse.Namespace(train_data_dir=str(folder), dataset_name=None)
-    return RowDataset(images, find_source(args))
+    return RowDataset(images, get_source(args))
 
 
 def test_names_of_rows_are_file_paths_or_row_numbers(tmp_path, load):

@@ -135,7 +135,7 @@ def test_read_shard_rejects_damaged_files(tmp_path):
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
     """(file system, folder, items) of a finished download of four shards."""
-    MemoryFileSystem.store.clear()
+    MemoryFileSystem.address.clear()
     url = f"file://{tmp_path}" if request.param == "disk" else "memory://bucket/out"
     fs, root = fsspec.core.url_to_fs(url)
     items = [
@@ -310,7 +310,7 @@ def test_list_sizes_sees_files_written_by_other_machines(folder, monkeypatch):
     )
     monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self: listed.clear())
     listed[root] = ls(fs, root, detail=True)
-    fs.store[f"{root}/new"] = fs.store[next(iter(fs.store))]
+    fs.address[f"{root}/new"] = fs.address[next(iter(fs.address))]
     assert "new" in module.list_sizes(fs, root)
 
 

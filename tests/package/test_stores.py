@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from diffusion_training.training.copies import Copies, Store, TakenOverError
+from diffusion_training.training.copies import Address, Copies, TakenOverError
 
 
 @pytest.fixture(params=["disk", "memory"])
 def url(request, tmp_path):
-    MemoryFileSystem.store.clear()
+    MemoryFileSystem.address.clear()
     return str(tmp_path / "a/store") if request.param == "disk" else "memory://bucket/store"
 
 
 def test_store_writes_sends_lists_and_deletes_files(url, tmp_path, monkeypatch):
-    store = Store(f"{url}/")
+    store = Address(f"{url}/")
     assert store.list() == set()
     (tmp_path / "source").write_bytes(b"1" * 10**5)
     store.send(tmp_path / "source", "folder/deep/a")
@@ -42,7 +42,7 @@ def test_store_writes_sends_lists_and_deletes_files(url, tmp_path, monkeypatch):
 
 
 def test_the_run_that_took_an_address_last_owns_it(url, tmp_path):
-    assert Store(url).fs is not Store(url).fs  # which reads the credentials again
+    assert Address(url).fs is not Address(url).fs  # which reads the credentials again
     first, second = Copies(url, tmp_path / "out", None), Copies(url, tmp_path / "out", None)
     for copies in (first, second):
         copies.open()

@@ -225,7 +225,7 @@ def test_the_query_of_a_url_is_no_part_of_a_tables_name(tmp_path):
         "https://host/a.csv.gz?sig=x.tsv": ".csv.gz",
         str(tmp_path / "what?.tsv"): ".tsv",
     }.items():
-        assert csv_files.find_suffix(name) == suffix
+        assert csv_files.get_suffix(name) == suffix
     table = make_table(tmp_path / "a.parquet")
     pa.csv.write_csv(table, tmp_path / "a.csv")
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))

@@ -35,7 +35,7 @@ from conftest import (
 from filelock import FileLock
 from PIL import Image
 
-from diffusion_training.data.folders import find_shared
+from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.errors import in_one_sentence
 from diffusion_training.latents import shared
 from diffusion_training.latents.reader import load_cache
@@ -201,7 +201,7 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
     assert list((output / "samples").iterdir())
     assert len(forked) == (script != "train_unconditional.py")
     kind = "latents" if forked else "images"
-    assert len([path for path in find_shared(kind, None).iterdir() if path.is_dir()]) == 1
+    assert len([path for path in name_shared_folder(kind, None).iterdir() if path.is_dir()]) == 1
 
 
 # ------------------------------------------------------------------- --cache_latents

@@ -264,7 +264,7 @@ def test_flops_and_memory_of_a_quantized_base_are_counted(inputs, base_precision
     def loss(models, prepared, weight):
         embeds = prepared.condition["prompt_embeds"]
         times = torch.zeros(1)
-        return models["unet"](prepared.images, times, embeds).sample.sum()
+        return models["unet"](prepared.clean, times, embeds).sample.sum()
 
     prepared = Prepared(torch.zeros(1, 4, 8, 8), {"prompt_embeds": torch.zeros(1, 8, 32)}, {})
     objective = argparse.Namespace(loss=loss)
@@ -350,7 +350,7 @@ def test_runs_with_a_quantized_base_resume_bit_identically_and_fit_the_exact_bas
         before = predict(pipeline.unet.eval())
         pipeline.load_lora_weights(whole)
         trained = adapt(*load_unet(inputs, base_precision), lora_layers="all", rank=2)
-        load_network_weights(trained, whole / FILE, "unet", load_family("sd").read_lora)
+        load_network_weights(trained, whole / FILE, "unet", load_family("sd").convert_lora)
         effect = (predict(pipeline.unet) - before).abs().max()
         rounding = (predict(trained.eval()) - predict(pipeline.unet)).abs().max()
         assert 0 < rounding < effect / {"int8": 20, "nf4": 3}[base_precision]

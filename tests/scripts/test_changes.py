@@ -550,7 +550,7 @@ def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
 
     batch = torch.cat([torch.full((2, 3, 8, 8), 127), 255 * mask.byte()], dim=1)
     prepared = script.prepare_batch({"pixel_values": batch})
-    assert prepared.images.shape == (2, 3, 8, 8) and torch.equal(prepared.loss_inputs["mask"], mask)
+    assert prepared.clean.shape == (2, 3, 8, 8) and torch.equal(prepared.loss_inputs["mask"], mask)
     losses = []
     for error in (0.0, 100.0):
 

@@ -30,7 +30,7 @@ from conftest import (
 from diffusion_training.files import checksum_files
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training import checkpoints as checkpoints_module
-from diffusion_training.training.checkpoint_copy import count_copy, make_snapshot
+from diffusion_training.training.checkpoint_copy import count_copy, make_checkpoint_copy
 from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -129,7 +129,7 @@ def test_a_run_has_a_copy_if_a_checkpoint_comes_before_its_last_step(step, last,
     args = argparse.Namespace(find_lr=False, checkpointing_steps=2, optimizer="adamw")
     args.max_train_steps = last
     models = {"unet": torch.nn.Linear(2, 2)}
-    assert (make_snapshot(launch, models, models, step, args) is not None) == is_made
+    assert (make_checkpoint_copy(launch, models, models, step, args) is not None) == is_made
 
 
 def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):

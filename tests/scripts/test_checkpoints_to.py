@@ -25,7 +25,7 @@ from conftest import (
 
 import train_unconditional as script
 from diffusion_training.files import checksum_files
-from diffusion_training.training.copies import Store, find_unfinished, find_whole
+from diffusion_training.training.copies import Address, find_unfinished, find_whole
 
 pytestmark = pytest.mark.usefixtures("without_figures", "quick_retries")
 
@@ -128,7 +128,7 @@ def test_a_run_that_lost_its_disk_resumes_with_the_same_bits(tmp_path, flags, ca
 def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
     tmp_path, flags, monkeypatch
 ):
-    send, log = Store.send, tmp_path / "log"
+    send, log = Address.send, tmp_path / "log"
 
     def slow(store, source, name):
         if name == "checkpoint-2/optimizer.bin":
@@ -136,7 +136,7 @@ def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
             time.sleep(0.5)
         send(store, source, name)
 
-    monkeypatch.setattr(Store, "send", slow)
+    monkeypatch.setattr(Address, "send", slow)
     assert run(*flags, "--max_train_steps=2000", log=log) == {143}
     steps = check_copies(tmp_path / "copies")
     assert f"Stopped by SIGTERM after step {steps[-1]} of 2000" in log.read_text()
@@ -146,7 +146,7 @@ def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
             threading.Event().wait()
         send(store, source, name)
 
-    monkeypatch.setattr(Store, "send", hang)
+    monkeypatch.setattr(Address, "send", hang)
     argv = [*flags, LATEST, f"--max_train_steps={steps[-1] + 2}", "--checkpoints_to_timeout=0.1"]
     assert run(*argv, log=log) == {0}
     lost = f"checkpoint-{steps[-1] + 2}"
@@ -158,14 +158,14 @@ def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
 
 
 def test_training_continues_when_copying_fails(tmp_path, flags, monkeypatch, capfd):
-    write, failures = Store.write, iter(range(3))
+    write, failures = Address.write, iter(range(3))
 
     def fail(store, name, content):
         if "checkpoint-" in name and next(failures, None) is not None:
             raise OSError("503 slow down")
         write(store, name, content)
 
-    monkeypatch.setattr(Store, "write", fail)
+    monkeypatch.setattr(Address, "write", fail)
     train(*flags)
     assert check_copies(tmp_path / "copies") == [2, 4, 6]
     said = f"Copying to {tmp_path / 'copies'} failed (503 slow down); the run tries again later"
@@ -242,7 +242,7 @@ def test_a_run_resumes_from_a_bucket(tmp_path, flags, storage, monkeypatch):
     assert "Traceback" not in log.read_text() and "failed" not in log.read_text()
 
 
-class Address:
+class CopiesAddress:
     """The address of the copies of a killed run, as another program sees it."""
 
     def __init__(self, folder, bucket=None):
@@ -309,7 +309,7 @@ def test_slurm_leaves_enough_time_for_the_last_copy():
 
 
 def test_a_run_killed_with_its_disk_ends_with_the_same_bits(tmp_path, flags):
-    kill_and_resume(tmp_path, flags, 1, 2, Address(tmp_path / "copies"))
+    kill_and_resume(tmp_path, flags, 1, 2, CopiesAddress(tmp_path / "copies"))
 
 
 @pytest.mark.long
@@ -328,5 +328,5 @@ def test_a_run_killed_100_times_with_its_disk_ends_with_the_same_bits(
         boto3 = pytest.importorskip("boto3", reason="no S3 server")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         bucket = boto3.resource("s3", endpoint_url=storage).create_bucket(Bucket="killed")
-    address = Address(tmp_path / "copies", bucket)
+    address = CopiesAddress(tmp_path / "copies", bucket)
     kill_and_resume(tmp_path, flags, num_processes, int(os.environ.get("KILLS", 100)), address)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from diffusion_training.data.class_names import list_names, name_classes
 from diffusion_training.data.rows import load_rows
 from diffusion_training.families.class_labels import (
-    find_token,
+    get_token,
     list_tokens,
     make_text_encoder,
     make_tokenizer,
@@ -194,8 +194,8 @@ def test_a_class_that_can_not_be_told_from_others_is_refused():
     with pytest.raises(SystemExit, match="the class 'n01440764' can't be told from others"):
         list_tokens(["n01440764", "7"], CLEAN)
     with pytest.raises(SystemExit, match="'c' is not a class; the classes are a, 0"):
-        find_token("c", {"a": "0", "0": "0"}, CLEAN)
-    assert [find_token(text, {"a b": "0"}, CLEAN) for text in ("a b", "A/b", "")] == ["0", "0", ""]
+        get_token("c", {"a": "0", "0": "0"}, CLEAN)
+    assert [get_token(text, {"a b": "0"}, CLEAN) for text in ("a b", "A/b", "")] == ["0", "0", ""]
 
 
 @pytest.mark.parametrize("count", [2, 10, 999, 1000])

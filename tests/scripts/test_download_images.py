@@ -41,7 +41,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 
 import download_images as script  # noqa: E402
 import precompute_latents  # noqa: E402
-from diffusion_training.cluster.connection import find_modules  # noqa: E402
+from diffusion_training.cluster.connection import list_own_modules  # noqa: E402
 from diffusion_training.data.captions import transform_row  # noqa: E402
 from diffusion_training.data.rows import load_rows  # noqa: E402
 from diffusion_training.data.transforms import make_transform  # noqa: E402
@@ -66,7 +66,7 @@ def ray_folder():
 def local_ray(ray_folder, storage):
     """A Ray of two cores, which all tests share; its address."""
     # as the script does
-    sent = {"py_modules": find_modules(script.download_shard, script.fail)}
+    sent = {"py_modules": list_own_modules(script.download_shard, script.fail)}
     options = {
         "num_cpus": 2,
         "object_store_memory": 80 * 2**20,
@@ -341,7 +341,7 @@ def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(
 
 def test_remote_tables_are_copied_while_other_shards_download(lazy_ray, server, tmp_path):
     fs = MemoryFileSystem()
-    fs.store.clear()
+    fs.address.clear()
     make_table(tmp_path / "all.parquet", good_urls(server, 14))
     for i in range(7):
         rows = pq.read_table(tmp_path / "all.parquet").slice(2 * i, 2)

@@ -167,7 +167,7 @@ def test_run_killed_while_it_measures_resumes_with_the_same_figures(tmp_path, fl
     for killed_at in (2, 4):  # after the checkpoint of this step
         with monkeypatch.context() as patched:
             patched.setattr(Metrics, "compare", partialmethod(die, killed_at=killed_at))
-            patch(patched, "make_snapshot", lambda *args: None)  # they are written at once
+            patch(patched, "make_checkpoint_copy", lambda *args: None)  # they are written at once
             train.fork(*flags, status=9)
     train(*flags)
     whole, rest = (measured(tmp_path / name) for name in ("whole", "out"))

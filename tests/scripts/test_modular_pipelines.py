@@ -135,7 +135,7 @@ def test_a_modular_pipeline_with_a_quantized_base_keeps_its_prior(tmp_path, prec
 @pytest.mark.parametrize(
     "name, more, reason",
     [
-        ("flux3_distilled", "", "['target_timestep'] is computed from the time in an unknown way"),
+        ("flux3_distilled", "", "['target_timestep'] is not a known function of the time"),
         (
             "flux3",
             "--conditioning_data_dir=images",

@@ -40,7 +40,7 @@ import train_flow as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.known import load_family
-from diffusion_training.families.names import FACTS, Facts
+from diffusion_training.families.names import FACTS, FamilyFacts
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
@@ -176,7 +176,7 @@ CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit 
 
 def register(monkeypatch, kind=StableDiffusion3):
     """Add a family to the list, and its file to the folder. The package needs nothing else."""
-    facts = Facts("sd3.Kind", kind.pipeline, kind.title, features=kind.features)
+    facts = FamilyFacts("sd3.Kind", kind.pipeline, kind.title, features=kind.features)
     monkeypatch.setitem(FACTS, "sd3", facts)
     file = types.SimpleNamespace(Kind=kind)
     monkeypatch.setitem(sys.modules, "diffusion_training.families.sd3", file)

@@ -614,7 +614,7 @@ def test_after_batches_that_did_not_fit_smaller_ones_make_the_cache(tmp_path, fl
         made_with["batch_size"] == 2 and "--batch_size=2" in (tmp_path / "out/run.args").read_text()
     )
     (tmp_path / "out/data-00001-of-00004.arrow").unlink()
-    monkeypatch.setattr(script, "find_batch_size", None)  # it is known
+    monkeypatch.setattr(script, "try_batch_sizes", None)  # it is known
     precompute(*flags, "--batch_size=auto")
 
 

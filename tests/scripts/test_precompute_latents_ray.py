@@ -62,7 +62,7 @@ from diffusion_training.data.rows import load_rows
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
 # The modules that the script sends to its workers
-MODULES = script.find_modules(script.Encoder, script.TransformedRows, script.Refused)
+MODULES = script.list_own_modules(script.Encoder, script.TransformedRows, script.Refused)
 
 
 # Ray runs in child processes that import this file: with Ray's threads in the test process,
@@ -140,7 +140,7 @@ def run(argv, setup=None):
     script.ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     if setup:
         setup()
-        script.find_modules = lambda *objects: MODULES  # also for encoders of this file
+        script.list_own_modules = lambda *objects: MODULES  # also for encoders of this file
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -209,7 +209,7 @@ class Remote:
                 begin(*args)
             return Ref(self.what, *args)
         actor = self.what(*args)
-        calls = {name: Remote(getattr(actor, name)) for name in ("make", "find_batch_size")}
+        calls = {name: Remote(getattr(actor, name)) for name in ("make", "try_batch_sizes")}
         return argparse.Namespace(**calls, __ray_ready__=Remote(lambda: True))
 
 
@@ -1286,7 +1286,7 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, wit
 
 def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, without_ray):
     """There is no lock: one run begins, another makes the whole cache, then the first continues."""
-    MemoryFileSystem.store.clear()
+    MemoryFileSystem.address.clear()
     flags.append("--output_dir=memory://bucket/latents")
 
     def make_shards(*args, real=script.make_shards):

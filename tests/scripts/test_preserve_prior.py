@@ -13,7 +13,7 @@ from test_train_lora import FILE, contents
 from diffusion_training.batches import Objective, Prepared
 from diffusion_training.training.denoiser import load_base
 from diffusion_training.training.lora import add_lora
-from diffusion_training.training.prior import Prior, find_inputs, without_adapters
+from diffusion_training.training.prior import Prior, capture_inputs, without_adapters
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
@@ -155,7 +155,7 @@ def test_without_adapters_a_model_in_4_bits_is_its_base(tmp_path):
 
 
 class Prompts:
-    """In place of `EncodedPrompts`: one that is drawn always."""
+    """In place of `PromptEmbeds`: one that is drawn always."""
 
     prompts = (None,)
     embeds = torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(2))
@@ -172,7 +172,7 @@ def test_prior_adds_the_gradients_of_its_formula(inputs):
     seen = []
 
     def compute_loss(objective, models, prepared, weight):
-        noisy = prepared.images + torch.randn(images.shape)
+        noisy = prepared.clean + torch.randn(images.shape)
         prediction = objective.predict(models, noisy, times, prepared.condition)
         seen.append(noisy)
         return (weight * prediction.square().mean(dim=(1, 2, 3))).sum()
@@ -203,11 +203,11 @@ def test_prior_adds_the_gradients_of_its_formula(inputs):
 def test_find_inputs_gives_what_the_loss_passes_to_the_model(inputs):
     def compute_loss(objective, models, prepared, weight):
         more = prepared.condition | {"extra": torch.ones(3)}
-        return objective.predict(models, prepared.images + 1, torch.arange(3), more).sum()
+        return objective.predict(models, prepared.clean + 1, torch.arange(3), more).sum()
 
     images, _, condition = make_inputs()
     objective = Objective(None, None, compute_loss, None, None)
-    noisy, times, found = find_inputs(objective, {}, Prepared(images, condition, {}), None)
+    noisy, times, found = capture_inputs(objective, {}, Prepared(images, condition, {}), None)
     assert torch.equal(noisy, images + 1) and times.tolist() == [0, 1, 2]
     assert found.keys() == {"prompt_embeds", "extra"}
 

@@ -273,7 +273,7 @@ def test_gradients_are_averaged_over_processes(made):
     vae = diffusers.AutoencoderKL.load_config(folder / "base/vae")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.load_config(folder / "base/scheduler")
     configs = {"vae": vae, "scheduler": scheduler, "transformer": dict(model.config)}
-    family = Recorded(index, configs).recall(settings)
+    family = Recorded(index, configs).restore_findings(settings)
     noise = torch.randn(2, 4, 8, 8)
     prompts = {part["column"]: torch.randn(2, *part["shape"]) for part in family.findings["parts"]}
     prompts["prompt_2"] = torch.zeros(2, *prompts["prompt_2"].shape[1:])

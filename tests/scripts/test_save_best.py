@@ -53,7 +53,7 @@ def losses(monkeypatch):
 
     said = [*LOSSES]
     patch(monkeypatch, "log_held_out_loss", measure)
-    patch(monkeypatch, "make_snapshot", lambda *args: None)
+    patch(monkeypatch, "make_checkpoint_copy", lambda *args: None)
     return said
 
 

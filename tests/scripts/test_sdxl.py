@@ -100,7 +100,7 @@ def given(monkeypatch):
     seen, compute_loss = [], script.compute_loss
 
     def record(args, noise_scheduler, objective, models, prepared, weight):
-        seen.append((prepared.images, prepared.condition))
+        seen.append((prepared.clean, prepared.condition))
         return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
 
     monkeypatch.setattr(script, "compute_loss", record)

@@ -471,7 +471,7 @@ def test_flow_held_out_loss_is_the_velocity_error_at_nine_noise_levels():
     tenths = torch.arange(1, 10)
     condition = {"prompt_embeds": torch.zeros(9, 1, 1), "prompt_mask": torch.ones(9, 1).bool()}
     model = ExactVelocity(latents)
-    measure = script.measure_velocity(partial(script.predict_velocity, load_family("prx")))
+    measure = script.held_out_velocity_loss(partial(script.predict_velocity, load_family("prx")))
     noisy = measure.add_noise(latents, noise, tenths)
     share = (tenths / 10).view(-1, 1, 1, 1)
     assert torch.allclose(noisy, share * noise + (1 - share) * latents)

@@ -734,7 +734,7 @@ def test_prepare_batch_samples_and_scales_latents_and_drops_captions():
         data = make_data(latents, (3, 5))
         prepared = script.prepare_batch(data, caption_dropout, batch)
         assert isinstance(prepared, Prepared) and prepared.loss_inputs == {}
-        return prepared.images, prepared.condition["prompt_embeds"]
+        return prepared.clean, prepared.condition["prompt_embeds"]
 
     latents, embeds = prepare(moments, 0.25)
     z = (latents / 0.5 - mean) / std

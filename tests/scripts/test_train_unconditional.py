@@ -527,7 +527,7 @@ def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags
     compute_loss = script.compute_loss
 
     def record(args, noise_scheduler, objective, models, prepared, weight):
-        means = prepared.images.mean(dim=(1, 2, 3))
+        means = prepared.clean.mean(dim=(1, 2, 3))
         levels = ((means + 1) * 127.5 / 20).floor()[weight > 0].tolist()
         with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
@@ -589,7 +589,7 @@ def test_gradient_accumulation_equals_a_larger_batch(tmp_path, flags, monkeypatc
     """One step of 5 images in micro-batches of 2, 2 and 1 has the gradient of one batch of 5."""
 
     def mean_output(args, noise_scheduler, objective, models, prepared, weight):
-        return (weight * models["unet"](prepared.images, 5).sample.mean((1, 2, 3))).sum()
+        return (weight * models["unet"](prepared.clean, 5).sample.mean((1, 2, 3))).sum()
 
     monkeypatch.setattr(script, "compute_loss", mean_output)
     shared = [*flags, "--center_crop", "--num_epochs=1", "--max_grad_norm=0"]

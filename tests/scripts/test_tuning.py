@@ -103,7 +103,7 @@ class FullMemory:
         monkeypatch.setattr(script, "compute_loss", self)
 
     def __call__(self, args, noise_scheduler, objective, models, prepared, weight):
-        count = len(prepared.images)
+        count = len(prepared.clean)
         self.trials.append(count)
         if count > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")

@@ -63,7 +63,7 @@ ONCE = {"make_launch", "place_encoders", "put_on_device", "place_scale", "descri
 # and SDXL's VAE overflows in 16 bits (force_upcast)
 IN_FLOAT32 = {"measure_images"}
 OF_SDXL = {"encode_images"}
-# of `Snapshot` and `PosthocEma`: the thread that writes a checkpoint waits, not the training
+# of `CheckpointCopy` and `PosthocEma`: the thread that writes a checkpoint waits, not the training
 ASIDE = {"models", "list_copied"}
 
 

@@ -26,14 +26,14 @@ from torch.utils._pytree import (
 )
 
 from diffusion_training.families.recorded.mask_values import is_whole_numbers, on_meta
-from diffusion_training.families.recorded.pipeline_run import NUM_TIMES, PipelineCode, PipelineRun
+from diffusion_training.families.recorded.pipeline_run import NUM_TIMES, PipelineCode, PipelineTrace
 from diffusion_training.families.recorded.reference_latents import make_blanks
 from diffusion_training.families.recorded.tape import Tape, Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
-    Part,
+    TextTensor,
     is_equal,
     list_tensors,
-    put_together,
+    rebuild_results,
 )
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
@@ -90,18 +90,18 @@ class DenoiserCalls:
         references: (height, width) in pixels of each image that an edit starts from.
         """
         # Is the denoiser called for each image of a batch? Some pipelines edit only one at a time,
-        # and some take captions of one length: see `find_one_by_one`.
+        # and some take captions of one length: see `probe_batching`.
         self.one_by_one = "references" in findings
         self.code = code
         self.structure = findings["structure"]
-        self.parts: list[Part] = findings["parts"]
+        self.parts: list[TextTensor] = findings["parts"]
         self.options = options | ({"image": make_blanks(references)} if references else {})
         self.is_ragged = any(part["is_ragged"] for part in self.parts)
-        self.channels, self.downscale = self.find_geometry()
-        self.time_maps = self.find_times()
+        self.channels, self.downscale = self.probe_geometry()
+        self.time_maps = self.probe_times()
         self.calls: dict[Any, Call] = {}
         self.outputs: dict[Any, Tape] = {}
-        self.layouts: dict[Any, Any] = {}  # see `find_layout`
+        self.layouts: dict[Any, Any] = {}  # see `probe_layout`
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
         # a pipeline whose call can't be repeated is refused here
@@ -114,10 +114,10 @@ class DenoiserCalls:
         height, width = (side // self.downscale for side in PROBED_SIDES)
         return self.channels, height, width
 
-    def find_geometry(self) -> tuple[int, int]:
+    def probe_geometry(self) -> tuple[int, int]:
         """(channels of the latents that the pipeline starts from, pixels per latent on a side)."""
         height, width = PROBED_SIDES
-        run = PipelineRun("denoiser", torch.zeros, texts=[self.make_texts([1])])
+        run = PipelineTrace("denoiser", torch.zeros, texts=[self.make_texts([1])])
         self.code([""], self.options | {"height": height, "width": width}, run)
         shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
         if len(shape) == 4:
@@ -139,13 +139,13 @@ class DenoiserCalls:
         size = config.get("patch_size", 1)
         return size if isinstance(size, int) else size[-1]
 
-    def probe(self, time: float = 250.0, **options: Any) -> PipelineRun:
+    def probe(self, time: float = 250.0, **options: Any) -> PipelineTrace:
         """Run the pipeline's code for one caption up to the denoiser."""
-        run = PipelineRun("denoiser", torch.zeros, time, [self.make_texts([8])])
+        run = PipelineTrace("denoiser", torch.zeros, time, [self.make_texts([8])])
         return self.run(1, self.shape[1:], run, **options)
 
     def join(self, prompts: dict[str, torch.Tensor]) -> Any:
-        return put_together(self.structure, {"caption": prompts})
+        return rebuild_results(self.structure, {"caption": prompts})
 
     def make_texts(self, lengths: list[int], known: dict[str, torch.Tensor] | None = None) -> Any:
         """Results of encode_prompt for captions with so many tokens, on the CPU, all zeros.
@@ -162,7 +162,9 @@ class DenoiserCalls:
         blank["prompt_lengths"] = torch.tensor(lengths, device="cpu")
         return self.join(blank)
 
-    def run(self, count: int, size: Sequence[int], run: PipelineRun, **options: Any) -> PipelineRun:
+    def run(
+        self, count: int, size: Sequence[int], run: PipelineTrace, **options: Any
+    ) -> PipelineTrace:
         """Run the pipeline's code for latents of a size. options: further arguments of it."""
         height, width = (side * self.downscale for side in size)
         options = self.options | {"height": height, "width": width} | options
@@ -171,7 +173,7 @@ class DenoiserCalls:
             raise Unrecordable("its denoiser is not called")
         return run
 
-    def find_times(self) -> dict[str, str]:
+    def probe_times(self) -> dict[str, str]:
         """{an argument that depends on the time: one of `TIME_MAPS`}."""
         seen: list[dict[str, torch.Tensor]] = []
         for time in PROBED_TIMES:
@@ -189,9 +191,7 @@ class DenoiserCalls:
                     maps[name] = formula
                     break
             else:
-                raise Unrecordable(
-                    f"its denoiser's {name} is computed from the time in an unknown way"
-                )
+                raise Unrecordable(f"its denoiser's {name} is not a known function of the time")
         if not maps:
             raise Unrecordable("no argument of its denoiser depends on the time")
         return maps
@@ -224,7 +224,7 @@ class DenoiserCalls:
             lengths = prompts["prompt_lengths"].tolist()
         texts = self.join(prompts)
         leaves = list_tensors(texts)
-        call = self.find(noisy.shape, lengths, leaves)
+        call = self.get_call(noisy.shape, lengths, leaves)
         arguments = call.fill([noisy, *references, *leaves])
         for position, formula in call.times.items():
             time = TIME_MAPS[formula][1](times)
@@ -258,7 +258,7 @@ class DenoiserCalls:
         shapes = [tuple(shape), *self.reference_shapes]
         return [torch.zeros(each, device="cpu") for each in shapes]
 
-    def find(self, shape: torch.Size, lengths: list[int], texts: list[torch.Tensor]) -> Call:
+    def get_call(self, shape: torch.Size, lengths: list[int], texts: list[torch.Tensor]) -> Call:
         known = (shape, *(text.shape for text in texts))
         if known not in self.calls:
             self.calls[known] = self.record(shape, lengths)
@@ -271,7 +271,7 @@ class DenoiserCalls:
 
         def call(noise: torch.Tensor, *tensors: torch.Tensor) -> dict[str, Any]:
             given = iter(tensors[count:])
-            run = PipelineRun("denoiser", partial(reshape_noise, noise))
+            run = PipelineTrace("denoiser", partial(reshape_noise, noise))
             run.texts = [tree_map_only(torch.Tensor, lambda _: next(given), texts)]
             run.references = tensors[:count]
             return self.run(len(noise), shape[2:], run).calls[0]
@@ -310,11 +310,11 @@ class DenoiserCalls:
         numbers = math.prod(shape[1:])
         positions = torch.arange(numbers, dtype=torch.float32, device="cpu").repeat(shape[0])
 
-        def finish(*tensors: torch.Tensor) -> PipelineRun:
+        def finish(*tensors: torch.Tensor) -> PipelineTrace:
             given = tree_unflatten(tensors, spec)
             noise = partial(reshape_noise, positions)
             return self.run(
-                shape[0], shape[2:], PipelineRun("step", noise, texts=[texts], output=given)
+                shape[0], shape[2:], PipelineTrace("step", noise, texts=[texts], output=given)
             )
 
         packed = finish(*leaves).sample[0].flatten().long()

@@ -1,11 +1,11 @@
 """A family for pipelines that have no file of their own: it is read from the pipeline's own code.
 
-1. A cache is made: `find_out` tries the text encoders (recorded_captions.py), and cache.json keeps
-   what is found. `encode` records each caption, and `encode_images` packs latents as the pipeline
-   does (recorded_latents.py).
-2. Training begins: `recall` reads cache.json, and `try_model` tries a small denoiser
-   (denoiser_trial.py).
-3. In a step, `predict` calls the denoiser with recorded arguments (denoiser_call.py).
+1. A cache is made: `probe_encoders` tries the text encoders (findings.py), and cache.json keeps the
+   findings. `encode` records each caption (text_tensors.py), and `encode_images` packs latents as
+   the pipeline does (layout.py).
+2. Training begins: `restore_findings` reads cache.json, and `try_model` tries a small denoiser
+   (trial.py).
+3. In a step, `predict` calls the denoiser with recorded arguments (calls.py).
 4. For a sample, the pipeline draws with recorded captions (`build`, `call_args`).
 5. A pipeline whose code can't be repeated is refused in a sentence that names it.
 """
@@ -31,16 +31,16 @@ from diffusion_training.families.recorded.calls import DenoiserCalls, find_diffe
 from diffusion_training.families.recorded.findings import (
     TextParts,
     describe_captions,
-    find_readers,
-    find_references,
+    probe_readers,
+    probe_references,
     turn_on,
 )
-from diffusion_training.families.recorded.layout import Layout, describe_scale, find_layout, place
-from diffusion_training.families.recorded.modular import find_pipeline_class
+from diffusion_training.families.recorded.layout import Layout, describe_scale, place, probe_layout
+from diffusion_training.families.recorded.modular import get_pipeline_class
 from diffusion_training.families.recorded.pipeline_run import (
-    EncodedPrompt,
+    EncodedCaption,
     PipelineCode,
-    PipelineRun,
+    PipelineTrace,
     is_component,
     list_size_options,
     make_pipeline,
@@ -55,11 +55,11 @@ from diffusion_training.families.recorded.text_tensors import (
     decode_texts,
     exactly,
     plain,
-    put_together,
+    rebuild_results,
     stack_rows,
     take_rows,
 )
-from diffusion_training.families.recorded.trial import find_one_by_one
+from diffusion_training.families.recorded.trial import probe_batching
 from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
@@ -88,7 +88,7 @@ class Recorded(Family):
     ) -> None:
         """index: model_index.json. configs: {part: its config} of VAE, scheduler and transformer.
 
-        embedded_guidance_scale: in training. findings: what `find_out` has found, if it was called.
+        embedded_guidance_scale: in training. findings: those of `probe_encoders`, if there are any.
         """
         self.index = index
         self.configs = configs
@@ -122,14 +122,14 @@ class Recorded(Family):
 
     @property
     def pipeline_class(self) -> Any:
-        return find_pipeline_class(self.pipeline)
+        return get_pipeline_class(self.pipeline)
 
     @property
     def guided(self) -> dict[str, Any] | None:
-        """How samples are drawn with guidance, see `find_guidance`."""
+        """How samples are drawn with guidance, see `probe_guidance`."""
         return None if self.embedded_guidance else self.findings["guided"]
 
-    def check(self, base: Base) -> str | None:
+    def find_fault(self, base: Base) -> str | None:
         scheduler = self.configs["scheduler"]
         kind = scheduler["_class_name"]
         predicts_velocity = scheduler.get("prediction_type") == "flow_prediction"
@@ -187,21 +187,21 @@ class Recorded(Family):
                 words = json.dumps(sorted(tokenizer.get_vocab().items()))
                 vocabulary[name] = hashlib.sha256(words.encode()).hexdigest()
                 rules[name] = [hash_rules(tokenizer), getattr(part, "chat_template", None)]
-        return CaptionBytes(vocabulary, rules, find_readers(text_encoder))
+        return CaptionBytes(vocabulary, rules, probe_readers(text_encoder))
 
     def count_max_tokens(self, base: Base, text_encoders: Any, tokenizers: Any) -> int:
         return tokenizers[0].model_max_length
 
-    def find_out(self, text_encoders: Any) -> "Recorded":
+    def probe_encoders(self, text_encoders: Any) -> "Recorded":
         """The family with the structure of encoded captions, and the arguments of guidance."""
         if self.findings:
             return self
         (parts,) = text_encoders
         with self.explaining():
-            references = find_references(parts)
+            references = probe_references(parts)
         with self.explaining():
             findings = describe_captions(parts, references, self.max_tokens)
-        found = self.recall({"recorded": json.loads(json.dumps(findings))})
+        found = self.restore_findings({"recorded": json.loads(json.dumps(findings))})
         found.check_text(parts)
         columns = [f"{part['column']} {part['shape']}" for part in findings["parts"]]
         tokens = ", as many tokens as it has" if found.ragged else ""
@@ -214,7 +214,7 @@ class Recorded(Family):
         live = parts.record([LONG], off, "denoiser")
         batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
         calls = self.open_calls(self.configs[self.folder], tuple([BLANK] * len(parts.images)))
-        run = PipelineRun("denoiser", torch.zeros, texts=[calls.join(batch)])
+        run = PipelineTrace("denoiser", torch.zeros, texts=[calls.join(batch)])
         with self.explaining():
             calls.run(1, calls.shape[1:], run)
             given = tree_map_only(torch.Tensor, exactly, live.calls[0])
@@ -222,7 +222,7 @@ class Recorded(Family):
             if name := find_difference(expected, tree_leaves(run.calls[0])):
                 raise Unrecordable(f"a recorded caption gives its denoiser another {name}")
 
-    def recall(self, settings: dict[str, Any]) -> "Recorded":
+    def restore_findings(self, settings: dict[str, Any]) -> "Recorded":
         """The family with the findings in a cache's settings.
 
         Raises an error if the pipeline can't be called with them.
@@ -265,23 +265,23 @@ class Recorded(Family):
 
     # ---- images
 
-    def see_references(self, images: list[Any]) -> PipelineRun:
+    def trace_references(self, images: list[Any]) -> PipelineTrace:
         """A run of the pipeline's code that notes what its VAE gets for references."""
         with self.explaining():
             return self.own_calls.probe(image=images)
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
-        run = self.see_references(make_blanks([(resolution, resolution)] * count))
+        run = self.trace_references(make_blanks([(resolution, resolution)] * count))
         return math.isqrt(math.prod(run.pixels[0].shape[-2:]))
 
     def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
-        (latents,) = self.see_references(make_blanks([(side, side)])).latents
+        (latents,) = self.trace_references(make_blanks([(side, side)])).latents
         return list(latents.shape[1:])
 
     def encode_references(self, vae: torch.nn.Module, rows: list[list[Any]]) -> list[torch.Tensor]:
         encoded = []
         for images in rows:
-            pixels = self.see_references(images).pixels if images else []
+            pixels = self.trace_references(images).pixels if images else []
             of_row = []
             for each in pixels:
                 latents = super().encode_images(vae, each.to(vae.device, vae.dtype))
@@ -296,9 +296,9 @@ class Recorded(Family):
     def downscale(self, vae: torch.nn.Module) -> int:
         return self.own_calls.downscale
 
-    def find_layout(self, vae: torch.nn.Module, size: tuple[int, int]) -> Layout:
+    def probe_layout(self, vae: torch.nn.Module, size: tuple[int, int]) -> Layout:
         with self.explaining():
-            return find_layout(self.own_calls, vae, size)
+            return probe_layout(self.own_calls, vae, size)
 
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
         with self.explaining():
@@ -308,7 +308,7 @@ class Recorded(Family):
         height, width = (side // self.downscale(vae) for side in images.shape[2:])
         if vae.config.get("in_channels", 3) == 4:  # with transparency
             images = torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
-        layout = self.find_layout(vae, (height, width))
+        layout = self.probe_layout(vae, (height, width))
         if len(layout.shape) == 4:  # a VAE for videos
             images = images.unsqueeze(2)
         encoded = super().encode_images(vae, images)
@@ -319,7 +319,7 @@ class Recorded(Family):
 
     def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         height, width = latents.shape[2:]
-        layout = self.find_layout(vae, (height, width))
+        layout = self.probe_layout(vae, (height, width))
         order = place(layout.order, latents.device)
         return latents.flatten(1)[:, order].unflatten(1, layout.shape)
 
@@ -365,13 +365,13 @@ class Recorded(Family):
         with self.explaining():
             return calls.predict(model, noisy, times, texts, references)
 
-    def check_inputs(self, config: Any, channels: int, width: int) -> str | None:
+    def find_input_fault(self, config: Any, channels: int, width: int) -> str | None:
         return None  # a trial of the model tells
 
     def try_model(self, model: torch.nn.Module, resolution: int) -> None:
         """Find out whether captions of two lengths can share a call, with a model of few layers.
 
-        Stops if two images at two times do not give what each gives alone.
+        Stops if a batch of two images, at two times, differs from each image alone.
         """
         calls = self.open_calls(model.config)
         misfit = (
@@ -380,7 +380,7 @@ class Recorded(Family):
         )
         with explained(misfit), self.explaining():
             if not calls.one_by_one:
-                calls.one_by_one = find_one_by_one(calls, resolution, model.config)
+                calls.one_by_one = probe_batching(calls, resolution, model.config)
         times = ", ".join(f"{name[2:-2]} = {of}" for name, of in calls.time_maps.items())
         alone = "; each image of a batch in a call of its own" if calls.one_by_one else ""
         PartialState().print(f"{self.pipeline}: {self.model} is called with {times}{alone}")
@@ -402,8 +402,8 @@ class Recorded(Family):
         if guided and guidance_scale > 1:
             structures = guided["results"]
             asked["negative_prompt"] = [""]
-        results = [put_together(each, sources) for each in structures]
-        return {"prompt": [EncodedPrompt(results)], **asked, **self.findings["own"]}
+        results = [rebuild_results(each, sources) for each in structures]
+        return {"prompt": [EncodedCaption(results)], **asked, **self.findings["own"]}
 
     def size_args(self, height: int, width: int) -> dict[str, int]:
         return {"height": height, "width": width} | list_size_options(
@@ -433,7 +433,7 @@ class Recorded(Family):
         return usage
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
-        """Without text encoders, it replays the embeddings of an `EncodedPrompt`."""
+        """Without text encoders, it replays the embeddings of an `EncodedCaption`."""
         kind = self.pipeline_class
         is_whole = any(name in parts for name in self.index if name.startswith("text_encoder"))
         return make_pipeline(kind if is_whole else replay(kind), parts, self.index)
@@ -465,7 +465,7 @@ def name_missing_part(index: dict[str, Any]) -> str | None:
     name = index.get("_class_name")
     if isinstance(name, list):
         return f"its class is in {name[0]}.py of its folder, and only classes of diffusers are read"
-    kind = find_pipeline_class(str(name))
+    kind = get_pipeline_class(str(name))
     if kind is None:
         return "diffusers has no class of this name"
     if not is_component(index.get(Recorded.folder)):

@@ -1,10 +1,10 @@
 """What a recorded pipeline makes of captions and references, found out with its text encoders.
 
 1. `TextParts` runs the pipeline's own code up to the end of `encode_prompt`, or further.
-2. `find_readers` finds how captions are cut.
-3. `find_references` tells how the pipeline uses references, the images that an edit starts from.
+2. `probe_readers` finds how captions are cut.
+3. `probe_references` tells how the pipeline uses references, the images that an edit starts from.
 4. `turn_guidance_off` finds the arguments with which the denoiser is called for captions alone.
-5. `describe_captions` tells what becomes of a caption (see recorded_text.py) and how samples are
+5. `describe_captions` tells what becomes of a caption (see text_tensors.py) and how samples are
    drawn with guidance.
 6. What 3 to 5 tell is plain JSON, the findings of a recorded family, and is kept in cache.json.
 """
@@ -23,18 +23,22 @@ from transformers import PreTrainedTokenizerBase
 
 from diffusion_training.errors import fail
 from diffusion_training.families.recorded.calls import PROBED_SIDES
-from diffusion_training.families.recorded.pipeline_run import OFF, PipelineCode, PipelineRun
+from diffusion_training.families.recorded.pipeline_run import (
+    SWITCHED_OFF,
+    PipelineCode,
+    PipelineTrace,
+)
 from diffusion_training.families.recorded.reference_latents import join_alone
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     LONG,
     SHORT,
-    Part,
+    TextTensor,
     describe_guided,
     describe_result,
     is_equal,
     list_tensors,
-    put_together,
+    rebuild_results,
     stack_rows,
     take_rows,
 )
@@ -78,20 +82,20 @@ class TextParts(torch.nn.Module):
         ends_at: str = "text",
         images: list[Any] | None = None,
         texts: list[Any] | None = None,
-    ) -> PipelineRun:
+    ) -> PipelineTrace:
         """Run the pipeline's code for captions. options: further arguments of the pipeline.
 
-        images: references of the captions. texts: see `PipelineRun`.
+        images: references of the captions. texts: see `PipelineTrace`.
         """
         images = self.images if images is None else images
         options = options | ({"image": images} if images else {})
         self.code.pipeline.own_device = next(self.parameters()).device
         height, width = PROBED_SIDES
-        run = PipelineRun(ends_at, torch.zeros, texts=texts)
+        run = PipelineTrace(ends_at, torch.zeros, texts=texts)
         return self.code(captions, self.options | {"height": height, "width": width} | options, run)
 
 
-def find_readers(parts: TextParts) -> list[partial[bool]]:
+def probe_readers(parts: TextParts) -> list[partial[bool]]:
     """For each call in which a tokenizer would cut a caption: a function that tells if it does."""
     readers: list[partial[bool]] = []
     call = PreTrainedTokenizerBase.__call__
@@ -114,7 +118,7 @@ def is_cut(tokenizer: Any, options: Any, before: str, behind: str, caption: str)
     return bool(tokenizer([before + caption + behind], **options).encodings[0].overflowing)
 
 
-def find_references(parts: TextParts) -> dict[str, Any]:
+def probe_references(parts: TextParts) -> dict[str, Any]:
     """How the pipeline uses references; {} if there are none."""
     if "image" not in parts.code.has:
         return {}
@@ -156,7 +160,7 @@ def turn_guidance_off(parts: TextParts) -> dict[str, Any]:
     raise Unrecordable("its denoiser is always called with guidance")
 
 
-def is_guided(run: PipelineRun) -> bool:
+def is_guided(run: PipelineTrace) -> bool:
     """Whether the denoiser was called twice, or with more latents than the captions have."""
     given = sum(tensor.numel() for tensor in list_tensors(next(iter(run.calls[0].values()))))
     expected = math.prod(run.noise_shapes[0]) + sum(latents.numel() for latents in run.latents)
@@ -168,7 +172,7 @@ def is_guided(run: PipelineRun) -> bool:
 def describe_captions(
     parts: TextParts, references: dict[str, Any], most_tokens: int
 ) -> dict[str, Any]:
-    """All findings. references: see `find_references`. most_tokens: of a caption, 0 if unknown."""
+    """All findings. references: see `probe_references`. most_tokens: of a caption, 0 if unknown."""
     off = turn_guidance_off(parts)
     most = parts.options.get("max_sequence_length", most_tokens or None)
     if most and references.get("are_read"):  # references have tokens too
@@ -177,8 +181,10 @@ def describe_captions(
     structure, described = describe_result(partial(record_together, parts, off), most)
     findings = {"off": off, "structure": structure, "parts": described}
     findings |= {"references": references} if references else {}
-    findings["guided"] = find_guidance(parts, off, structure, described)
-    findings["own"] = {name: value for name, value in OFF.items() if name in parts.code.has}
+    findings["guided"] = probe_guidance(parts, off, structure, described)
+    findings["own"] = {
+        name: value for name, value in SWITCHED_OFF.items() if name in parts.code.has
+    }
     return findings | parts.options
 
 
@@ -189,8 +195,8 @@ def record_together(parts: TextParts, off: dict[str, Any], captions: list[str]) 
     return parts.record(captions, off).encoded[0]
 
 
-def find_guidance(
-    parts: TextParts, off: dict[str, Any], structure: Any, described: list[Part]
+def probe_guidance(
+    parts: TextParts, off: dict[str, Any], structure: Any, described: list[TextTensor]
 ) -> dict[str, Any] | None:
     """The argument that turns guidance on, and what encode_prompt returns then.
 
@@ -207,7 +213,7 @@ def find_guidance(
             run = parts.record([SHORT], asked, "step")
             if is_guided(run):
                 results = [describe_guided(each, structure, alone) for each in run.encoded]
-                texts = [put_together(each, sources) for each in results]
+                texts = [rebuild_results(each, sources) for each in results]
                 parts.record([SHORT], asked, "step", texts=texts)
                 return {"name": name, "results": results, "from_zero": off[name] == 0}
         except Unrecordable:

@@ -1,7 +1,7 @@
 """How a recorded pipeline packs, scales and orders the latents that its VAE decodes.
 
-1. `see_decoded` lets the pipeline's code go on from given noise to its VAE, without steps.
-2. From zeros, a large number and 0, 1, 2, ..., `find_layout` reads shift, scale and order.
+1. `trace_decoding` lets the pipeline's code go on from given noise to its VAE, without steps.
+2. From zeros, a large number and 0, 1, 2, ..., `probe_layout` reads shift, scale and order.
 3. `describe_scale` gives shift and scale as a VAE's config has them, one for each channel.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diffusion_training.families.recorded.calls import DenoiserCalls
-from diffusion_training.families.recorded.pipeline_run import PipelineRun
+from diffusion_training.families.recorded.pipeline_run import PipelineTrace
 from diffusion_training.families.recorded.tape import Unrecordable
 
 LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
@@ -41,11 +41,11 @@ class InFloat32:
         return getattr(self.vae, name)
 
 
-def see_decoded(
+def trace_decoding(
     calls: DenoiserCalls, vae: Any, size: tuple[int, int], noise: torch.Tensor
 ) -> torch.Tensor:
     """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
-    run = PipelineRun("decode", noise.reshape, texts=[calls.make_texts([1])])
+    run = PipelineTrace("decode", noise.reshape, texts=[calls.make_texts([1])])
     pipeline = calls.code.pipeline
     stand_in, pipeline.vae = pipeline.vae, InFloat32(vae)
     try:
@@ -55,13 +55,13 @@ def see_decoded(
     return run.decoded.cpu().float()
 
 
-def find_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layout:
+def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layout:
     """The layout of latents of this size, found out once."""
     if size not in calls.layouts:
         count = calls.channels * math.prod(size)
         with torch.inference_mode(False), torch.device("cpu"):
             fills = (torch.zeros(count), torch.full((count,), LARGE), torch.arange(count) + 0.0)
-            shift, large, counted = (see_decoded(calls, vae, size, each) for each in fills)
+            shift, large, counted = (trace_decoding(calls, vae, size, each) for each in fills)
             order = ((counted - shift) / (large / LARGE)).round().long().flatten()
             if not torch.equal(order.sort().values, torch.arange(count)):
                 raise Unrecordable("its VAE gets other numbers than its latents")
@@ -80,7 +80,7 @@ def place(order: torch.Tensor, device: torch.device, is_inverse: bool = False) -
 def describe_scale(calls: DenoiserCalls, vae: Any) -> dict[str, Any]:
     """See `Family.describe_scale`."""
     channels, height, width = calls.shape
-    layout = find_layout(calls, vae, (height, width))
+    layout = probe_layout(calls, vae, (height, width))
     shift, large = (each.view(channels, -1) for each in (layout.shift, layout.large))
     if any((each != each[:, :1]).any() for each in (shift, large)):
         raise Unrecordable("its latents have no scale per channel")

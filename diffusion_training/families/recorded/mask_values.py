@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-MOST = 2**22  # numbers in tensors whose values are known
+MAX_NUMBERS = 2**22  # numbers in tensors whose values are known
 aten = torch.ops.aten
 
 
@@ -31,7 +31,7 @@ class MaskValues(TorchDispatchMode):
             args = (args[0], as_positions(args[1]))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         is_known = all(x.device.type == "cpu" for x in tensors)
-        is_known = is_known and sum(x.numel() for x in tensors) < MOST
+        is_known = is_known and sum(x.numel() for x in tensors) < MAX_NUMBERS
         device = torch.device("cpu" if is_known else "meta")
 
         def move(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Pipelines of blocks (`ModularPipeline`, as of FLUX.3), called like the other pipelines.
 
-1. `find_pipeline_class` makes a subclass with `encode_prompt` and a `__call__` of named arguments.
+1. `get_pipeline_class` makes a subclass with `encode_prompt` and a `__call__` of named arguments.
 2. `convert_index` turns modular_model_index.json into the form of model_index.json.
 3. Blocks with a model for captions alone, as Anima's text_conditioner, belong to `encode_prompt`.
 4. Captions stay as they are: a block that rewrites them with a language model is left out.
@@ -21,7 +21,7 @@ from diffusers.modular_pipelines import ComponentSpec, ModularPipeline, Pipeline
 MOST_TOKENS = 512  # of a caption: FLUX.3 would take 8192, each with 20,480 numbers
 
 
-def find_pipeline_class(name: str) -> Any:
+def get_pipeline_class(name: str) -> Any:
     """The class of a pipeline in diffusers, or None."""
     kind: Any = getattr(diffusers, name, None)
     is_modular = isinstance(kind, type) and issubclass(kind, ModularPipeline)
@@ -32,7 +32,7 @@ def find_pipeline_class(name: str) -> Any:
 def silencing(*modules: str) -> Iterator[None]:
     """Leave out messages of diffusers, transformers and other modules, also of expected errors.
 
-    They would report probes as if they were the user's captions.
+    Their warnings would be about our probes, not the user's captions.
     """
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", *modules)]
     levels = [each.level for each in loggers]
@@ -52,8 +52,8 @@ def walk(block: Any) -> Iterator[Any]:
         yield from walk(inner)
 
 
-class CalledLikeOthers:
-    """What `adapt` puts before a class of modular pipelines."""
+class CallableMixin:
+    """Mixin that lets a modular pipeline be called like the others."""
 
     own_blocks: Any  # all but those that encode captions
     text_blocks: list[Any]  # those, in their order
@@ -167,7 +167,7 @@ def adapt(kind: Any) -> Any:
     names = {"own_blocks": blocks, "text_blocks": text_blocks, "encoded": encoded}
     names |= {"of_text": of_text, "expected": expected, "created": created}
     names |= {"can_rewrite": can_rewrite, "__call__": call, "__module__": kind.__module__}
-    return type(kind.__name__, (CalledLikeOthers, kind), names)
+    return type(kind.__name__, (CallableMixin, kind), names)
 
 
 def take_readers(blocks: Any, results: set[str]) -> list[Any]:
@@ -189,13 +189,13 @@ def take_readers(blocks: Any, results: set[str]) -> list[Any]:
 
 
 def convert_index(config: dict[str, Any]) -> dict[str, Any]:
-    """modular_model_index.json in the form of model_index.json, without parts that are not used.
+    """modular_model_index.json as model_index.json would list it, without unused parts.
 
     Its entry _created has the configs of parts that have no folder, since the blocks make them.
     """
     name = str(config.get("_class_name"))
     index: dict[str, Any] = {"_class_name": name}
-    kind = find_pipeline_class(name)
+    kind = get_pipeline_class(name)
     used = getattr(kind, "expected", {})
     for part, entry in config.items():
         if part in used and isinstance(entry, list) and len(entry) == 3:

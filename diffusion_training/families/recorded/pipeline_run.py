@@ -19,14 +19,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
-from diffusion_training.families.recorded.modular import find_pipeline_class, silencing
+from diffusion_training.families.recorded.modular import get_pipeline_class, silencing
 from diffusion_training.families.recorded.reference_latents import ReferenceShapes, encode_reference
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.faults import explain, is_machines_fault
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
-# arguments of pipelines that would change the size or rewrite captions, or hand on an object
-OFF = {
+# arguments of pipelines that would change the size or rewrite captions, or pass an object on
+SWITCHED_OFF = {
     "use_resolution_binning": False,
     "use_kv_cache": False,
     "use_pe": False,
@@ -39,7 +39,7 @@ class Stopped(Exception):
 
 
 @dataclass
-class PipelineRun:
+class PipelineTrace:
     """What one run gives to the pipeline, and what it has seen there."""
 
     ends_at: str  # text, denoiser, step or decode
@@ -67,11 +67,11 @@ class PipelineRun:
 class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
     """A flow-matching scheduler that notes what it gets in its first step.
 
-    It has a second timestep, so that `find_times` finds models that also take the time at which a
+    It has a second timestep, so that `probe_times` finds models that also take the time at which a
     step ends.
     """
 
-    run: PipelineRun
+    run: PipelineTrace
 
     def set_timesteps(
         self,
@@ -126,22 +126,22 @@ def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[
         yield
 
 
-class EncodedPrompt(str):
+class EncodedCaption(str):
     """A prompt that brings its results of `encode_prompt`, for each time that it is called."""
 
     results: list[Any]
 
-    def __new__(cls, results: list[Any]) -> "EncodedPrompt":
+    def __new__(cls, results: list[Any]) -> "EncodedCaption":
         made = super().__new__(cls, " ")
         made.results = results
         return made
 
 
 def replay(pipeline_class: Any) -> Any:
-    """A subclass of a pipeline whose captions are encoded already, see `EncodedPrompt`."""
+    """A subclass of a pipeline whose captions are encoded already, see `EncodedCaption`."""
 
     def encode_prompt(self: Any, prompt: Any = None, *args: Any, **options: Any) -> Any:
-        if prompt and isinstance(prompt[0], EncodedPrompt):
+        if prompt and isinstance(prompt[0], EncodedCaption):
             self.results = iter(prompt[0].results)
         return next(self.results)
 
@@ -172,7 +172,7 @@ def list_size_options(pipeline_class: Any, height: int, width: int) -> dict[str,
 
 
 class Absent:
-    """Takes the place of a tokenizer that a pipeline asks when it is made."""
+    """Stands in for a tokenizer that the pipeline's constructor reads."""
 
     def __getattr__(self, name: str) -> "Absent":
         if name.startswith("__"):
@@ -222,7 +222,7 @@ class PipelineCode:
         parts: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
-        self.kind = find_pipeline_class(index["_class_name"])
+        self.kind = get_pipeline_class(index["_class_name"])
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch_pipeline(self.kind)
@@ -254,8 +254,8 @@ class PipelineCode:
 
     @torch.no_grad()
     def __call__(
-        self, captions: Sequence[str], options: dict[str, Any], run: PipelineRun
-    ) -> PipelineRun:
+        self, captions: Sequence[str], options: dict[str, Any], run: PipelineTrace
+    ) -> PipelineTrace:
         """Run the pipeline's code for `captions`. options: further arguments of the pipeline."""
 
         def draw(shape: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -271,7 +271,11 @@ class PipelineCode:
 
         output_type = "pt" if run.ends_at == "decode" else "latent"
         asked: dict[str, Any] = {"num_inference_steps": 2, "output_type": output_type}
-        asked |= OFF | options | list_size_options(self.kind, options["height"], options["width"])
+        asked |= (
+            SWITCHED_OFF
+            | options
+            | list_size_options(self.kind, options["height"], options["width"])
+        )
         asked = {name: value for name, value in asked.items() if name in self.has}
         self.pipeline.run = self.scheduler.run = run
         vae = self.pipeline.vae
@@ -291,7 +295,7 @@ class PipelineCode:
             if isinstance(error, Unrecordable) or is_machines_fault(error):
                 raise
             size = f"images of {options['height']} x {options['width']} pixels"
-            raise Unrecordable(f"its code stops for {size}: {explain(error)}") from error
+            raise Unrecordable(f"its code raises an error for {size}: {explain(error)}") from error
         finally:
             del vae.decode, vae.encode
         return run

@@ -12,13 +12,13 @@ from diffusion_training.families.recorded.tape import Unrecordable
 
 
 @dataclass(frozen=True)
-class EncodedReference:
+class ReferenceLatents:
     """What a VAE returns, for given latents: pipelines take the mean of its distribution."""
 
     latents: torch.Tensor
 
     @property
-    def latent_dist(self) -> "EncodedReference":
+    def latent_dist(self) -> "ReferenceLatents":
         return self
 
     def mode(self) -> torch.Tensor:
@@ -35,7 +35,7 @@ class ReferenceShapes:
         self.vae = vae
         self.known: dict[torch.Size, torch.Size] = {}  # for each shape of pixels
 
-    def find(self, pixels: torch.Tensor) -> torch.Size:
+    def get_shape(self, pixels: torch.Tensor) -> torch.Size:
         if pixels.shape not in self.known:
             with torch.device("meta"):
                 empty = torch.empty(pixels.shape, device="meta")
@@ -46,21 +46,21 @@ class ReferenceShapes:
         return self.known[pixels.shape]
 
 
-def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> EncodedReference:
+def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> ReferenceLatents:
     """Take the place of a VAE's `encode`: return the latents that a run has for this reference.
 
-    run: see `PipelineRun`.
+    run: see `PipelineTrace`.
     """
     if len(pixels) != 1:
         raise Unrecordable("it takes only one reference")
-    shape = shapes.find(pixels)
+    shape = shapes.get_shape(pixels)
     if run.references is None:
         latents = torch.zeros(shape)
     else:
         latents = run.references[len(run.pixels)].reshape(shape)
     run.pixels.append(pixels)
     run.latents.append(latents.flatten(1, -3))
-    return EncodedReference(latents)
+    return ReferenceLatents(latents)
 
 
 def make_blanks(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
@@ -85,7 +85,7 @@ def split_references(
 def join_alone(results: list[Any]) -> Any:
     """Results of captions that were encoded alone, as if the pipeline took them together.
 
-    A tensor with one row is one of the caption. Rows of other lengths stay apart: the first counts.
+    A tensor with one row belongs to the caption. Of rows with other lengths, the first is kept.
     """
 
     def join(*parts: Any) -> Any:

@@ -1,7 +1,7 @@
 """What a pipeline's `encode_prompt` returns, recorded caption by caption, and put together again.
 
 Each caption is encoded alone, since some encoders give it other embeddings beside a longer one.
-Its results are columns of a cache. A `Part` describes one of them, as plain JSON values.
+Its results are columns of a cache. A `TextTensor` describes one of them, as plain JSON values.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ MOST_BYTES = 4096  # of a caption
 MAIN = "prompt_embeds"  # the column of the embeddings
 
 
-class Part(TypedDict, total=False):
+class TextTensor(TypedDict, total=False):
     """A tensor among the results of `encode_prompt`."""
 
     column: str  # its name in a cache
@@ -51,16 +51,16 @@ def plain(result: Any) -> Any:
 
 def describe_result(
     record: Callable[[list[str]], Any], most_tokens: int | None
-) -> tuple[Any, list[Part]]:
+) -> tuple[Any, list[TextTensor]]:
     """Find out how the results of `encode_prompt` depend on captions.
 
     record(captions): the results for captions that are encoded together. most_tokens: of a caption.
 
-    Returns (the structure of the results, with a `Part` for each tensor and {"mask": dtype} where
-    several captions get a mask; the list of the parts).
+    Returns (the structure of the results, with a `TextTensor` for each tensor and {"mask": dtype}
+    where several captions get a mask; the list of the parts).
     """
     one, same, longer = (plain(record(each)) for each in ([SHORT], [SHORT, SHORT], [LONGEST]))
-    parts: list[Part] = []
+    parts: list[TextTensor] = []
 
     def describe(a: Any, b: Any, c: Any) -> Any:
         if isinstance(a, torch.Tensor):
@@ -99,7 +99,7 @@ def describe_result(
     return structure, parts
 
 
-def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor) -> Part:
+def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor) -> TextTensor:
     """A part of the results of one caption, of the same caption twice, and of a longer one."""
     grown = [axis for axis, size in enumerate(one.shape) if same.shape[axis] == 2 * size]
     axis = None
@@ -111,7 +111,7 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     differ = [i for i, size in enumerate(of_one.shape) if of_longer.shape[i] != size]
     if differ not in ([], [0]):
         raise Unrecordable(f"its encode_prompt returns {list(longer.shape)} for a longer caption")
-    part = Part(
+    part = TextTensor(
         column="",
         of="",
         dtype=name_dtype(one),
@@ -161,7 +161,9 @@ def take_rows(structure: Any, result: Any, of: str = "caption") -> dict[str, tor
     return rows
 
 
-def stack_rows(parts: list[Part], rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def stack_rows(
+    parts: list[TextTensor], rows: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     """Recorded captions as a batch: {column: [N, ...]}, ragged ones padded with zeros.
 
     With a ragged part, adds prompt_mask, and prompt_lengths on the CPU.
@@ -188,13 +190,13 @@ def stack_rows(parts: list[Part], rows: list[dict[str, torch.Tensor]]) -> dict[s
     return batch
 
 
-def put_together(structure: Any, sources: dict[str, dict[str, torch.Tensor]]) -> Any:
+def rebuild_results(structure: Any, sources: dict[str, dict[str, torch.Tensor]]) -> Any:
     """The results of `encode_prompt` for a batch of recorded captions.
 
     sources: {"caption": batch, "empty": batch}, as `stack_rows` makes them.
     """
     if isinstance(structure, list):
-        return [put_together(node, sources) for node in structure]
+        return [rebuild_results(node, sources) for node in structure]
     if not isinstance(structure, dict):
         return structure
     batch = sources[structure["of"]]
@@ -217,8 +219,8 @@ def put_together(structure: Any, sources: dict[str, dict[str, torch.Tensor]]) ->
 def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
     """A result of `encode_prompt` in a run with guidance, as parts of a caption and of none.
 
-    alone: the result for the same caption without guidance. What differs from all its parts belongs
-    to the empty prompt. Raises Unrecordable if it has no part's shape.
+    alone: the result for the same caption without guidance. A value equal to none of its parts is
+    that of the empty prompt. Raises Unrecordable if it has no part's shape.
     """
     pairs = pair_parts(structure, plain(alone))
     left = [part for part, _ in pairs]
@@ -245,7 +247,7 @@ def describe_guided(result: Any, structure: Any, alone: Any) -> Any:
     return match(plain(result))
 
 
-def is_like(part: Part, tensor: torch.Tensor) -> bool:
+def is_like(part: TextTensor, tensor: torch.Tensor) -> bool:
     """Whether a caption's tensor has the type and shape of a part."""
     first = 1 if part["is_ragged"] else 0
     return (name_dtype(tensor), [*tensor.shape[first:]]) == (part["dtype"], part["shape"][first:])
@@ -258,7 +260,7 @@ def is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-def pair_parts(structure: Any, result: Any) -> list[tuple[Part, Any]]:
+def pair_parts(structure: Any, result: Any) -> list[tuple[TextTensor, Any]]:
     """Each part of a structure with its tensor, or list of tensors."""
     if is_part(structure):
         return [(structure, result)]
@@ -284,7 +286,7 @@ class CaptionBytes:
     ) -> None:
         """Hashes of the pipeline's tokenizers. rules: those of `hash_rules`, and templates.
 
-        readers: see `find_readers`.
+        readers: see `probe_readers`.
         """
         self.vocabulary = vocabulary
         self.rules = rules

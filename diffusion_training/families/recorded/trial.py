@@ -2,7 +2,7 @@
 
 1. `make_small` makes a denoiser of few layers with random weights.
 2. `is_exact` calls it for two images at two times, together and alone.
-3. `find_one_by_one` tells by it whether captions of several lengths can share a call.
+3. `probe_batching` tells by it whether captions of several lengths can share a call.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ from diffusion_training.families.recorded.text_tensors import stack_rows
 SMALL = 64  # side in pixels of an image on which a denoiser is tried
 
 
-def find_one_by_one(calls: DenoiserCalls, resolution: int, config: Any) -> bool:
+def probe_batching(calls: DenoiserCalls, resolution: int, config: Any) -> bool:
     """Whether each image needs a call of its own, since captions have several lengths.
 
-    Raises Unrecordable if two images with equal lengths do not give what each gives alone.
+    Raises Unrecordable if a batch of two equal lengths differs from each image alone.
     """
     model = make_small(calls.code.denoiser_class, config)
     if not is_exact(calls, model, resolution, [8, 8]):
@@ -31,7 +31,7 @@ def find_one_by_one(calls: DenoiserCalls, resolution: int, config: Any) -> bool:
 def is_exact(
     calls: DenoiserCalls, model: torch.nn.Module, resolution: int, lengths: list[int]
 ) -> bool:
-    """Whether two captions with so many tokens, at two times, give what each gives alone."""
+    """Whether a batch of two captions, of these lengths and at two times, equals each alone."""
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         side = min(SMALL, resolution) // calls.downscale
