@@ -41,7 +41,7 @@ def out(tmp_path):
 @pytest.fixture
 def make(out):
     """make(limit) -> `Copies` of `out`, closed at the end."""
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     made = []
 
     def make(limit=None, folder=out):
@@ -268,12 +268,12 @@ def test_copies_are_complete_after_a_kill_before_any_change(out, make, monkeypat
     save(out, 1, best=1), save(out, 2, best=2)
     while begun.copy_newest():
         pass
-    before = dict(MemoryFileSystem.address)
+    before = dict(MemoryFileSystem.store)
     save(out, 3, best=3)
     found = []
     for number in range(100):
-        MemoryFileSystem.address.clear()
-        MemoryFileSystem.address.update(before)
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.store.update(before)
         copies = make(limit=1)
         left = iter(range(number))
 

@@ -20,7 +20,7 @@ def folder(request, tmp_path):
     url = str(tmp_path / "folder")
     (tmp_path / "folder").mkdir()
     if request.param == "address":
-        MemoryFileSystem.address.clear()
+        MemoryFileSystem.store.clear()
         url = "memory://bucket/folder"
 
     def files():

@@ -16,7 +16,7 @@ def folder(request, tmp_path):
     if request.param == "disk":
         (tmp_path / "folder/unfinished").mkdir(parents=True)
         return str(tmp_path / "folder")
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     return "memory://bucket/folder"
 
 
@@ -47,7 +47,7 @@ def test_a_shard_whose_encoding_fails_is_not_written_to_an_address(folder):
 
 
 def test_a_cache_at_an_address_is_begun_once_and_uploaded_in_order(tmp_path, monkeypatch):
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     url = "memory://bucket/cache"
     (tmp_path / "copy").mkdir()
     assert not module.fetch_cache(url, tmp_path / "copy")  # there is none

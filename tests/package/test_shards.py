@@ -135,7 +135,7 @@ def test_read_shard_rejects_damaged_files(tmp_path):
 @pytest.fixture(params=["disk", "address"])
 def folder(request, tmp_path):
     """(file system, folder, items) of a finished download of four shards."""
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     url = f"file://{tmp_path}" if request.param == "disk" else "memory://bucket/out"
     fs, root = fsspec.core.url_to_fs(url)
     items = [

@@ -11,7 +11,7 @@ from diffusion_training.training.copies import Address, Copies, TakenOverError
 
 @pytest.fixture(params=["disk", "memory"])
 def url(request, tmp_path):
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     return str(tmp_path / "a/store") if request.param == "disk" else "memory://bucket/store"
 
 

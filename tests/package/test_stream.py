@@ -35,7 +35,7 @@ def cache(tmp_path):
 @pytest.fixture
 def address(cache):
     """The cache at an address in memory, without a server or fsspec's thread."""
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     for path in cache.iterdir():
         if path.is_file():
             MemoryFileSystem().pipe(f"/bucket/cache/{path.name}", path.read_bytes())
@@ -245,7 +245,7 @@ class Bucket:
     """Shards of 100 bytes at an address, and a fetcher of them."""
 
     def __init__(self, folder, count, most):
-        MemoryFileSystem.address.clear()
+        MemoryFileSystem.store.clear()
         folder.mkdir()
         self.data = [bytes([i]) * 100 for i in range(count)]
         for i, data in enumerate(self.data):

@@ -1286,7 +1286,7 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, wit
 
 def test_two_ray_runs_writing_to_one_address_give_the_same_files(flags, whole, without_ray):
     """There is no lock: one run begins, another makes the whole cache, then the first continues."""
-    MemoryFileSystem.address.clear()
+    MemoryFileSystem.store.clear()
     flags.append("--output_dir=memory://bucket/latents")
 
     def make_shards(*args, real=script.make_shards):
