@@ -310,7 +310,7 @@ def test_list_sizes_sees_files_written_by_other_machines(folder, monkeypatch):
     )
     monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda self: listed.clear())
     listed[root] = ls(fs, root, detail=True)
-    fs.address[f"{root}/new"] = fs.address[next(iter(fs.address))]
+    fs.store[f"{root}/new"] = fs.store[next(iter(fs.store))]
     assert "new" in module.list_sizes(fs, root)
 
 

@@ -341,7 +341,7 @@ def test_parquet_csv_jsonl_and_folders_of_tables_give_the_same_shards(
 
 def test_remote_tables_are_copied_while_other_shards_download(lazy_ray, server, tmp_path):
     fs = MemoryFileSystem()
-    fs.address.clear()
+    fs.store.clear()
     make_table(tmp_path / "all.parquet", good_urls(server, 14))
     for i in range(7):
         rows = pq.read_table(tmp_path / "all.parquet").slice(2 * i, 2)
