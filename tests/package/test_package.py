@@ -189,7 +189,7 @@ def test_main_of_each_trainer_has_the_accelerator_and_the_loop(script):
     (main,) = (node for node in definitions(ROOT / f"{script}.py") if node.name == "main")
     assert {"Accelerator", "accelerator.prepare"} <= calls(main)
     (loop,) = (node for node in main.body if isinstance(node, ast.While))
-    assert {"train_step", "training.save_checkpoint", "evaluate"} <= calls(loop)
+    assert {"train_step", "training.save_what_is_due", "training.show_what_is_due"} <= calls(loop)
 
 
 @needs("aiohttp")

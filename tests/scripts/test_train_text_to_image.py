@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -834,9 +833,9 @@ def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flag
 
 def make_unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
-    base, predict = open_base(args), partial(script.predict_noise, load_family("sd"))
+    base = open_base(args)
     launch = SimpleNamespace(has_weights=True, dtype=torch.float32)
-    return script.make_unet(base, make_data(latents, (8, embed_dim)), predict, None, launch, args)
+    return script.make_unet(base, make_data(latents, (8, embed_dim)), None, launch, args)
 
 
 @pytest.mark.parametrize("new", [True, False])
