@@ -247,6 +247,7 @@ from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.lora import save_lora
 from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import try_sampler
+from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.pipelines import save_pipeline
 from diffusion_training.training.prior import make_prior
 from diffusion_training.training.progress import NextStep
@@ -639,7 +640,9 @@ def main(args: Namespace) -> None:
 
     # This puts the models on the device (--shard: a part on each process), makes averages and
     # optimizer, and loads the checkpoint.
-    training = Training(launch, run, plan, models, objective, data.dataset, held_out, args)
+    training = Training(
+        launch, run, plan, models, objective, data.dataset, held_out, make_optimizer, args
+    )
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes * data.num_lengths)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

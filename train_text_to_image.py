@@ -216,6 +216,7 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
+from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.pipelines import SINGLE_FILE, save_pipeline, save_single_file
 from diffusion_training.training.prior import make_prior
 from diffusion_training.training.progress import NextStep
@@ -575,7 +576,16 @@ def main(args: Namespace) -> None:
     # This puts the models on the device (--shard: a part on each process), makes averages and
     # optimizer, and loads the checkpoint.
     training = Training(
-        launch, run, plan, models, objective, data.dataset, held_out, args, lora_metadata
+        launch,
+        run,
+        plan,
+        models,
+        objective,
+        data.dataset,
+        held_out,
+        make_optimizer,
+        args,
+        lora_metadata,
     )
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)

@@ -270,6 +270,7 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
+from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.pipelines import save_pipeline
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description, write_usage
@@ -701,7 +702,9 @@ def main(args: Namespace) -> None:
     metrics = open_metrics(launch, dataset, train_rows, held_out, args)
 
     # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
-    training = Training(launch, run, plan, models, objective, dataset, held_out, args)
+    training = Training(
+        launch, run, plan, models, objective, dataset, held_out, make_optimizer, args
+    )
     if launch.compile:
         compile_model(unet, launch.compile)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

@@ -12,6 +12,7 @@ from diffusion_training.training.flags import (
     add_saving_flags,
     check_training_args,
 )
+from diffusion_training.training.optimizers import make_optimizer
 
 CLASSES = "zero one two three four five six seven eight nine".split()
 
@@ -193,7 +194,9 @@ def main(args):
     if plan.is_done:
         return
     args = complete_args(args, launch, run, plan)
-    training = Training(launch, run, plan, models, objective, dataset, held_out, args)
+    training = Training(
+        launch, run, plan, models, objective, dataset, held_out, make_optimizer, args
+    )
     if launch.compile:
         compile_model(models["unet"], launch.compile)
     wrapped = {"unet": accelerator.prepare(models["unet"])}

@@ -52,7 +52,7 @@ from diffusion_training.training.held_out import (
 )
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.metrics import Draw, Metrics, Read
-from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.optimizers import MakeOptimizer, make_lr_scheduler
 from diffusion_training.training.posthoc import (
     WIDTHS,
     PosthocEma,
@@ -121,6 +121,7 @@ class Training:
         objective: Objective,
         dataset: TrainingData,
         held_out: dict[int, int],
+        make_optimizer: MakeOptimizer,
         args: Namespace,
         lora_metadata: dict[str, str] | None = None,
     ) -> None:
@@ -128,7 +129,9 @@ class Training:
 
         Call it before Accelerate wraps the models.
 
-        held_out: see `hold_out`. args: see `complete_args`. lora_metadata: see `make_lora_files`.
+        held_out: see `hold_out`. make_optimizer: it gets the models when they are on the device;
+        schedule, checkpoints and a resumed run follow from its result. args: see `complete_args`.
+        lora_metadata: see `make_lora_files`.
         """
         self.launch = launch
         self.run = run
