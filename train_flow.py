@@ -592,9 +592,10 @@ def main(args: Namespace) -> None:
         accelerator = Accelerator(**accelerator_options(args))
     launch = make_launch(accelerator, args)
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
+    # which family it belongs to: the wrong script ends here, before any image is encoded
+    base = open_base(args, trained_by="train_flow.py")
     # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
     data_flags = share_latents(launch, args, __file__)
-    base = open_base(args, trained_by="train_flow.py")
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.before, data_flags)

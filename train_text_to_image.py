@@ -527,9 +527,10 @@ def main(args: Namespace) -> None:
         accelerator = Accelerator(**accelerator_options(args))
     launch = make_launch(accelerator, args)
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
+    # which family it belongs to: the wrong script ends here, before any image is encoded
+    base = open_base(args, trained_by="train_text_to_image.py")
     # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
     data_flags = share_latents(launch, args, __file__)
-    base = open_base(args, trained_by="train_text_to_image.py")
 
     noise_scheduler, sampler = make_schedulers(base, args)
 

@@ -23,6 +23,8 @@ from conftest import (
     MODELS,
     PRX,
     ROOT,
+    Script,
+    make_captioned,
     make_klein,
     make_models,
     make_qwen_image,
@@ -33,9 +35,11 @@ from conftest import (
 from safetensors.torch import save_file
 
 import precompute_latents
+import train_flow
 import train_text_to_image
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.images import make_time_ids
+from diffusion_training.errors import Refused
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import FACTS, FamilyFacts
@@ -266,6 +270,19 @@ def test_a_base_on_the_hub_is_read_with_revision_variant_and_cache_dir(monkeypat
     assert asked == [("some/base", options)]
     assert base.locate(None, "vae") == ("some/base", options | {"subfolder": "vae", "variant": "v"})
     assert base.locate("own", "vae") == ("own", {"cache_dir": "c"})
+
+
+def test_the_wrong_trainer_names_the_right_one_before_images_are_encoded(tmp_path, monkeypatch):
+    make_sdxl(tmp_path)
+    make_captioned(tmp_path / "images", 2, ["one", "two"])
+    monkeypatch.setattr(train_flow, "share_latents", lambda *given: pytest.fail("it encodes"))
+    flags = [f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}", "--cache_latents", "--rank=2"]
+    flags += [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit) as stop:
+        Script("train_flow")(*flags)
+    assert stop.value.code == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(Refused, match="of the family sdxl: train it with train_text_to_image.py"):
+        open_base(train_flow.parse_args(flags), "train_flow.py")
 
 
 def test_no_diffusers_pipeline_belongs_to_two_families():
