@@ -19,6 +19,7 @@ from diffusion_training.printing import hide_secrets
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
+RUN_ARGS = "# accelerate launch "  # the beginning of a file that `format_args` made
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
 # in a file of flags: a string or an escaped character, or what a shell leaves out
 SKIPPED = re.compile(
@@ -288,14 +289,16 @@ def parse_demo(
 
 def format_args(flags: dict[str, Any], script: str, leave_out: Sequence[str] = ()) -> str:
     """Format {name: value} as the text of a file that @FILE reads, one flag per line."""
-    lines = [f"# accelerate launch {script} @run.args"]
+    lines = [f"{RUN_ARGS}{script} @run.args"]
     for name, value in flags.items():
         if name in leave_out or value is None:
             continue
         if isinstance(value, bool):
             lines.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list):
+        elif isinstance(value, list) and len(value) > 1:
             lines.append(f"--{name} {shlex.join(map(str, value))}")
+        elif isinstance(value, list):  # with =, it may begin with a dash
+            lines += [f"--{name}={shlex.quote(str(only))}" for only in value]
         else:
             lines.append(f"--{name}={shlex.quote(str(value))}")
     return "\n".join(lines) + "\n"

@@ -238,6 +238,11 @@ def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> 
             model.compile(backend=backend, **options)
 
 
+def is_component(entry: Any) -> bool:
+    """Whether an entry of model_index.json is a part of the pipeline, as (library, class)."""
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
+
+
 def list_parameters(models: Models) -> list[torch.nn.Parameter]:
     """Return the trained parameters of all of {name: model}, in order."""
     return [

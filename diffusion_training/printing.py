@@ -8,6 +8,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+# In addresses: a user's name with a password, which may hold any character, also a blank or @; a
+# token in the place of a name; and a query or fragment, but not the ? of a pattern of names.
+PASSWORD = re.compile(r"(?<=://)[^\s/@:]*:(?!:|\d+(?:[/\s'\")]|$))[^@\n]*@(?:[^\s@]*@)*")
+TOKEN = re.compile(r"(?<=://)[^/\s@]+@")
+QUERY = re.compile(
+    r"(://[^\s?#]*)(?:\?(?=\S*=|[^\s./?'\")]{6})|\#(?=\S*=))\S*?(?=['\")\],.;:]*(?:\s|$))"
+)
+
 
 def hide_secrets(value: Any) -> Any:
     """Cut passwords and queries, such as signatures, out of the addresses in a text or in texts.
@@ -18,8 +26,8 @@ def hide_secrets(value: Any) -> Any:
         return type(value)(map(hide_secrets, value))
     if not isinstance(value, str) or "://" not in value:
         return value
-    value = re.sub(r"(?<=://)[^/\s@]+@", "***@", value)
-    return re.sub(r"(://[^\s?]*\?)[^\s'\")]*=[^\s'\")]*", r"\1***", value)
+    value = TOKEN.sub("***@", PASSWORD.sub("***@", value))
+    return QUERY.sub(r"\1?***", value)
 
 
 class LastingStream:

@@ -92,7 +92,7 @@ def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]
         matches = [name] if name in found else fnmatch.filter(found, name)
         matches = [match for match in matches if match.count("/") == name.count("/")]
         if not matches:
-            raise FileNotFoundError(f"{folder} holds no {name}")
+            raise FileNotFoundError(f"there is no {folder}/{name}")
         chosen |= {match: found[match] for match in matches}
     return folder, chosen
 

@@ -1,9 +1,9 @@
 """Flags of captions, streams and arrays, and their checks. Imports only the standard library."""
 
 import argparse
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OneOrMore, is_address, number
@@ -178,7 +178,7 @@ def add_array_flags(add: Callable[..., Any]) -> None:
 
 def is_array(source: str | None) -> bool:
     """Whether a source of images is an .npy file."""
-    return source is not None and source.lower().endswith(".npy") and Path(source).is_file()
+    return source is not None and source.lower().endswith(".npy") and os.path.isfile(source)
 
 
 def add_source_flags(add: Add, captions: bool = False) -> None:
@@ -247,7 +247,7 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
                 f"--train_data_dir {source} is an address: give --streaming, or copy the data to a "
                 "disk"
             )
-    elif not Path(source).is_dir():
+    elif not os.path.isdir(source):
         takes_array = "array_range" in args
         if not (takes_array and is_array(source)):
             more = ", nor an .npy file" if takes_array else ""

@@ -6,6 +6,7 @@ in the tests.
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -18,6 +19,8 @@ from diffusion_training.models import load_weights
 from diffusion_training.printing import amount
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
+
+MAGNITUDE = "lora_magnitude_vector"  # of DoRA, as PEFT and diffusers name it
 
 
 class Tokens(TypedDict, total=False):
@@ -444,8 +447,11 @@ class Family:
         for name in file:  # the reader drops or misreads these weights
             if name.endswith(".dora_scale") or name.startswith("bundle_emb."):
                 raise ValueError(f"it holds {name}, which is not used here")
-        # ComfyUI's own names are kohya's with dots, and diffusers reads only kohya's.
         source: Any = str(path.parent)
+        plain = {leave_out_adapter(name): weight for name, weight in file.items()}
+        if plain.keys() != file.keys():  # of PEFT, whose names of adapters diffusers reads in part
+            source = plain
+        # ComfyUI's own names are kohya's with dots, and diffusers reads only kohya's.
         if any(name.startswith("diffusion_model.") and ".lora_down." in name for name in file):
             source = {name_as_kohya(name): weight for name, weight in file.items()}
         weights, *alphas, metadata = pipeline.lora_state_dict(
@@ -470,6 +476,12 @@ class Family:
     def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
         """The weights of a pipeline in the layout of a single file, on the CPU."""
         raise NotImplementedError
+
+
+def leave_out_adapter(key: str) -> str:
+    """A weight's name without its adapter's: lora_A.weight for PEFT's own lora_A.default.weight."""
+    key = re.sub(rf"\.{MAGNITUDE}\.\w+\.weight$", f".{MAGNITUDE}", key)
+    return re.sub(r"(\.lora_[AB])\.\w+(\.weight)$", r"\1\2", key)
 
 
 def name_as_kohya(name: str) -> str:

@@ -104,8 +104,10 @@ def format_words(flags: dict[str, Any]) -> list[str]:
     for name, value in flags.items():
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list):
+        elif isinstance(value, list) and len(value) > 1:
             words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, list):  # with =, it may begin with a dash
+            words += [f"--{name}={only}" for only in value]
         elif value is not None:
             words.append(f"--{name}={value}")
     return words

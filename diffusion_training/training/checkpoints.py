@@ -375,7 +375,13 @@ def load_checkpoint(
             f"{path} was trained with --optimizer {kind}, not {settings['optimizer']}: keep "
             f"--optimizer {kind}, or choose a new --output_dir"
         )
-    if added := list_added(models, state):
+    added = list_added(models, state)
+    if any("_posthoc_" in name for name in added):
+        fail(
+            f"{path} has other averages of --posthoc_ema: keep the flag as it was, or choose a new "
+            "--output_dir and begin with --init_from"
+        )
+    if added:
         fail(
             f"{path} has no weights of {', '.join(added)}: a module can be added only to a new "
             "run; begin one with --init_from or --pretrained_model_name_or_path"

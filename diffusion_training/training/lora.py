@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail, is_local_main
+from diffusion_training.families.base import MAGNITUDE
 from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import (
     NOT_FINITE,
@@ -29,7 +30,6 @@ from diffusion_training.training.lora_files import (
     LORA_A,
     LORA_B,
     LORA_FILE,
-    MAGNITUDE,
     PEFT_FILE,
     PEFT_PREFIX,
     LoraFile,

@@ -13,6 +13,8 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from diffusion_training.families.base import MAGNITUDE, leave_out_adapter
+
 # (weights, alphas, settings) of a LoRA file; see `Family.convert_lora`
 ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
 
@@ -21,7 +23,6 @@ PEFT_FILE = "adapter_model.safetensors"  # of a PeftModel, with adapter_config.j
 PEFT_PREFIX = "base_model.model."
 LORA_A = "lora_A.weight"
 LORA_B = "lora_B.weight"
-MAGNITUDE = "lora_magnitude_vector"  # of DoRA, as PEFT and diffusers name it
 DORA_SCALE = "dora_scale"  # the same, as kohya's LyCORIS names it
 # The factors of a LoKr, as all programs name them. w2 is a product of two matrices, or whole.
 LOKR_W1 = "lokr_w1"
@@ -120,12 +121,6 @@ def strip(named: dict[str, Any], name: str) -> dict[str, Any]:
     """The entries that belong to a model, without its name."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
-
-
-def leave_out_adapter(key: str) -> str:
-    """A weight's name without its adapter's: lora_A.weight for PEFT's own lora_A.default.weight."""
-    key = re.sub(rf"\.{MAGNITUDE}\.\w+\.weight$", f".{MAGNITUDE}", key)
-    return re.sub(r"(\.lora_[AB])\.\w+(\.weight)$", r"\1\2", key)
 
 
 def group_by_layer(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,5 +1,7 @@
 """Open and lock the output folder of a run, and write its files, completely or not at all."""
 
+import contextlib
+import json
 import os
 import secrets
 import time
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock
 
-from diffusion_training.arguments import Flags, format_args
+from diffusion_training.arguments import RUN_ARGS, Flags, format_args
 from diffusion_training.errors import UNDO, explained, fail, surviving
 from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
 from diffusion_training.launch import Launch
@@ -89,17 +91,10 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
     lock = None
     copies = None
     if launch.is_main:
-        # every run has one of these; a cache may too, but it also has cache.json
-        own = {"run.args", "find_lr.json", "image_cache"}
-        # perhaps only checkpoints were copied here
-        own |= {path.name for path in find_checkpoints(output_dir)}
         if not output_dir.exists():
             UNDO.append(partial(delete_if_empty, output_dir))
         lock = lock_folder(
-            output_dir,
-            output_dir,
-            lambda names: own & names and "cache.json" not in names,
-            "run of this script",
+            output_dir, output_dir, lambda names: is_of_run(output_dir, names), "run of this script"
         )
         for best in (output_dir / "best", output_dir / "best-before"):
             keeps_best = args.save_best or vars(args).get("save_best_metric")
@@ -166,6 +161,23 @@ def begin_run(run: RunFolder, output_dir: Path) -> None:
     restore_best(output_dir, run.reached)
     prune_snapshots(output_dir, run.reached)
     write_command(run.command, output_dir)
+
+
+def is_of_run(folder: Path, names: set[str]) -> bool:
+    """Whether a folder with files of these names is a run's, by what its files hold.
+
+    A latent cache is not, though it has a run.args, too.
+    """
+    if "cache.json" in names:
+        return False
+    if find_checkpoints(folder):  # perhaps only checkpoints were copied here
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        if "run.args" in names:
+            return (folder / "run.args").read_text().startswith(RUN_ARGS)
+        if "find_lr.json" in names:
+            return "smoothed" in json.loads((folder / "find_lr.json").read_text())
+    return False
 
 
 def write_command(command: str, output_dir: Path) -> None:

@@ -230,6 +230,12 @@ def test_flags_of_other_scripts_and_programs_are_recognized_by_the_pages(typed, 
     assert all(word in line for word in words) and "`" not in line and len(line) < 330
 
 
+def test_a_single_value_that_begins_with_a_dash_is_read_back(parser, tmp_path):
+    args = parser.parse_args(["--prompts=-rf"])
+    (tmp_path / "run.args").write_text(format_args(vars(args), "paint.py"))
+    assert parser.parse_args([f"@{tmp_path}/run.args"]).prompts == ["-rf"]
+
+
 def test_a_misspelled_file_of_flags_gets_a_suggestion(parser, tmp_path, capsys):
     (tmp_path / "small.args").write_text("--size 4")
     with pytest.raises(SystemExit):

@@ -661,6 +661,10 @@ def test_a_saved_lora_is_read_back_also_by_the_pipeline(tmp_path, opened, which)
 
 def name_originals(family, model, program):
     """{a layer's name in the original model: its layers in diffusers}, for attention."""
+    if program == "PEFT":
+        ends = tuple(f".{end}" for end in family.choose_layers(model, "attention"))
+        names = [name for name, _ in model.named_modules()]
+        return {name: [name] for name in names if f".{name}".endswith(ends)}
     if family.name == "z-image" and program != "ai-toolkit":  # ai-toolkit uses diffusers' names
         blocks = [name for name, m in model.named_modules() if name.endswith(".attention")]
         names = {f"{name}.qkv": [f"{name}.to_{letter}" for letter in "qkv"] for name in blocks}
@@ -686,7 +690,7 @@ def name_originals(family, model, program):
 
 @pytest.mark.parametrize("name", ["z-image", "flux2-klein", "qwen-image"])
 @pytest.mark.parametrize("clip_skip", [None])
-@pytest.mark.parametrize("program", ["ai-toolkit", "kohya", "ComfyUI"])
+@pytest.mark.parametrize("program", ["ai-toolkit", "kohya", "ComfyUI", "PEFT"])
 def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, program):
     family, model = opened.family, copy.deepcopy(opened.denoiser)
     layers = dict(model.named_modules())
@@ -696,7 +700,10 @@ def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, pro
         a = torch.randn(2, layers[parts[0]].in_features, generator=generator)
         width = sum(layers[part].out_features for part in parts)
         b = torch.randn(width, 2, generator=generator)
-        if program != "ai-toolkit":
+        if program == "PEFT":
+            key = f"{family.folder}.{original}"
+            weights |= {f"{key}.lora_A.default.weight": a, f"{key}.lora_B.default.weight": b}
+        elif program != "ai-toolkit":
             key = f"lora_unet_{original.replace('.', '_')}"
             if program == "ComfyUI":
                 key = f"diffusion_model.{original}"
@@ -705,7 +712,7 @@ def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, pro
         else:
             key = f"diffusion_model.{original}"
             weights |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
-        effect = b @ a * (1 if program == "ai-toolkit" else 0.5)
+        effect = b @ a * (1 if program in ("ai-toolkit", "PEFT") else 0.5)
         for part, rows in zip(parts, effect.chunk(len(parts)), strict=True):
             expected[part] = rows
     save_file({"x": torch.ones(1)}, tmp_path / "pytorch_lora_weights.safetensors")  # another file

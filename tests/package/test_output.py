@@ -74,8 +74,16 @@ def test_a_run_writes_run_args_and_removes_old_samples_and_best(tmp_path, args):
 
 def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args):
     """An output folder must be empty, or hold a run."""
-    for name in ("README.md", "unet/notes.txt", "photo.jpg", "metrics.jsonl", "cache.json"):
-        folder = tmp_path / name.split(".")[0]
+    others = ("find_lr.json", "run.args", "image_cache/notes.txt")  # names alone prove nothing
+    for name in (
+        "README.md",
+        "unet/notes.txt",
+        "photo.jpg",
+        "metrics.jsonl",
+        "cache.json",
+        *others,
+    ):
+        folder = tmp_path / name.split(".")[0].split("/")[0]
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
         if name == "cache.json":
@@ -96,10 +104,11 @@ def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args
     with pytest.raises(SystemExit, match="can't be written to"):
         use_folder(args(f"--output_dir={tmp_path / 'file'}"))
     # every run leaves at least one of these
-    for name in ("find_lr.json", "run.args", "image_cache"):
+    contents = {"find_lr.json": '{"smoothed": []}', "run.args": "# accelerate launch train.py"}
+    for name, content in contents.items():
         own = tmp_path / f"own-{name}"
         own.mkdir()
-        (own / name).touch()
+        (own / name).write_text(content)
         (own / "README.md").touch()
         assert use_folder(args(f"--output_dir={own}")) is None
     kept = tmp_path / "copied/checkpoint-3"

@@ -260,6 +260,14 @@ def test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing(tmp_pat
     ("hf://datasets/me/photos@main/a.zip", "hf://datasets/me/photos@main/a.zip"),
     ("me@host.org, what = 1?", "me@host.org, what = 1?"),
     (["https://PASSWORD@host", 3], ["https://***@host", 3]),
+    ("s3://me:PASS@WORD@host/run", "s3://***@host/run"),
+    ("--to='s3://me:PASS/WORD@host/run'", "--to='s3://***@host/run'"),
+    ("s3://me:PASS WORD@host/run is full", "s3://***@host/run is full"),
+    ("s3://host/run?SECRET is full", "s3://host/run?*** is full"),
+    ("(https://host/run?sig=a'SECRET')", "(https://host/run?***')"),
+    ("https://host/run#token=SECRET.", "https://host/run?***."),
+    ("http://1.1.1.1:90/a is down, ask me@x.org", "http://1.1.1.1:90/a is down, ask me@x.org"),
+    ("s3://bucket/photos#1/0?.tar", "s3://bucket/photos#1/0?.tar"),
 ])  # fmt: skip
 def test_hide_secrets_cuts_passwords_and_queries(text, hidden):
     assert hide_secrets(text) == hidden

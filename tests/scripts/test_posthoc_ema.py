@@ -98,7 +98,7 @@ def test_a_checkpoint_does_not_wait_for_the_snapshot_of_its_step(tmp_path, input
 def test_a_resumed_run_keeps_its_widths(tmp_path, inputs, whole):
     flags = list_flags(inputs, tmp_path / "other", "--posthoc_ema", "0.05", "0.2")
     refused = train.refused(*flags, f"--resume_from_checkpoint={whole / 'checkpoint-2'}")
-    assert "has no weights of unet_posthoc_0.2" in refused
+    assert "has other averages of --posthoc_ema: keep the flag as it was" in refused
 
 
 def test_a_run_resumed_without_the_flag_must_not_end_after_its_snapshots(tmp_path, inputs, whole):
@@ -192,6 +192,23 @@ def test_a_run_without_what_a_pipeline_needs_is_refused(tmp_path, whole):
     other.save_pretrained(run / "unet")
     said = reconstruct.refused(run, output_dir, "--sigma_rel", "0.1")
     assert "the snapshots are of another unet" in said
+
+
+def test_no_name_in_a_runs_model_index_leads_out_of_its_folder(tmp_path, whole):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (tmp_path / "payload").mkdir()
+    (run / "link").symlink_to(run / "unet")
+    index = json.loads((run / "model_index.json").read_text())
+    index |= dict.fromkeys(
+        ["../payload", "link/../../payload", str(tmp_path / "payload")], ["a", "b"]
+    )
+    (run / "model_index.json").write_text(json.dumps(index))
+    Script("reconstruct_ema")(str(run), f"--output_dir={tmp_path / 'out/deep'}", "--sigma_rel=0.06")
+    written = {path.name for path in (tmp_path / "out/deep/sigma_rel-0.06").iterdir()}
+    assert written == {"model_index.json", "unet", "scheduler"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "payload", "out"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"deep"}
 
 
 def test_a_pipeline_without_averages_and_folders_of_the_user_are_refused(tmp_path, whole):

@@ -136,7 +136,7 @@ def test_streaming_from_a_bucket_gives_the_rows_of_a_copy_on_disk(tmp_path, flag
         assert made.items() <= expected.items()
 
     for source, sentence in {
-        f"{raw}/tars/{{008..011}}.tar": f"{raw}/tars holds no 011.tar",
+        f"{raw}/tars/{{008..011}}.tar": f"there is no {raw}/tars/011.tar",
         f"{raw}/*/*": "it holds both parquet files and tars: choose with /*.parquet or /*.tar",
         f"{raw}/nothing": "it holds neither parquet files nor tars",
     }.items():

@@ -12,7 +12,6 @@
 
 import contextlib
 import hashlib
-import importlib
 import inspect
 import json
 import math
@@ -22,6 +21,7 @@ from typing import Any, cast
 
 import diffusers
 import torch
+import transformers
 from accelerate import PartialState
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
@@ -160,8 +160,11 @@ class Recorded(Family):
             if not is_component(entry) or name in (self.folder, "vae", "scheduler"):
                 continue
             # a library, or the folder of a pipeline that brings its own class
-            module = getattr(diffusers.pipelines, entry[0], None)
-            kind = getattr(module or importlib.import_module(entry[0]), entry[1])
+            libraries = {"diffusers": diffusers, "transformers": transformers}
+            library = libraries.get(entry[0]) or getattr(diffusers.pipelines, entry[0], None)
+            if library is None:  # importing any other module would run its code
+                raise ValueError(f"model_index.json has the library {entry[0]} for {name}")
+            kind = getattr(library, entry[1])
             given = options | {"subfolder": name}
             if issubclass(kind, torch.nn.Module):
                 models[name] = load_weights(kind, source, **given, torch_dtype=dtype)

@@ -23,6 +23,7 @@ from diffusion_training.families.recorded.modular import get_pipeline_class, sil
 from diffusion_training.families.recorded.reference_latents import ReferenceShapes, encode_reference
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.faults import explain, is_machines_fault
+from diffusion_training.models import is_component
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
 # arguments of pipelines that would change the size or rewrite captions, or pass an object on
@@ -147,11 +148,6 @@ def replay(pipeline_class: Any) -> Any:
 
     names = {"encode_prompt": encode_prompt, "__module__": pipeline_class.__module__}
     return type(pipeline_class.__name__, (pipeline_class,), names)
-
-
-def is_component(entry: Any) -> bool:
-    """Whether an entry of model_index.json is a part of the pipeline, as (library, class)."""
-    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, str) for x in entry)
 
 
 def list_pipeline_settings(index: dict[str, Any]) -> dict[str, Any]:
