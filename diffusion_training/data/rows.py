@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 import xxhash
-from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
+from datasets.data_files import SPLIT_KEYWORDS, DataFilesList
 from huggingface_hub import DatasetCard
 
 from diffusion_training.arguments import is_address, list_values
@@ -55,9 +55,8 @@ from diffusion_training.remote import list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
-# The builders of files that hold images. `datasets` chooses by the most frequent suffix, which may
-# be that of other files beside images, such as photo.json.
-OF_IMAGES = ("arrow", "hdf5", "imagefolder", "lance", "parquet", "vortex", "webdataset")
+# Files that hold many images
+PACKED = (".parquet", ".arrow", ".tar", ".h5", ".hdf5", ".lance", ".vortex")
 
 # Archives that `datasets` unpacks
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar")
@@ -163,10 +162,9 @@ def open_builder(
 ) -> tuple[datasets.DatasetBuilder, Rows]:
     """Open a data set; returns (its builder, its rows). listed: the paths in a local folder."""
 
-    def open_as(kind: str, files: list[str] | None = None) -> datasets.DatasetBuilder:
-        folder = source if kind == "imagefolder" else None
+    def open_as(kind: str, files: Any = None) -> datasets.DatasetBuilder:
         return datasets.load_dataset_builder(
-            kind, args.dataset_config_name, folder, files, cache_dir=args.cache_dir
+            kind, args.dataset_config_name, data_files=files, cache_dir=args.cache_dir
         )
 
     refuse_cut_tars()
@@ -181,14 +179,10 @@ def open_builder(
         if is_address(source):
             stream_tars_from_storage()
             builder = open_as(*find_files(source))
+        elif has_captions or (is_image_folder(listed) and not has_configs(source)):
+            builder = open_as("imagefolder", list_split_files(source))
         else:
-            # without "imagefolder", the caption files might be loaded as a data set of text
-            builder = open_as("imagefolder" if has_captions else source)
-        if builder.name not in OF_IMAGES and any(map(is_image, listed)):
-            builder = open_as("imagefolder")
-        if os.path.isdir(source):
-            check_split(source, builder, args.dataset_split)
-            check_names(source, builder)
+            builder = open_as(source)
     splits = builder.config.data_files or {}
     files = splits.get(args.dataset_split, [])
     metadata = []
@@ -225,67 +219,40 @@ def list_splits(spec: str) -> set[str]:
     return {part.partition("[")[0].strip() for part in spec.split("+")}
 
 
-def check_split(source: str, builder: datasets.DatasetBuilder, spec: str) -> None:
-    """Raise ValueError if a folder's images are not in the splits that --dataset_split names.
+def list_split_files(folder: str) -> dict[str, DataFilesList]:
+    """{split: its files}. A folder such as train/, test/ or valid/, at any depth, holds a split.
 
-    `datasets` takes files for splits by words in their paths. One file such as test.png or
-    captions_train.json is enough, and files without such a word are then in no split.
+    Without train/, all other files are in that split. `datasets` itself would also look for such
+    words in names, and a single image `red train.png` would leave out all others.
     """
-    splits = builder.config.data_files or {}
-    names = list_splits(spec)
-    if not splits or "all" in names:
-        return
-    suffixes = ("",)
-    if builder.name == "imagefolder":
-        suffixes = (*builder.EXTENSIONS, *builder.METADATA_FILENAMES, ".zip")
-    files = [path for name in names for path in splits.get(name, [])]
-    if not any(path.lower().endswith(suffixes) for path in files):
-        split = next(iter([name for name in names if name in splits] or splits))
-        example = os.path.relpath(splits[split][0], source)
-        raise ValueError(
-            f"no images are in split {spec!r}, because `datasets` takes {example} for split "
-            f"{str(split)!r}: rename it, or choose with --dataset_split"
-        )
+    names = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+    found: dict[str, list[str]] = {}
+    for path in filter(os.path.isfile, sorted(list_files_of_folder(folder))):
+        folders = Path(path).relative_to(folder).parts[:-1]
+        split = next((names[name] for name in folders if name in names), "")
+        found.setdefault(split, []).append(path)
+    if others := found.pop("", None):
+        found.setdefault("train", others)
+    # with their times, as `datasets` has them, so that changed images are read again
+    return {
+        split: DataFilesList(files, [(str(os.path.getmtime(path)),) for path in files])
+        for split, files in found.items()
+    }
 
 
-def check_names(source: str, builder: datasets.DatasetBuilder) -> None:
-    """Raise ValueError if words in the names of some images leave out all others.
+def is_image_folder(listed: Sequence[str]) -> bool:
+    """Whether a folder holds more images than files of many; listed: the paths in it.
 
-    With an image such as `red train.png`, `datasets` sorts the images of a folder into splits by
-    their names, and those without such a word are in no split.
+    `datasets` itself chooses by the most frequent suffix, which may be that of other files beside
+    the images, such as photo.json.
     """
-    split_words = {word for words in SPLIT_KEYWORDS.values() for word in words}
-
-    def has_word(path: str) -> bool:
-        return not split_words.isdisjoint(re.split(rf"[{NON_WORDS_CHARS}/]", path))
-
-    splits = builder.config.data_files or {}
-    files = [os.path.relpath(path, source) for paths in splits.values() for path in paths]
-    chosen = [*filter(is_image, files)]
-    by_folder = any(has_word(os.path.dirname(path)) for path in chosen)
-    by_name = all(has_word(os.path.basename(path)) for path in chosen)
-    if builder.name != "imagefolder" or not chosen or by_folder or not by_name:
-        return
-    images = filter(is_image, list_files_of_folder(source))
-    left_out = {os.path.relpath(path, source) for path in images} - set(chosen)
-    if left_out and not names_files(source, builder):
-        raise ValueError(
-            f"`datasets` takes {amount(len(chosen), 'image')} for splits because of a word such as "
-            f"'train' in the name, so {amount(len(left_out), 'image')} without one would be left "
-            f"out: rename files such as {chosen[0]}, or keep each split in a folder of its own"
-        )
+    return sum(map(is_image, listed)) > sum(path.lower().endswith(PACKED) for path in listed)
 
 
-def names_files(source: str, builder: datasets.DatasetBuilder) -> bool:
-    """Whether a folder's README.md names the files of the splits, so that words do not count."""
-    card = Path(source, "README.md")
-    if not builder.builder_configs or not card.is_file():  # "imagefolder" itself reads no README.md
-        return False
-    configs = DatasetCard.load(card).data.to_dict().get("configs", [])
-    return any(
-        config["config_name"] == builder.config.name and "data_files" in config
-        for config in configs
-    )
+def has_configs(folder: str) -> bool:
+    """Whether the README.md of a folder says which files a data set has."""
+    card = Path(folder, "README.md")
+    return card.is_file() and "configs" in DatasetCard.load(card).data.to_dict()
 
 
 def find_files(address: str) -> tuple[str, list[str]]:
@@ -440,7 +407,7 @@ def report_unused(
 
 
 def list_files_of_folder(root: str) -> list[str]:
-    """The files in a folder, and folders that can't be entered, except hidden ones and our own."""
+    """The files in a folder, and folders that can't be entered, except hidden ones and __names."""
     files = []
     for folder, folders, names in os.walk(root):
         for name in folders:
@@ -449,12 +416,10 @@ def list_files_of_folder(root: str) -> list[str]:
                 names.append(name)
         files += [os.path.join(folder, name) for name in names]
 
-    def is_ours(part: str) -> bool:
-        return (
-            part.startswith(".") or part == "__download__"
-        )  # download_images.py writes the latter
-
-    return [path for path in files if not any(map(is_ours, Path(path).relative_to(root).parts))]
+    # also leaves out __download__, which download_images.py writes
+    return [
+        path for path in files if not re.search(r"/(\.|__)", Path(path).as_posix()[len(root) :])
+    ]
 
 
 def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:

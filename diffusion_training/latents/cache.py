@@ -223,11 +223,11 @@ def open_cache(
             "delete it, or choose another --output_dir"
         )
     if differences:
-        flags = find_differences(cache.get("made_with", {}), list_flags(planned), "--")
+        flags = find_differences(cache["made_with"], list_flags(planned), "--")
         reason = "; ".join(", ".join(names) for names in (flags, differences) if names)
         fail(f"{name} holds another cache ({reason}): choose another --output_dir")
     about = {"made_with": list_flags(planned)}
-    is_new = cache.get("made_with") != about["made_with"]
+    is_new = cache["made_with"] != about["made_with"]
     if is_new and not records and folder is None and accelerator.is_main_process:
         # nothing was made with the flags before
         write_file(output_dir / "cache.json", json.dumps(cache | about, indent=1))

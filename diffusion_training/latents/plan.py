@@ -256,11 +256,11 @@ def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[st
     """The differences of cache.json and the settings that it should have, as sentences.
 
     "tokenizer_rules" are compared only if the same versions of the libraries wrote them, because
-    another version may write equal rules in another form. Older caches have none.
+    another version may write equal rules in another form.
     """
-    before, now = (each.get("tokenizer_rules", {}) for each in (cache, settings))
+    before, now = (each["tokenizer_rules"]["libraries"] for each in (cache, settings))
     known = dict(settings)
-    if before.get("libraries") != now.get("libraries"):
+    if before != now:
         del known["tokenizer_rules"]
     return find_differences({name: cache.get(name) for name in known}, known)
 

@@ -63,9 +63,7 @@ def keep_best(
     steps = [int(path.name.split("-")[-1]) for path in find_checkpoints(output_dir)]
     reached = max(steps, default=-1)
     known = read_best(best)
-    is_alike = known.get("metric") == metric
-    if "measured_with" in known:  # an older version did not write it
-        is_alike &= known["measured_with"] == content.get("measured_with")
+    is_alike = all(known.get(name) == content.get(name) for name in ("metric", "measured_with"))
     if score(content) < (score(known) if is_alike else math.inf):
         if known and known["step"] <= reached:
             delete(before)

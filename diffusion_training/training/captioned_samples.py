@@ -123,8 +123,7 @@ def keep_before(
                 Image.fromarray(image).save(unfinished / path.name, pnginfo=about)
     elif all(path.exists() for path in paths):
         before = [Image.open(path) for path in paths]
-        # older runs have no keys
-        if all(each.info.get("key", key) == key for each, key in zip(before, keys, strict=True)):
+        if all(each.info.get("key") == key for each, key in zip(before, keys, strict=True)):
             return [np.array(each) for each in before]
     return []
 

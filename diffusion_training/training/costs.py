@@ -155,7 +155,7 @@ def format_count(number: int) -> str:
 
 
 def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = False) -> int:
-    """Return the bytes that --optimizer keeps for a parameter, except for its step count.
+    """Return the bytes that --optimizer keeps for a parameter, except for single numbers.
 
     in_block: see `is_block_matrix`.
     """

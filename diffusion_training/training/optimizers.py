@@ -1,8 +1,7 @@
 """Optimizers: made from the flags, and restored exactly from a saved state."""
 
-import itertools
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +15,6 @@ from diffusion_training.models import is_block_matrix, list_parameters
 # Options that a resumed run takes from its own flags, if its optimizer has them; all others are
 # restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
 FLAGS = ("lr", "betas", "eps", "weight_decay", "fused")
-PART = 2**24  # numbers, of the weights that `Adafactor` updates together: 67 MB of memory
 
 # (models, the scaler of fp16 or None, flags) -> an optimizer of their trained parameters
 MakeOptimizer: TypeAlias = Callable[
@@ -31,14 +29,19 @@ def make_optimizer(
 
     adamw8bit keeps AdamW's two moments in 8 bits (arXiv:2110.02861). adafactor keeps no first
     moment, and for the second one only a mean for each row and column (arXiv:1804.04235); it uses
-    only the weight decay of the --adam flags.
+    only the weight decay of the --adam flags. Its updates are as large as AdamW's, so the learning
+    rate means the same: it is not scaled by the size of each weight.
 
     scaler: the GradScaler of fp16, or None.
     """
     parameters = list_parameters(models)
     shared = {"lr": args.learning_rate, "weight_decay": args.adam_weight_decay}
     if args.optimizer == "adafactor":
-        return Adafactor(parameters, **shared)
+        # imported here, because few runs need it
+        from transformers.optimization import Adafactor
+
+        # a rate scaled by each weight's size would wait for the device in every step
+        return Adafactor(parameters, **shared, relative_step=False, scale_parameter=False)
     shared |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optimizer == "muon":
         matrices = []
@@ -61,76 +64,6 @@ def make_optimizer(
         for parameter in parameters:
             parameter.data = parameter.data.contiguous()
         return AdamW8bit(parameters, **shared)
-
-
-class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor without its waits: torch reads two norms of each weight in every step.
-
-    Arithmetic and state are torch's. Weights are updated together, in parts, to launch fewer
-    kernels without the memory that updates of all weights would take.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
-        for group in self.param_groups:
-            for weights in split(group["params"]):
-                lists: list[list] = [[] for _ in range(6)]
-                self._init_group({"params": weights}, *lists)  # those that have a gradient
-                if lists[0]:
-                    update_part(group, *lists)
-
-
-def split(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Split parameters into parts of about `PART` numbers: first those with one dimension."""
-    ordered = sorted(parameters, key=lambda weight: weight.dim() > 1)
-    ends = itertools.accumulate(weight.numel() for weight in ordered)
-    pairs = zip(ordered, ends, strict=True)
-    for _, part in itertools.groupby(pairs, lambda pair: (pair[0].dim() > 1, pair[1] // PART)):
-        yield [weight for weight, _ in part]
-
-
-def update_part(
-    group: dict[str, Any],
-    weights: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    row_vars: list[torch.Tensor],
-    col_vars: list[torch.Tensor],
-    variances: list[torch.Tensor],
-    steps: list[torch.Tensor],
-) -> None:
-    """Update weights, all with one dimension or all with more, and their state; see `Adafactor`."""
-    lr = group["lr"]
-    least_var, least_norm = group["eps"]
-    least_var = least_var or torch.finfo(weights[0].dtype).eps
-    torch._foreach_add_(steps, 1)
-    numbers = [step.item() for step in steps]  # on the CPU
-    shares = [number ** group["beta2_decay"] for number in numbers]
-    alphas = torch._foreach_norm(weights)
-    torch._foreach_div_(alphas, [weight.numel() ** 0.5 for weight in weights])
-    torch._foreach_clamp_min_(alphas, least_norm)
-    torch._foreach_mul_(alphas, [min(lr, number**-0.5) for number in numbers])
-    torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-    if weights[0].dim() > 1:
-        for moments, dim in ((row_vars, -1), (col_vars, -2)):
-            means = [torch.linalg.vector_norm(grad, dim=dim, keepdim=True) for grad in grads]
-            torch._foreach_mul_(means, means)
-            torch._foreach_div_(means, [grad.size(dim) for grad in grads])
-            torch._foreach_lerp_(moments, means, shares)
-        updates = [row @ col for row, col in zip(row_vars, col_vars, strict=True)]
-        means = [row.mean(dim=-2, keepdim=True) for row in row_vars]
-        torch._foreach_clamp_min_(means, least_var)
-        torch._foreach_div_(updates, means)
-    else:
-        torch._foreach_lerp_(variances, torch._foreach_mul(grads, grads), shares)
-        updates = [variance.clone() for variance in variances]
-    torch._foreach_clamp_min_(updates, least_var**2)
-    torch._foreach_rsqrt_(updates)
-    torch._foreach_mul_(updates, grads)
-    norms = torch._foreach_norm(updates)
-    torch._foreach_div_(norms, [group["d"] * weight.numel() ** 0.5 for weight in weights])
-    torch._foreach_clamp_min_(norms, 1.0)
-    torch._foreach_div_(alphas, norms)
-    torch._foreach_addcmul_(weights, updates, alphas, value=-1)
 
 
 class MuonAdamW(torch.optim.Optimizer):

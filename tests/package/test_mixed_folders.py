@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -109,58 +110,52 @@ def test_archives_may_hold_folders_and_files_other_than_images(tmp_path, load, c
     assert len([*load(tmp_path / "archive", streaming=True).rows]) == 4
 
 
-@pytest.mark.parametrize(
-    "path, split",
-    [
-        ("photo_test_1.png", "test"),
-        ("val/9.png", "validation"),
-        ("test.txt", "test"),
-        ("captions_train.json", "train"),
-    ],
-)
-def test_a_file_name_that_datasets_takes_for_a_split_is_named(tmp_path, load, path, split):
+@pytest.mark.parametrize("path", ["photo_test_1.png", "red train.png", "trains/test-2.png"])
+@pytest.mark.parametrize("captions", [False, True])
+def test_words_in_names_choose_no_split(tmp_path, load, path, captions):
+    """`datasets` would take such a file for a split, and leave out files without such a word."""
     folder = Path(make_images(tmp_path / "images", 2))
     (folder / path).parent.mkdir(exist_ok=True)
     shutil.copy(folder / "0.png", folder / path)
-    sentence = f"no images are in split 'train', because `datasets` takes {path} for split '{split}"
-    with pytest.raises(SystemExit, match=sentence):
-        load(folder)
+    for name in ("test.txt", "captions_train.json", *(["0.txt"] if captions else [])):
+        (folder / name).write_text("a dog")
+    assert len(load(folder, captions).rows) == len([*load(folder, streaming=True).rows]) == 3
+    with pytest.raises(SystemExit, match="can't be loaded as a data set .*[Uu]nknown split .test"):
+        load(folder, captions, dataset_split="test")
 
 
-@pytest.mark.parametrize("name", ["red train.png", "trains/train-2.png"])
-def test_a_word_in_a_file_name_leaves_out_no_other_image(tmp_path, load, name):
+@pytest.mark.parametrize("name", ["val", "deep/val"])
+def test_a_folder_named_like_a_split_holds_it(tmp_path, load, capsys, name):
+    folder = Path(make_images(tmp_path / "images", 2))
+    make_images(folder / name, 1)
+    assert RowDataset(load(folder), str(folder)).names() == ["0.png", "1.png"]
+    said = f"not used: 1 file of other splits (validation), such as {name}/0.png"
+    assert capsys.readouterr().out == f"{folder}: {said}\n"
+    rows = load(folder, dataset_split="validation")
+    assert RowDataset(rows, str(folder)).names() == [f"{name}/0.png"]
+    make_images(folder / "train", 3)  # then other files are in no split
+    capsys.readouterr()
+    assert len(load(folder).rows) == 3
+    assert "2 of 6 files are not used (2 .png), such as 0.png" in capsys.readouterr().out
+
+
+def test_a_readme_may_name_the_images(tmp_path, load):
     folder = Path(make_images(tmp_path / "images", 3))
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / "2.png").rename(folder / name)
-    with pytest.raises(
-        SystemExit, match=f"2 images without one would be left out: .* such as {name}"
-    ):
-        load(folder)
-    (folder / "train").mkdir()
-    shutil.move(folder / name, folder / "train")  # a folder is chosen on purpose
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert len(load(folder).rows) == 3
+    card = "---\nconfigs:\n- config_name: default\n  data_files: '0*'\n---\n"
+    (folder / "README.md").write_text(card)
     assert len(load(folder).rows) == 1
-    for i in range(2):
-        (folder / f"{i}.png").rename(folder / f"test {i}.png")
-    shutil.move(folder / "train" / Path(name).name, folder)
-    assert len(load(folder).rows) == 1  # all names have a word
+    (folder / "2.txt").write_text("a dog")  # with captions in files, no README.md is read
+    assert len(load(folder).rows) == 3
 
 
-def test_images_that_a_readme_names_may_leave_out_others(tmp_path, load):
-    """Words in names decide nothing there. A README.md that names no files changes nothing."""
-    folder = Path(make_images(tmp_path / "images", 3))
-    (folder / "2.png").rename(folder / "train_2.png")
-    card = (
-        "---\nconfigs:\n- config_name: default\n  {}\n- config_name: b\n  data_files: '0*'\n---\n"
-    )
-    for content in ("---\nlicense: mit\n---\n", card.format("drop_labels: true")):
-        (folder / "README.md").write_text(content)
-        with pytest.raises(SystemExit, match="2 images without one would be left out"):
-            load(folder)
-    (folder / "README.md").write_text(card.format("data_files: 'train_*.png'"))
-    assert len(load(folder).rows) == 1
-    (folder / "train_2.txt").write_text("a dog")  # with captions in files, no README.md is read
-    with pytest.raises(SystemExit, match="2 images without one would be left out"):
-        load(folder)
+def test_a_changed_image_is_read_again(tmp_path, load):
+    folder = Path(make_images(tmp_path / "images", 2))
+    before = load(folder).rows._fingerprint
+    assert load(folder).rows._fingerprint == before
+    os.utime(folder / "0.png", (1, 1))
+    assert load(folder).rows._fingerprint != before
 
 
 def test_files_of_other_splits_are_counted(tmp_path, load, capsys):

@@ -168,15 +168,17 @@ def test_caption_files_beside_images_equal_metadata(tmp_path, load, capsys):
 
 
 def test_load_rows_lists_a_folder_only_once(tmp_path, load, monkeypatch):
-    make_images(tmp_path / "images" / "deep", 2)
+    (tmp_path / "images/deep").mkdir(parents=True)
+    table = tmp_path / "images/deep/one.parquet"
+    datasets.Dataset.from_dict({"image": [b"x", b"y"]}).to_parquet(table)
     listed, listing = [], LocalFileSystem.ls
     monkeypatch.setattr(
         LocalFileSystem, "ls", lambda fs, path, **k: listed.append(path) or listing(fs, path, **k)
     )
     rows = load(tmp_path / "images").rows
     assert len(rows) == 2 and 0 < sum(Path(path).name == "deep" for path in listed) < 4
-    shutil.copy(tmp_path / "images/deep/0.png", tmp_path / "images/new.png")
-    assert len(load(tmp_path / "images").rows) == 3  # the next call reads it again
+    shutil.copy(table, tmp_path / "images/two.parquet")
+    assert len(load(tmp_path / "images").rows) == 4  # the next call reads it again
 
 
 def test_unused_files_are_counted_and_one_is_named(tmp_path, load, capsys, monkeypatch):

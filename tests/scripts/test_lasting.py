@@ -24,7 +24,6 @@ from conftest import (
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.printing import hide_secrets
-from diffusion_training.training.copies import OWNER, Copies
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train = Script("train_unconditional")
@@ -217,13 +216,6 @@ def test_an_address_belongs_to_the_runs_of_one_name(tmp_path, flags):
         f"--checkpoints_to {tmp_path / 'copies'}-again"
         in (tmp_path / "out/report.html").read_text()
     )
-
-
-def test_an_address_whose_owner_has_no_name_is_taken_up_again(tmp_path):
-    """An owner file of before names were written there."""
-    (tmp_path / "copies").mkdir()
-    (tmp_path / "copies" / OWNER).write_bytes(b"0123456789abcdef")
-    Copies(str(tmp_path / "copies"), tmp_path / "any", None).open()
 
 
 def test_an_edited_model_card_is_kept(tmp_path, flags, capfd):
