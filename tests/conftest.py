@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items):
     places = {
         "test_precompute_latents_ray": -1,
         "test_train_on_ray": -1,
-        "test_cluster": 1,
+        "test_connection": 1,
         "test_download_images": 2,
     }
     items.sort(key=lambda item: places.get(item.path.stem, 0))

@@ -170,6 +170,78 @@ def test_every_module_has_a_docstring():
         assert len(first) > 20 and first.endswith("."), name
 
 
+# Modules without a test file of their name: the file that covers them, if it does not import them
+# with a word that does (a class, or a flag).
+COVERED = {
+    "batches": "package/test_records.py",
+    "data.captioned_images": "package/test_references.py",
+    "data.class_names": "scripts/test_classes.py",
+    "data.texts": "package/test_captions.py",
+    "data.transforms": "package/test_references.py",
+    "families.base": "scripts/test_new_family.py",
+    "families.class_labels": "scripts/test_classes.py",
+    "families.flux2": "package/test_families.py flux2-klein",
+    "families.known": "package/test_families.py",
+    "families.names": "package/test_families.py",
+    "families.opening": "package/test_recorded.py",
+    "families.original_layout": "package/test_lora_files.py",
+    "families.prx": "package/test_families.py prx",
+    "families.qwen_image": "package/test_families.py qwen-image",
+    "families.stable_diffusion": "package/test_families.py sdxl",
+    "families.z_image": "package/test_families.py z-image",
+    "families.recorded.calls": "package/test_recorded.py",
+    "families.recorded.family": "package/test_recorded.py",
+    "families.recorded.findings": "package/test_recorded.py",
+    "families.recorded.layout": "package/test_recorded.py has_the_bits_of_the_pipeline",
+    "families.recorded.modular": "scripts/test_modular_pipelines.py has_the_bits_of_its_blocks",
+    "families.recorded.pipeline_run": "package/test_recorded.py",
+    "families.recorded.tape": "package/test_recorded.py",
+    "families.recorded.text_tensors": "package/test_recorded.py",
+    "families.recorded.trial": "package/test_recorded.py two_lengths",
+    "faults": "package/test_errors.py",
+    "latents.cache_flags": "scripts/test_precompute_latents.py --rows_per_shard",
+    "latents.encoding": "scripts/test_several_captions.py",
+    "latents.fetch": "package/test_stream.py",
+    "latents.passes": "package/test_remote_cache.py",
+    "latents.plan": "package/test_cache.py",
+    "latents.published": "scripts/test_classes.py --import_latents",
+    "latents.shards": "package/test_reader.py",
+    "latents.shared": "scripts/test_argument_files.py",
+    "latents.source": "package/test_reader.py",
+    "pillow": "package/test_images.py decode_image",
+    "printing": "package/test_errors.py",
+    "stop_signals": "package/test_errors.py",
+    "training.best": "scripts/test_save_best.py",
+    "training.captioned_samples": "scripts/test_edits.py",
+    "training.checkpoint_copy": "scripts/test_checkpoints_beside.py",
+    "training.denoiser": "package/test_models.py",
+    "training.distances": "benchmarks/test_evaluate_samples.py",
+    "training.hub": "package/test_run_folder.py",
+    "training.lora_flags": "scripts/test_train_lora.py --rank",
+    "training.metadata": "scripts/test_train_lora.py modelspec",
+    "training.metric_flags": "scripts/test_metrics.py",
+    "training.networks": "scripts/test_metrics.py",
+    "training.pipelines": "package/test_run_folder.py",
+    "training.prior": "scripts/test_preserve_prior.py",
+    "training.quantization": "scripts/test_base_precision.py",
+    "training.samples": "package/test_run_folder.py",
+    "training.state": "scripts/test_checkpoints_beside.py",
+}
+
+
+def test_every_module_has_a_test_file_of_its_name_or_a_file_that_covers_it():
+    tests = ROOT / "tests"
+    named = {path.stem for room in ("package", "scripts") for path in tests.glob(f"{room}/test_*")}
+    unnamed = {name for name in MODULES if f"test_{name.split('.')[-1]}" not in named}
+    assert unnamed - {"__init__"} == COVERED.keys()
+    for name, covered in COVERED.items():
+        file, _, word = covered.partition(" ")
+        room, _, leaf = f"diffusion_training.{name}".rpartition(".")
+        text = (tests / file).read_text()
+        imported = rf"from {room}\.{leaf} import|from {room} import .*\b{leaf}\b|\b{room}\.{leaf}\b"
+        assert re.search(re.escape(word) if word else imported, text), f"{file} has no {name}"
+
+
 def definitions(path):
     return [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
 
