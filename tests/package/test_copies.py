@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import json
+import os
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -470,7 +472,7 @@ def test_copies_leave_the_files_of_other_programs_and_runs_alone(out, make, monk
     assert "Another run writes to memory://bucket/run now, so this run copies nothing" in error
 
 
-# ------------------------------------------------------------------- an address, or a folder on a disk
+# ------------------------------------------------------------------- an address, or a folder
 
 
 @pytest.fixture(params=["disk", "memory"])
