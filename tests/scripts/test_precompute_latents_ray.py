@@ -79,11 +79,12 @@ def driver(storage):
     """
     # The paths of pytest's folders are too long for the names of sockets
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    command = [sys.executable, "-c", CHILD + "test.serve(sys.argv[1])", folder]
+    command = [sys.executable, "-c", CHILD + "test.serve()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    env = os.environ | {"RAY_TMPDIR": folder}
     # Started in another folder: in the driver's, workers would import its files instead of
     # those that they are sent
-    with subprocess.Popen(command, **pipes, cwd="/", start_new_session=True) as process:
+    with subprocess.Popen(command, **pipes, env=env, cwd="/", start_new_session=True) as process:
 
         def drive(*argv, setup=None):
             pickle.dump(([str(arg) for arg in argv], setup and setup.__name__), process.stdin)
@@ -96,7 +97,7 @@ def driver(storage):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(folder):
+def serve():
     from ray.cluster_utils import Cluster
 
     global cluster
@@ -108,7 +109,6 @@ def serve(folder):
         "memory": 15 * 2**29,  # 7.5 GiB, on any machine
         "object_store_memory": 100 * 2**20,
         "include_dashboard": False,
-        "temp_dir": folder,
         # Keep idle workers, because their imports take some seconds; notice lost nodes soon
         "_system_config": {"num_workers_soft_limit": 6, "health_check_period_ms": 500},
     }
@@ -325,90 +325,85 @@ def test_ray_data_benchmark_compares_speeds_and_tries_faults(monkeypatch):
     assert ended[2].startswith("status 0") and ended[3] == "8", ended
 
 
-def test_ray_cache_of_several_image_sizes_and_masks_has_the_same_bytes(
-    tmp_path, flags, without_ray
-):
-    make_masked(tmp_path / "data")
-    flags += [f"--train_data_dir={tmp_path / 'data'}", "--bucket_step=4"]
-    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = without_ray(*flags, "--num_encoders=2")
-    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
-    described = json.loads((tmp_path / "out/cache.json").read_text())
-    assert described["features"] == ["ragged latents", "masks"]
-
-    flags += ["--resolution", "8", "16"]
-    precompute(*flags, f"--output_dir={tmp_path / 'each'}")
-    code, said = without_ray(*flags, f"--output_dir={tmp_path / 'ray'}")
-    assert code == 0 and contents(tmp_path / "ray") == contents(tmp_path / "each"), said
-    assert b'"masks"' in contents(tmp_path / "ray")["8/cache.json"]
+def use_base(make):
+    """Flags of a pipeline that `make(folder)` saves."""
+    return lambda folder: [f"--pretrained_model_name_or_path={make(folder / 'base')}"]
 
 
-@pytest.mark.long
-def test_ray_cache_for_sdxl_has_the_same_bytes(tmp_path, flags, without_ray):
-    """Random crops, images of two shapes, embeddings and tokens.
-
-    The VAE is in float32 and the text encoders are in bfloat16.
-    """
-    make_images(tmp_path / "images", 6, size=(20, 30))
-    for kind in ("embeddings", "ids"):
-        argv = [
-            *flags,
-            f"--pretrained_model_name_or_path={make_sdxl(tmp_path / kind)}",
-            "--mixed_precision=bf16",
-        ]
-        argv += ["--latents=moments", f"--text_cache={kind}"]
-        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = without_ray(
-            *argv, "--num_encoders=3", f"--output_dir={tmp_path / kind / 'ray'}"
-        )
-        assert code == 0 and "Done: 25 rows, 1 skipped" in said, said
-        assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
-        assert b'"sdxl"' in contents(tmp_path / kind / "ray")["cache.json"]
+def use_sdxl(folder):
+    """It has crops at random, and here images of two shapes."""
+    make_images(folder / "images", 6, size=(20, 30))
+    (folder / "base").mkdir()
+    return use_base(make_sdxl)(folder)
 
 
-def test_ray_cache_without_padding_has_the_same_bytes(tmp_path, flags, without_ray):
-    for kind in ("embeddings", "ids"):
-        argv = [*flags, "--model_family=prx", f"--text_cache={kind}"]
-        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = without_ray(
-            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
-        )
-        assert code == 0, said
-        assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
-        assert b'"ragged embeddings"' in contents(tmp_path / kind / "ray")["cache.json"]
+def use_masks(folder):
+    return [f"--train_data_dir={make_masked(folder / 'data')}", "--bucket_step=4"]
+
+
+def edit_captions(folder, edit):
+    path = folder / "images/metadata.jsonl"
+    rows = [edit(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def use_two_captions(folder):
+    number = lambda row: int(row["file_name"].split(".")[0])
+    more = lambda row: {"long": f"the {number(row)}"} | ({"text": None} if number(row) == 3 else {})
+    edit_captions(folder, lambda row: row | more(row))
+    return ["--caption_column", "text", "long", "--caption_weights", "2", "3"]
+
+
+def use_recorded(name):
+    """An encoder takes what the driver has found out by trying the text encoders."""
+
+    def use(folder):
+        long = {"text": "more tokens than are read " * 120}
+        edit_captions(folder, lambda row: row | (long if row["file_name"] == "3.png" else {}))
+        flags = use_base(tiny_pipelines.MAKE[name])(folder)
+        return [*flags, "--resolution=32", "--no-random_flip", "--mixed_precision=bf16"]
+
+    return use
+
+
+KINDS = ("embeddings", "ids")
+MOMENTS = ("--latents=moments", "--mixed_precision=bf16")
+SAME_BYTES = {  # {name: (function that gives flags, more flags, words of cache.json)}
+    "masks in several sizes": (use_masks, ["--resolution", "8", "16"], '"masks"'),
+    "moments and ids": (
+        lambda folder: [*MOMENTS, "--no-random_flip", "--batch_size=3"],
+        ["--text_cache=ids"],
+        '"latents": "moments"',
+    ),
+    "captions": (use_two_captions, [], '"captions"'),
+    "captions without padding": (use_two_captions, ["--model_family=prx"], '"captions"'),
+}
+SLOW_SAME_BYTES = {
+    name: (use_recorded(name), [], '"captions_cut": 1') for name in ("flux", "lumina2")
+}
+for kind in KINDS:
+    text = [f"--text_cache={kind}"]
+    SAME_BYTES[f"prx {kind}"] = (lambda folder: ["--model_family=prx"], text, '"ragged embeddings"')
+    SLOW_SAME_BYTES[f"sdxl {kind}"] = (use_sdxl, [*MOMENTS, *text], '"sdxl"')
+    for make in (make_klein, make_qwen_image):  # latents in patches with a scale per channel
+        case = (use_base(make), ["--latents=moments", *text], '"scaling_factor": [')
+        SLOW_SAME_BYTES[f"{make.__name__} {kind}"] = case
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(make, marks=pytest.mark.long) for make in (make_klein, make_qwen_image)]
+    "name", [*SAME_BYTES, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW_SAME_BYTES)]
 )
-def test_ray_cache_for_klein_and_qwen_image_has_the_same_bytes(tmp_path, flags, without_ray, make):
-    """Latents in patches with a scale per channel; ids without padding, or with a template."""
-    base = f"--pretrained_model_name_or_path={make(tmp_path / 'base')}"
-    for kind in ("embeddings", "ids"):
-        argv = [*flags, base, f"--text_cache={kind}", "--latents=moments"]
-        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = without_ray(
-            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
-        )
-        assert code == 0, said
-        assert contents(tmp_path / kind / "ray") == contents(tmp_path / kind / "one")
-        assert b'"scaling_factor": [' in contents(tmp_path / kind / "ray")["cache.json"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["flux", "lumina2"])
-def test_ray_cache_for_a_recorded_pipeline_has_the_same_bytes(tmp_path, flags, without_ray, name):
-    """An encoder takes what the driver has found out by trying the text encoders."""
-    tiny_pipelines.MAKE[name](tmp_path / "base")
-    captions = tmp_path / "images/metadata.jsonl"
-    captions.write_text(captions.read_text().replace("No. 3 ", "more tokens than are read " * 120))
-    flags += [f"--pretrained_model_name_or_path={tmp_path / 'base'}", "--resolution=32"]
-    flags += ["--no-random_flip", "--mixed_precision=bf16"]
+def test_ray_cache_has_the_bytes_of_one_process(tmp_path, flags, without_ray, name):
+    use, more, words = (SAME_BYTES | SLOW_SAME_BYTES)[name]
+    flags = [*flags, *use(tmp_path), *more]
     precompute(*flags, f"--output_dir={tmp_path / 'one'}")
     code, said = without_ray(*flags, "--num_encoders=2")
-    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "one"), said
-    assert json.loads(contents(tmp_path / "one")["cache.json"])["captions_cut"] == 1
-    assert "1 of 24 captions have more than 4096 bytes, or more tokens than" in said
+    one = contents(tmp_path / "one")
+    assert code == 0 and contents(tmp_path / "out") == one, said
+    described = [data.decode() for path, data in one.items() if path.endswith("cache.json")]
+    assert described and all(words in text for text in described)
+    if "captions_cut" in words:
+        assert "1 of 24 captions have more than 4096 bytes, or more tokens than" in said
 
 
 def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
@@ -464,37 +459,6 @@ def test_batch_size_auto_works_on_real_ray(tmp_path, flags, driver):
     ), said
 
 
-def test_ray_cache_of_several_captions_per_image_has_the_same_bytes(tmp_path, flags, without_ray):
-    for kind in ("sd", "prx"):
-        lines = [
-            json.loads(line)
-            for line in (tmp_path / "images/metadata.jsonl").read_text().splitlines()
-        ]
-        lines = [
-            json.dumps({**line, "long": f"the {i}"} | ({"text": None} if i == 3 else {}))
-            for i, line in enumerate(lines)
-        ]
-        (tmp_path / "images/metadata.jsonl").write_text("\n".join(lines))
-        argv = [
-            *flags,
-            f"--model_family={kind}",
-            "--caption_column",
-            "text",
-            "long",
-            "--caption_weights",
-            "2",
-            "3",
-        ]
-        precompute(*argv, f"--output_dir={tmp_path / kind / 'one'}")
-        code, said = without_ray(
-            *argv, "--num_encoders=2", f"--output_dir={tmp_path / kind / 'ray'}"
-        )
-        assert code == 0 and contents(tmp_path / kind / "ray") == contents(
-            tmp_path / kind / "one"
-        ), said
-        assert b'"captions"' in contents(tmp_path / kind / "ray")["cache.json"]
-
-
 @pytest.mark.ci
 def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags, whole, driver):
     """A real Ray runs a copy of the script with another name in another folder.
@@ -530,20 +494,6 @@ def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
         assert theirs.pop(name) is False and name not in vars(args)
     assert args.num_encoders == 3
     assert all(getattr(args, name, None) == value for name, value in theirs.items())
-
-
-def test_ray_cache_of_moments_and_ids_in_bf16_has_the_same_bytes(tmp_path, flags, without_ray):
-    flags += [
-        "--latents=moments",
-        "--no-random_flip",
-        "--mixed_precision=bf16",
-        "--batch_size=3",
-        "--text_cache=ids",
-    ]
-    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = without_ray(*flags)
-    assert code == 0, said
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 loaded: list[torch.dtype] = []  # precisions, in the order in which models were loaded
@@ -680,13 +630,6 @@ def start_driver(log, setup, *argv):
 MARKS = {"done", "decoded-4"}
 
 
-@pytest.mark.long
-def test_ray_run_recovers_from_a_killed_encoder_and_a_killed_task(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, setup=kill_both)
-    assert code == 0 and MARKS < set(os.listdir(tmp_path)), said
-    assert contents(tmp_path / "out") == whole
-
-
 @pytest.mark.ci
 def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
     tmp_path, flags, whole, driver, bucket, request
@@ -784,26 +727,6 @@ class Slow(script.Encoder):
 
 def slow_encoder():
     script.Encoder = Slow
-
-
-@pytest.mark.long
-def test_killed_ray_driver_leaves_complete_files_and_resumes(tmp_path, flags, whole, driver):
-    log, out = tmp_path / "log", tmp_path / "out"
-    process = start_driver(log, slow_encoder, *flags, f"--address={driver.address}")
-    wait_until(lambda: list(out.glob("unfinished/data-*")) or process.poll() is not None, 120)
-    process.kill()
-    process.wait()
-    made = {path.name: path.read_bytes() for path in out.glob("data-*")}
-    assert 1 <= len(made) < 4 and all(whole[name] == data for name, data in made.items()), (
-        log.read_text()
-    )
-    inodes = {path.stem: (out / path.stem).stat().st_ino for path in out.glob("unfinished/data-*")}
-    with pytest.raises(FileNotFoundError):
-        datasets.load_from_disk(str(out))
-    code, said = driver(*flags)  # at once: the killed driver's workers may still run
-    assert code == 0, said
-    assert contents(out) == whole
-    assert inodes and all((out / name).stat().st_ino == inode for name, inode in inodes.items())
 
 
 @pytest.mark.long
@@ -1509,12 +1432,20 @@ def room_for_one_encoder_without_a_task():
 
 
 @pytest.mark.long
-def test_ray_run_finishes_with_fewer_places_than_encoders(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_encoders=2", setup=room_for_one_encoder)
+@pytest.mark.parametrize(
+    "setup, memory", [(room_for_one_encoder, "6.4"), (room_for_two_encoders_without_a_task, "4.8")]
+)
+def test_ray_run_finishes_with_fewer_places_than_encoders(
+    tmp_path, flags, whole, driver, setup, memory
+):
+    code, said = driver(*flags, "--num_encoders=2", setup=setup)
     assert code == 0 and contents(tmp_path / "out") == whole, said
-    assert "Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and 6.4 GB each)" in said
+    assert f"Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and {memory} GB each)" in said
     assert "1 starting or waiting for a place" in said
 
+
+@pytest.mark.long
+def test_ray_run_is_refused_if_no_node_has_memory_for_an_encoder_and_a_task(flags, driver):
     code, said = driver(*flags, setup=room_for_one_encoder_without_a_task)
     assert code == 1 and "a task need 0 GPUs, 1 CPU and 8.6 GB, and no node" in said, said
 
@@ -1580,13 +1511,6 @@ def test_ray_encoder_decodes_on_its_own_core_if_all_others_are_busy(tmp_path, fl
     assert code == 0 and contents(tmp_path / "out") == whole, said
 
 
-@pytest.mark.long
-def test_ray_encoders_leave_memory_for_a_task(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_encoders=2", setup=room_for_two_encoders_without_a_task)
-    assert code == 0 and contents(tmp_path / "out") == whole, said
-    assert "Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and 4.8 GB each)" in said
-
-
 # ------------------------------------------------------------------- lost nodes, and memory
 
 
@@ -1611,38 +1535,6 @@ def find_workers(node):
             if title.startswith("ray::") and title not in AGENTS:
                 found.append(child.pid)
     return found
-
-
-@pytest.mark.long
-def test_random_worker_kills_and_a_lost_node_do_not_change_the_cache(tmp_path, flags, whole):
-    port, nodes = free_port(), []
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    flags = [*flags, "--rows_per_shard=4", "--batch_size=1"]
-    precompute(*flags, f"--output_dir={tmp_path / 'again'}")
-    whole, rng = contents(tmp_path / "again"), random.Random(0)
-    try:
-        nodes.append(start_ray_node(tmp_path, "--head", f"--port={port}", f"--temp-dir={folder}"))
-        nodes += [start_ray_node(tmp_path, f"--address=127.0.0.1:{port}") for _ in range(2)]
-        options = ["--num_encoders=2", "--num_transform_cpus=1", f"--address=127.0.0.1:{port}"]
-        process = start_driver(tmp_path / "said", slow_encoder, *flags, *options)
-        wait_until(
-            lambda: (
-                list((tmp_path / "out/unfinished").glob("data-*")) or process.poll() is not None
-            ),
-            120,
-        )
-        for _ in range(2):
-            for pid in rng.sample(find_workers(nodes[0]), 1):
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(3)
-        assert process.poll() is None, (tmp_path / "said").read_text()
-        end_node(nodes.pop())
-        assert process.wait(240) == 0, (tmp_path / "said").read_text()
-    finally:
-        for node in nodes[::-1]:
-            end_node(node)
-        shutil.rmtree(folder, ignore_errors=True)
-    assert contents(tmp_path / "out") == whole
 
 
 class Slower(script.Encoder):
