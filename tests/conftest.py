@@ -3,6 +3,7 @@
 An offline, single-threaded process, small images and models, and ways to run a script.
 """
 
+import argparse
 import atexit
 import contextlib
 import functools
@@ -47,7 +48,9 @@ from tiny_pipelines import make_chat_tokenizer, make_klein, make_qwen_image, mak
 from tqdm import tqdm  # noqa: E402
 
 from diffusion_training import models as package_models  # noqa: E402
+from diffusion_training.families.known import load_family  # noqa: E402
 from diffusion_training.stop_signals import SIGNALS  # noqa: E402
+from diffusion_training.training import lora  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
 
 torch.set_num_threads(1)
@@ -347,6 +350,27 @@ def open_pipeline(folder):
     parts = {name: kind.from_pretrained(folder, subfolder=name) for name, kind in kinds.items()}
     parts |= {"safety_checker": None, "feature_extractor": None}
     return diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False)
+
+
+def adapt_unet(
+    unet, layers="attention", seed=0, base="base", dtype=torch.float32, learned=True, **flags
+):
+    """A U-Net with an adapter whose B matrices and magnitudes are random, as after training."""
+    flags = {"rank": 4, "lora_alpha": None, "lora_type": "lora", "use_dora": False} | flags
+    args = argparse.Namespace(**{"lora_layers": layers, "lora_dropout": 0.0} | flags)
+    torch.manual_seed(seed)
+    if isinstance(layers, str):
+        layers = load_family("sd").choose_layers(unet, layers)
+    lora.add_lora(unet, layers, base, dtype, args)
+    if not learned:
+        return unet
+    with torch.no_grad():
+        for weight in lora.list_lora_b({"unet": unet}):
+            weight.normal_(std=0.3)
+        for name, weight in unet.named_parameters():
+            if "magnitude" in name:
+                weight.mul_(torch.rand_like(weight) + 0.5)
+    return unet
 
 
 def make_images(folder, count, size=(24, 20)):

@@ -97,26 +97,28 @@ def test_every_row_comes_once_per_epoch_with_any_number_of_resumes(
     )
 
 
+def take_rows(rows, num_images, images_seen, batch_size, accumulation, num_processes):
+    """The keys of two epochs that a launch draws after so many images."""
+    state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
+    progress = Progress(state, num_images, batch_size * num_processes, accumulation, rows)
+    ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
+    taken = []
+    while len(taken) < 2 * num_images:
+        _, _, images, micro_batches = progress.next_step()
+        for _ in range(micro_batches):
+            turns = itertools.zip_longest(*[next(batches) for batches in ranks])
+            taken += [key[:2] for keys in turns for key in keys if key and key[2]]
+        progress.advance(images, stepped=True)
+    return taken[: 2 * num_images]
+
+
 @law(60)
 @given(st.integers(1, 40), st.integers(0, 99), st.integers(0, 120), LAUNCH, LAUNCH)
 def test_order_depends_on_seed_and_epoch_not_on_batches_or_processes(
     num_images, seed, images_seen, one, other
 ):
-    def take(batch_size, accumulation, num_processes, count=2 * num_images):
-        state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
-        progress = Progress(state, num_images, batch_size * num_processes, accumulation)
-        ranks = [
-            step_batches(Order(range(num_images), seed), progress, rank, num_processes)
-            for rank in range(num_processes)
-        ]
-        taken = []
-        while len(taken) < count:
-            _, _, images, micro_batches = progress.next_step()
-            for _ in range(micro_batches):
-                turns = itertools.zip_longest(*[next(batches) for batches in ranks])
-                taken += [key[:2] for keys in turns for key in keys if key and key[2]]
-            progress.advance(images, stepped=True)
-        return taken[:count]
+    def take(*launch):
+        return take_rows(Order(range(num_images), seed), num_images, images_seen, *launch)
 
     assert take(*one) == take(*other)
 

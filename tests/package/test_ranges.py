@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_laws import LAUNCH, law
+from test_laws import LAUNCH, law, take_rows
 
 from diffusion_training.latents.ranges import Ranges
 from diffusion_training.order import Order, step_batches
@@ -78,19 +78,9 @@ def test_ranges_give_every_row_once_per_epoch_with_any_number_of_resumes(
 def test_order_of_ranges_depends_on_seed_and_epoch_not_on_processes(
     shards, order, images_seen, one, other
 ):
-    def take(batch_size, accumulation, num_processes):
+    def take(*launch):
         ranges = Ranges(shards, *order)
-        state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
-        rows, count, taken = Order(ranges, order[0]), 2 * len(ranges), []
-        progress = Progress(state, len(ranges), batch_size * num_processes, accumulation, rows)
-        ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
-        while len(taken) < count:
-            _, _, images, micro_batches = progress.next_step()
-            for _ in range(micro_batches):
-                turns = itertools.zip_longest(*[next(batches) for batches in ranks])
-                taken += [key[:2] for keys in turns for key in keys if key and key[2]]
-            progress.advance(images, stepped=True)
-        return taken[:count]
+        return take_rows(Order(ranges, order[0]), len(ranges), images_seen, *launch)
 
     assert take(*one) == take(*other)
 

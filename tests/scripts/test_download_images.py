@@ -438,7 +438,7 @@ GIVEN = ["--input", "x", "--output_dir", "y"]
 def test_skip_repeated_keeps_the_first_row_of_each_file(without_ray, server, tmp_path, monkeypatch):
     # rows in shards of 3; the last holds nothing new but image 5
     numbers = [0, 1, 0, 2, 1, 3, 3, 4, 0, 5, 0, 0]
-    kinds = ["image", "slow", "type"]  # the same bytes from other paths
+    kinds = ["image", "chunked", "type"]  # the same bytes from other paths
     urls = [f"{server.url}/{kinds[i % 3]}/{number}" for i, number in enumerate(numbers)]
     table, flags = (
         make_table(tmp_path / "urls.parquet", urls),
@@ -780,7 +780,7 @@ def undisturbed(server, tmp_path, *flags):
         m.setattr(script, "run_items", run_items_without_ray)
         run(table, tmp_path / "undisturbed", *flags)
     assert len(read_rows(tmp_path / "undisturbed")) == 114
-    server.delay, server.requests = 0.2, collections.Counter()
+    server.requests = collections.Counter()
     return table, contents(tmp_path / "undisturbed")
 
 
@@ -851,6 +851,7 @@ def test_download_survives_a_lost_ray_node(ray_folder, server, tmp_path):
     """A cluster of two machines, one of which dies."""
     flags = ["--rows_per_shard", "10"]
     table, expected = undisturbed(server, tmp_path, *flags)
+    server.delay = 0.2
     options = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
     cluster = Cluster(True, head_node_args={**options, "include_dashboard": False})
     try:
@@ -890,14 +891,14 @@ def test_download_reads_from_and_writes_to_s3(local_ray, storage, server, tmp_pa
         fs.invalidate_cache()
         return len(fs.glob("downloads/out/__download__/records/data-*.json"))
 
-    server.delay = 0.5
+    server.held = 10  # two shards
     driver = start(source, out, *flags, "--address", local_ray)
-    wait_until(lambda: done() >= 2)
+    wait_until(lambda: done() >= 2 and server.open)
     driver.kill()
     driver.communicate()
     wait_until(lambda: not workers(local_ray))
-    assert done() < 7
-    server.delay = 0
+    assert done() == 2
+    server.held = math.inf
     run(source, out, *flags)
     fs.invalidate_cache()
     assert len(fs.cat("downloads/out/__download__/failures.jsonl").splitlines()) == 1
