@@ -529,7 +529,7 @@ def test_two_process_runs_resume_after_one_or_both_are_killed(targets, name, cou
     attack(target, target.moments(count, 2, after="threads_are_default"), die, judge, 2)
 
 
-@cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
+@cases(50, {}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
 def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, count):
     """SIGTERM and SIGINT give a sentence, the right status and a checkpoint, and lose no step."""
     target = targets(name)
@@ -553,7 +553,7 @@ def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, co
     )
 
 
-@cases(25, {NAMES[1]: 2}, names=[*NAMES[:2], *OTHERS])
+@cases(25, {}, {NAMES[1]: 2}, [*NAMES[:2], *OTHERS])
 def test_a_killed_data_loader_process_ends_the_run_with_one_error(targets, name, count):
     target = targets(name)
 

@@ -363,6 +363,7 @@ def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, nu
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
 
 
+@pytest.mark.ci
 def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, cached):
     """The run also computes its costs, its curves and the held-out loss."""
     prompts = ["a digit one", "a digit two"]
