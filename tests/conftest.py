@@ -396,6 +396,24 @@ def make_captioned(folder, count, captions=None):
     (folder / "metadata.jsonl").write_text("\n".join(lines))
 
 
+def save_as_parquet(images, folder, names):
+    """Images of `make_captioned` as download_images.py saves them, ten in a file."""
+    cache = str(Path(images).parent / "datasets-cache")
+    rows = datasets.load_dataset(str(images), split="train", cache_dir=cache)
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    items = [
+        {**row, "image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}
+        for row in rows
+    ]
+    for k, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
+        part = part.cast_column("image", datasets.Image(decode=False))
+        part = part.add_column("other", [k] * len(part))
+        part.to_parquet(str(folder / f"{name}.parquet"), batch_size=3)
+    return folder
+
+
 # (height, width); in buckets of 16 px with step 4: square, tall, wide, square
 SHAPES = [(20, 24), (40, 20), (18, 50), (30, 30)]
 
@@ -592,6 +610,26 @@ def launch(*argv, env=None):
         name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None
     }
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def read_files(folder):
+    """{name: bytes} of all files in a folder."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def find_parser(parse_args):
+    """The parser that a script's parse_args builds."""
+    found = []
+
+    def catch(parser, *args):
+        found.append(parser)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InterruptedError):
+        m.setattr(argparse.ArgumentParser, "parse_args", catch)
+        parse_args([])
+    return found[0]
 
 
 def checkpoints(folder):

@@ -17,7 +17,7 @@ import tokenize
 import tomllib
 
 import pytest
-from conftest import ROOT, needs
+from conftest import ROOT, find_parser, needs
 
 import diffusion_training
 
@@ -420,26 +420,12 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def find_parser(script):
-    """The parser that a script's parse_args builds."""
-    found = []
-
-    def catch(parser, *args):
-        found.append(parser)
-        raise InterruptedError
-
-    with pytest.MonkeyPatch.context() as m, pytest.raises(InterruptedError):
-        m.setattr(argparse.ArgumentParser, "parse_args", catch)
-        importlib.import_module(script).parse_args([])
-    return found[0]
-
-
 @needs("ray")
 def test_flags_of_the_same_name_are_equal_in_all_scripts():
     """In the scripts that train or make caches. The download has other flags."""
     seen, differ = {}, set()
     for script in SCRIPTS[1:]:
-        for action in find_parser(script)._actions:
+        for action in find_parser(importlib.import_module(script).parse_args)._actions:
             for option in action.option_strings:
                 kind = getattr(action.type, "bounds", action.type)
                 means = type(action), kind, action.nargs, tuple(action.choices or ()), action.help
@@ -455,7 +441,7 @@ def test_flags_of_the_same_name_are_equal_in_all_scripts():
     [pytest.param(name, marks=needs("ray")) if name in ON_RAY else name for name in SCRIPTS],
 )
 def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
-    parser = find_parser(script)
+    parser = find_parser(importlib.import_module(script).parse_args)
     chapters = [group.title for group in parser._action_groups[2:]]
     assert len(chapters) >= 3
     assert (ROOT / re.search(r"Documentation: (\S+)", parser.format_help())[1]).is_file()

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, Script, wait_until
+from conftest import ROOT, Script, read_files, wait_until
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 from image_server import BAD, FLAGS, GOOD, SLOW, ImageServer, make_image
@@ -182,13 +182,8 @@ def wait_for_end(process, code=0, timeout=600):
 
 def contents(folder):
     """{name: bytes} of all files except the settings and the copy of the table."""
-    paths = [
-        path
-        for path in sorted(Path(folder).rglob("*"))
-        if path.is_file() and path.name != "settings.json"
-    ]
-    paths = [path for path in paths if path.parent.name != "tables"]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    left_out = re.compile(r"(.*/)?(settings\.json|tables/[^/]*)")
+    return {name: data for name, data in read_files(folder).items() if not left_out.fullmatch(name)}
 
 
 def read_rows(folder):

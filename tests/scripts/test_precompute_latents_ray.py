@@ -41,15 +41,16 @@ from conftest import (
     make_masked,
     make_qwen_image,
     make_sdxl,
+    read_files,
     replace,
     reset,
+    save_as_parquet,
     start,
     start_ray_node,
     wait_until,
 )
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
-from test_precompute_latents import contents
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
 # Without these Ray writes into the home folder, and sends statistics.
@@ -184,7 +185,7 @@ def precompute(*argv):
 def whole(tmp_path, flags):
     """The files that precompute_latents.py makes."""
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    return contents(tmp_path / "whole")
+    return read_files(tmp_path / "whole")
 
 
 class Ref:
@@ -270,7 +271,7 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
         )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
         assert "Next: accelerate launch train_text_to_image.py --latents_dir " in said
-        assert contents(tmp_path / str(count)) == whole
+        assert read_files(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said
     assert re.search(r"\d% waiting for images, [1-3] encoder", said), said
     gauges = {name.removeprefix("precompute_latents_"): Gauge.values[name] for name in Gauge.values}
@@ -310,7 +311,7 @@ def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, without
     monkeypatch.setattr(ray_data.ray, "get_gpu_ids", list)
     monkeypatch.setattr(ray_data.ray.data, "from_items", Rows)
     code, said = without_ray(*flags, setup=on_ray_data)
-    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert code == 0 and read_files(tmp_path / "out") == whole, said
 
 
 @pytest.mark.long
@@ -398,8 +399,8 @@ def test_ray_cache_has_the_bytes_of_one_process(tmp_path, flags, without_ray, na
     flags = [*flags, *use(tmp_path), *more]
     precompute(*flags, f"--output_dir={tmp_path / 'one'}")
     code, said = without_ray(*flags, "--num_encoders=2")
-    one = contents(tmp_path / "one")
-    assert code == 0 and contents(tmp_path / "out") == one, said
+    one = read_files(tmp_path / "one")
+    assert code == 0 and read_files(tmp_path / "out") == one, said
     described = [data.decode() for path, data in one.items() if path.endswith("cache.json")]
     assert described and all(words in text for text in described)
     if "captions_cut" in words:
@@ -424,10 +425,10 @@ def test_ray_completes_several_resolutions_to_the_bytes_of_separate_runs(
         and said.count("making it again") == 2
         and said.count("Done: 24 rows, 2 skipped") == 2
     ), said
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "alone")
     shutil.rmtree(tmp_path / "out/16")
     precompute(*flags)
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "alone")
 
 
 def test_ray_encoder_finds_batch_size_auto_and_later_runs_keep_it(tmp_path, flags, without_ray):
@@ -437,11 +438,13 @@ def test_ray_encoder_finds_batch_size_auto_and_later_runs_keep_it(tmp_path, flag
     assert code == 0 and re.search(
         r"images  memory, GB  images/s\n +1 .*\n +2 .*\n +4 .*\n +8 .*\n +12 ", said
     ), said
-    assert "Batch size: 12\n" in said and contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert "Batch size: 12\n" in said and read_files(tmp_path / "out") == read_files(
+        tmp_path / "whole"
+    )
     (tmp_path / "out/data-00001-of-00003.arrow").unlink()
     code, said = without_ray(*flags)
     assert code == 0 and "Batch size: 12\n" in said and "memory, GB" not in said
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
     code, said = without_ray(*flags, f"--output_dir={tmp_path / 'other'}", setup=other_models)
     assert (
         code == 1 and "the models on this node differ" in said and not (tmp_path / "other").exists()
@@ -474,12 +477,12 @@ def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags,
         output = f"--output_dir={tmp_path / 'two'}"
         two = start(lambda: precompute(*flags, output), 2, log=tmp_path / "log")
         assert finish(two) == [0, 0], (tmp_path / "log").read_text()
-        assert contents(tmp_path / "two") == whole
+        assert read_files(tmp_path / "two") == whole
         said, errors = alone.communicate()
     assert alone.returncode == 0 and "Done: 24 rows, 2 skipped" in said, errors
     assert "2 encoders of 1 CPU threads, 1 tasks that decode" in said
     assert "waiting for images" in errors
-    assert contents(tmp_path / "out") == whole
+    assert read_files(tmp_path / "out") == whole
 
 
 def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
@@ -541,7 +544,7 @@ def test_ray_encoders_in_bf16_load_float32_only_for_rows_that_need_it(
     loaded.clear()
     code, said = without_ray(*flags, setup=noting_encoder)
     assert code == 0 and loaded == [exact, low, low, exact], said
-    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+    assert read_files(tmp_path / "again") == read_files(tmp_path / "whole")
 
 
 def test_both_cache_scripts_resume_and_repair_each_others_caches(
@@ -554,11 +557,11 @@ def test_both_cache_scripts_resume_and_repair_each_others_caches(
     before = {name: (tmp_path / "out" / name).stat().st_ino for name in (names[1], names[3])}
     code, said = without_ray(*flags)
     assert code == 0 and f"{names[0]} is gone" in said and f"{names[2]} is damaged" in said, said
-    assert contents(tmp_path / "out") == whole
+    assert read_files(tmp_path / "out") == whole
     # Good files were not written again
     assert before == {name: (tmp_path / "out" / name).stat().st_ino for name in before}
     precompute(*flags)
-    assert contents(tmp_path / "out") == whole
+    assert read_files(tmp_path / "out") == whole
 
 
 # ------------------------------------------------------------------- killed processes
@@ -708,7 +711,7 @@ def test_rows_whose_encoder_dies_four_times_are_reported(tmp_path, flags, whole,
     assert (
         tmp_path / "tries"
     ).read_text() == "0120111" and "data-00000-of-00004.arrow" in os.listdir(tmp_path / "out")
-    assert without_ray(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+    assert without_ray(*flags)[0] == 0 and read_files(tmp_path / "out") == whole
 
 
 @pytest.mark.long
@@ -745,7 +748,7 @@ def test_signal_ends_the_ray_run_soon_and_leaves_complete_files(
         and f"Stopped by {number.name}; saved files are complete" in log.read_text()
     )
     assert not list(out.rglob(".tmp-*")) and 1 <= len(list(out.glob("data-*"))) < 4
-    assert driver(*flags)[0] == 0 and contents(out) == whole
+    assert driver(*flags)[0] == 0 and read_files(out) == whole
 
 
 # ------------------------------------------------------------------- errors
@@ -821,7 +824,7 @@ def test_ray_reports_rows_that_could_not_be_decoded(tmp_path, flags, whole, with
         in said
     )
     assert "no more of it" in said and not (tmp_path / "out/state.json").exists()
-    assert without_ray(*flags)[0] == 0 and contents(tmp_path / "out") == whole
+    assert without_ray(*flags)[0] == 0 and read_files(tmp_path / "out") == whole
 
 
 def test_list_parts_splits_each_shard_into_parts_of_whole_batches(flags):
@@ -912,7 +915,7 @@ def test_ray_refuses_changed_settings_too_many_bad_rows_and_locked_folders(
     assert code == 1 and "more than --max_skipped 0.01 allows" in said and said.count(".py:") == 1
     assert not list((tmp_path / "other").glob(".tmp-*"))
     code, said = without_ray(*flags, "--max_skipped=0.2", f"--output_dir={tmp_path / 'other'}")
-    assert code == 0 and contents(tmp_path / "other") == whole
+    assert code == 0 and read_files(tmp_path / "other") == whole
     with FileLock(tmp_path / "out/.lock"):
         (tmp_path / "out/.tmp-of-another-run").touch()
         code, said = without_ray(*flags)
@@ -1110,21 +1113,8 @@ def bucket(storage, tmp_path, flags):
     if fs.exists("bucket"):
         fs.rm("bucket", recursive=True)
     fs.mkdir("bucket")
-    rows = datasets.load_dataset(
-        str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "datasets-cache")
-    )
-    rows = rows.cast_column("image", datasets.Image(decode=False))
-    items = [
-        {**row, "image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}
-        for row in rows
-    ]
-    (tmp_path / "parquet/__download__").mkdir(parents=True)
-    for k in range(3):
-        part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
-        part = part.cast_column("image", datasets.Image(decode=False)).add_column(
-            "other", [k] * len(part)
-        )
-        part.to_parquet(str(tmp_path / f"parquet/data-{k}.parquet"), batch_size=3)
+    save_as_parquet(tmp_path / "images", tmp_path / "parquet", [f"data-{k}" for k in range(3)])
+    (tmp_path / "parquet/__download__").mkdir()
     shutil.copy(tmp_path / "parquet/data-0.parquet", tmp_path / "parquet/__download__/urls.parquet")
     for path in (tmp_path / "parquet").rglob("*.parquet"):
         fs.put_file(str(path), f"bucket/images/{path.relative_to(tmp_path / 'parquet')}")
@@ -1151,14 +1141,14 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, wit
     precompute(
         *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
     )
-    disk = contents(tmp_path / "disk")
+    disk = read_files(tmp_path / "disk")
     there = [*flags, "--train_data_dir=s3://bucket/images/"]
     code, said = without_ray(*there, "--output_dir=s3://bucket/latents")
     assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/latents" in said, said
     made = objects(bucket, "bucket/latents")
     assert made.keys() == disk.keys() and without_source(made) == without_source(disk)
     code, said = without_ray(*there)  # remote images, local cache
-    assert code == 0 and contents(tmp_path / "out") == made, said
+    assert code == 0 and read_files(tmp_path / "out") == made, said
 
     # A complete cache is not written again. Damaged, missing and half-made parts are repaired
     times = {path: bucket.info(path)["LastModified"] for path in bucket.find("bucket/latents")}
@@ -1203,7 +1193,7 @@ def test_ray_cache_in_a_bucket_has_the_bytes_of_one_on_disk(tmp_path, flags, wit
         code, said = without_ray(*both, "--output_dir=s3://bucket/both", *side)
         assert code == 0 and "Done: 24 rows, 2 skipped, are in s3://bucket/both/8" in said, said
     code, said = without_ray(*there, "--rows_per_shard=26", f"--output_dir={tmp_path / '16'}")
-    assert code == 0 and objects(bucket, "bucket/both/16") == contents(tmp_path / "16"), said
+    assert code == 0 and objects(bucket, "bucket/both/16") == read_files(tmp_path / "16"), said
     assert {path.split("/")[2] for path in bucket.find("bucket/both")} == {"8", "16"}
 
 
@@ -1439,7 +1429,7 @@ def test_ray_run_finishes_with_fewer_places_than_encoders(
     tmp_path, flags, whole, driver, setup, memory
 ):
     code, said = driver(*flags, "--num_encoders=2", setup=setup)
-    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert code == 0 and read_files(tmp_path / "out") == whole, said
     assert f"Ray has a place for 1 of 2 encoders (0 GPUs, 1 CPU and {memory} GB each)" in said
     assert "1 starting or waiting for a place" in said
 
@@ -1481,7 +1471,7 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
     flags.append("--rows_per_shard=4")
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=add_and_lose_nodes)
-    assert code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole"), said
+    assert code == 0 and read_files(tmp_path / "out") == read_files(tmp_path / "whole"), said
     assert "Ray has a place for 0 of 2 encoders (0 GPUs, 1 CPU and 10.7 GB each); the" in said
     phases = [
         "0 encoders, 2 starting or waiting for a place",
@@ -1508,7 +1498,7 @@ def impatient_encoder():
 @pytest.mark.long
 def test_ray_encoder_decodes_on_its_own_core_if_all_others_are_busy(tmp_path, flags, whole, driver):
     code, said = driver(*flags, "--num_transform_cpus=4", setup=impatient_encoder)
-    assert code == 0 and contents(tmp_path / "out") == whole, said
+    assert code == 0 and read_files(tmp_path / "out") == whole, said
 
 
 # ------------------------------------------------------------------- lost nodes, and memory
@@ -1650,7 +1640,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
         precompute(
             *flags, f"--train_data_dir={tmp_path / 'parquet'}", f"--output_dir={tmp_path / 'disk'}"
         )
-        assert without_source(whole) == without_source(contents(tmp_path / "disk"))
+        assert without_source(whole) == without_source(read_files(tmp_path / "disk"))
         bucket.rm(out, recursive=True)
         driver = begin()
         end = time.time() + 60 * float(os.environ.get("STORM", "3"))
