@@ -61,16 +61,22 @@ torch.ones((), requires_grad=True).backward()
 tqdm.set_lock(threading.RLock())
 
 
-def pytest_collection_modifyitems(items):
-    """Run the tests with Ray last: the other tests fork, and Ray's threads do not survive that.
+# They never fork, so they may share a process with Ray's threads.
+WITHOUT_FORKS = "families laws lokr lora lora_files ranges recorded".split()
 
-    The tests that start Ray in processes of their own take longest and come first.
+
+def pytest_collection_modifyitems(items):
+    """Run the tests with Ray late: the other tests fork, and Ray's threads do not survive that.
+
+    The tests that start Ray in processes of their own take longest and come first. Those that never
+    fork come last, or all but one of several processes would be idle in the end.
     """
     places = {
         "test_precompute_latents_ray": -1,
         "test_train_on_ray": -1,
         "test_connection": 1,
         "test_download_images": 2,
+        **{f"test_{name}": 3 for name in WITHOUT_FORKS},
     }
     items.sort(key=lambda item: places.get(item.path.stem, 0))
 
