@@ -47,7 +47,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import cast
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
 from diffusion_training.families.flags import (
@@ -184,23 +183,23 @@ from diffusion_training.batches import (
     Batch,
     Models,
     Objective,
-    Predict,
     Prepared,
     StepSums,
     TextToImageBatch,
 )
+from diffusion_training.data.images import make_time_ids
 from diffusion_training.errors import explained, fail, in_one_sentence
-from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.base import Base, Family
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving
-from diffusion_training.latents.encoders import load_parts
-from diffusion_training.latents.encoding import encode_batch, read_pixels
+from diffusion_training.latents.batch_inputs import read_mask, read_pixels, read_prompts
+from diffusion_training.latents.encoders import encode_images, load_parts
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.shared import share_latents
 from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import compile_model, freeze_on_device, list_parameters
+from diffusion_training.models import compile_model, freeze_on_device
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.captioned_samples import draw_captions, draw_prompts
 from diffusion_training.training.card import describe_text_to_image
@@ -217,12 +216,13 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
+from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.pipelines import SINGLE_FILE, save_pipeline, save_single_file
 from diffusion_training.training.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.state import Training, draws_samples
+from diffusion_training.training.state import Results, Training, draws_samples
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -233,9 +233,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def predict_noise(
-    family: Family,
     models: Models,
-    noisy_images: torch.Tensor,
+    noisy_latents: torch.Tensor,
     timesteps: torch.Tensor,
     condition: dict[str, torch.Tensor],
 ) -> torch.Tensor:
@@ -246,11 +245,17 @@ def predict_noise(
 
     condition: see `prepare_batch`.
     """
-    return family.predict(models["unet"], noisy_images, timesteps, cast(Prompts, condition))
+    embeds = condition["prompt_embeds"]
+    added = None
+    if "time_ids" in condition:  # of SDXL
+        pooled = condition["pooled_prompt_embeds"]
+        added = {"text_embeds": pooled, "time_ids": condition["time_ids"]}
+    unet = models["unet"]
+    return unet(noisy_latents, timesteps, embeds, added_cond_kwargs=added).sample.float()
 
 
 def make_unet(
-    base: Base, data: Data, predict: Predict, configs: Path | None, launch: Launch, args: Namespace
+    base: Base, data: Data, configs: Path | None, launch: Launch, args: Namespace
 ) -> torch.nn.Module:
     """Make the U-Net to train.
 
@@ -266,7 +271,7 @@ def make_unet(
     # pipeline replaces sizes below 64 in configs of old versions.
     side = data.latents.shape[1]
     unet.register_to_config(sample_size=side, _diffusers_version=diffusers.__version__)
-    check_denoiser({"unet": unet}, predict, "U-Net", source, data)
+    check_denoiser({"unet": unet}, predict_noise, "U-Net", source, data)
     if args.rank:
         adapt_denoiser(unet, base, base_hash, launch, args)
     return unet
@@ -304,7 +309,7 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
 
 @torch.no_grad()
 def prepare_batch(data: Data, caption_dropout: float, batch: TextToImageBatch) -> Prepared:
-    """Turn a loaded batch into latents, condition and inputs of the loss.
+    """Turn a loaded batch into latents [N, C, h, w], condition and inputs of the loss.
 
     If the VAE gives a distribution, latents are drawn from it anew each time. The condition holds
     prompt_embeds and what else the family needs, see `Prompts`; the inputs of the loss may hold a
@@ -312,7 +317,32 @@ def prepare_batch(data: Data, caption_dropout: float, batch: TextToImageBatch) -
 
     batch: pixels or latents, and captions as tokens or embeddings.
     """
-    return encode_batch(batch, data, caption_dropout)
+    if "latents" in batch:  # from a cache
+        latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
+    else:
+        latents = encode_images(data.loaded_encoders, batch["pixel_values"])
+    condition = read_prompts(batch, data)  # a cache has embeddings, or tokens, which are encoded
+    if data.latents.kind == "moments":
+        mean, std = latents.chunk(2, dim=1)
+        # By shape, not `randn_like`: a VAE's strides must not decide which number goes where.
+        latents = mean + std * torch.randn(mean.shape, device=mean.device)
+    # Contiguous, as a cache has them: a VAE's memory layout must not decide how the model computes.
+    latents = ((latents - data.latents.shift) * data.latents.factor).contiguous()
+    # Guidance needs a model that also predicts without a caption (arXiv:2207.12598).
+    dropped = torch.rand(len(latents), device=latents.device) < caption_dropout
+    for name, empty in data.empty_prompt.items():
+        empty = empty[: condition[name].shape[1]]  # a batch of short captions has fewer tokens
+        where = dropped.view(-1, *[1] * empty.dim())
+        condition[name] = torch.where(where, empty, condition[name])
+    if data.family.needs_sizes:  # SDXL sees the size of the image file, and the crop
+        target = [data.latents.downscale * side for side in latents.shape[-2:]]
+        condition["time_ids"] = make_time_ids(
+            batch["original_size"], batch["crop_top_left"], target, batch["flipped"]
+        )
+    loss_inputs = {}
+    if "mask" in batch:
+        loss_inputs["mask"] = read_mask(batch, data, latents.shape[-2:])
+    return Prepared(latents, condition, loss_inputs)
 
 
 def compute_loss(
@@ -370,12 +400,12 @@ def train_step(
     models: Models,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
-    step: NextStep,
+    next_step: NextStep,
     seed: int,
     max_grad_norm: float,
     on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
-    """Take one optimizer step on the next `step.micro_batches` of `batches`.
+    """Take one optimizer step on the next `next_step.micro_batches` of `batches`.
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
@@ -389,12 +419,12 @@ def train_step(
     total_weight = torch.zeros((), device=accelerator.device)
     total_prior = torch.zeros((), device=accelerator.device)
     # --preserve_prior: some steps have a second loss, whose gradients are added
-    has_prior = objective.prior is not None and objective.prior.is_due(step.number)
-    for micro_batch in range(step.micro_batches):
+    has_prior = objective.prior is not None and objective.prior.is_due(next_step.number)
+    for micro_batch in range(next_step.micro_batches):
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
         process = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, step.number, micro_batch, process))
+        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, process))
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
@@ -404,14 +434,15 @@ def train_step(
             )
         with contextlib.ExitStack() as stack:
             # DDP averages the gradients only in the step's last micro-batch (--shard: in each).
-            if micro_batch < step.micro_batches - 1:
+            if micro_batch < next_step.micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
             accelerator.backward(weighted_loss)  # it does not divide: `weight` includes that
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
-    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    grad_norm = accelerator.clip_grad_norm_(trained, max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
     # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
@@ -496,9 +527,10 @@ def main(args: Namespace) -> None:
         accelerator = Accelerator(**accelerator_options(args))
     launch = make_launch(accelerator, args)
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
+    # which family it belongs to: the wrong script ends here, before any image is encoded
+    base = open_base(args, trained_by="train_text_to_image.py")
     # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
     data_flags = share_latents(launch, args, __file__)
-    base = open_base(args, trained_by="train_text_to_image.py")
 
     noise_scheduler, sampler = make_schedulers(base, args)
 
@@ -511,17 +543,16 @@ def main(args: Namespace) -> None:
 
     # The model and its loss.
     torch.manual_seed(args.seed)  # every process starts from the same weights
-    predict = partial(predict_noise, base.family)
-    unet = make_unet(base, data, predict, run.configs, launch, args)
+    unet = make_unet(base, data, run.configs, launch, args)
     # Each of these is trained, averaged and saved in checkpoints. The pipeline has the U-Net only.
     models: Models = {"unet": unet}
     frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
     objective = Objective(
         prepare=partial(prepare_batch, data, args.caption_dropout),
-        predict=predict,
+        predict=predict_noise,
         compute_loss=partial(compute_loss, args, noise_scheduler),
         # the held-out loss, which a change of the loss leaves alone, so that runs can be compared
-        held_out_loss=held_out_epsilon_loss(noise_scheduler, predict),
+        held_out_loss=held_out_epsilon_loss(noise_scheduler, predict_noise),
         prepare_held_out=partial(prepare_batch, data, 0.0),
         frozen=freeze_on_device(frozen, accelerator),
         encoders=data.modules(),  # only for the estimate of memory
@@ -546,17 +577,23 @@ def main(args: Namespace) -> None:
     # This puts the models on the device (--shard: a part on each process), makes averages and
     # optimizer, and loads the checkpoint.
     training = Training(
-        launch, run, plan, models, objective, data.dataset, held_out, args, lora_metadata
+        launch,
+        run,
+        plan,
+        models,
+        objective,
+        data.dataset,
+        held_out,
+        make_optimizer,
+        args,
+        lora_metadata,
     )
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode wraps without DDP, which sharded models and averages do not need.
-    # prepare_model changes `forward` in place, so the averages stay under their names.
+    # of fp16). evaluation_mode wraps without DDP, which sharded models do not need.
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
-    for average in training.averaged.values():
-        wrap(average, evaluation_mode=True)
     optimizer = accelerator.prepare(training.optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
@@ -568,8 +605,8 @@ def main(args: Namespace) -> None:
         )
         end_run(launch, run, result, [], args)
         return
-    training.begin()  # records and trackers; from now on, a signal waits for the end of a step
-    batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
+    # Records and trackers start. From now on, a signal waits for the end of a step.
+    batches = training.begin(loaded)
 
     def save(result: Models, folder: Path) -> None:
         """Write the pipeline, or the LoRA. Only the first process calls it, so it can't wait.
@@ -584,95 +621,59 @@ def main(args: Namespace) -> None:
             pipeline = make_pipeline(base, result["unet"], sampler, with_text=True)
             save_whole(pipeline, base.family, folder, metadata if args.output_single_file else None)
 
-    describe = partial(describe_model, base.family)
+    def draw() -> None:
+        """Draw the samples with the averaged weights. Each process draws a share."""
+        pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
+        log_validation(launch, pipeline, data, training.step, training.stop_signal, args)
 
-    def evaluate(is_result: bool = True) -> None:
-        """Measure the held-out loss, draw samples, write the report.
+    def score() -> None:
+        """Measure --validation_metrics on samples of the averaged weights, on all processes.
 
-        With --save_best, keep the weights in best/ if the held-out loss is the lowest so far.
-
-        is_result: whether this run has trained the weights.
+        Further inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
         """
-        training.measure_held_out()  # each process takes a share of the images
-        if is_result:
-            training.keep_best(save)
-        if draws_samples(args):
-            with training.timed("samples_seconds"):  # in the next record
-                pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
-                signal = training.stop_signal
-                log_validation(launch, pipeline, data, training.step, signal, args)
-        training.report(describe)
+        pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
+        signal = training.stop_signal
+        draw_share = partial(draw_captions, launch, pipeline, data, objective, signal, args)
+        training.score_samples(metrics, draw_share, partial(read_pixels, data, pipeline.vae))
 
-    def measure(is_result: bool = True) -> None:
-        """Measure --validation_metrics on samples of the averaged weights, write the report.
-
-        With --save_best_metric, keep the weights in best/ if they are the best so far. Further
-        inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
-        """
-        with training.timed("metrics_seconds"):
-            pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
-            signal = training.stop_signal
-            draw = partial(draw_captions, launch, pipeline, data, objective, signal, args)
-            training.measure_metrics(metrics, draw, partial(read_pixels, data, pipeline.vae))
-        if is_result:
-            training.keep_best(save)
-        training.report(describe)
-
-    samples_every = (args.validation_steps, args.validation_epochs)
-    is_pretrained = bool(args.init_from) or args.unet_config_name_or_path is None
-    # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
-    # samples that a kill prevented.
-    if training.starts_with_samples(samples_every, is_pretrained):
-        evaluate(is_result=run.checkpoint is not None)
-    if training.starts_with_metrics(metrics, is_pretrained):
-        measure(is_result=run.checkpoint is not None)
+    results = Results(
+        name="LoRA" if args.rank else "pipeline",
+        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *PARTS],
+        save=save,
+        describe=partial(describe_model, base.family),
+        draw=draw if draws_samples(args) else None,
+        draw_every=(args.validation_steps, args.validation_epochs),
+        score=score if metrics else None,
+        score_every=metrics.every if metrics else None,
+        is_pretrained=bool(args.init_from) or args.unet_config_name_or_path is None,
+    )
+    training.show_first(results)  # a pretrained model before step 1, or what a kill prevented
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
     while training.continues():
-        step = plan.progress.next_step()
+        next_step = plan.progress.next_step()
         sums = train_step(
-            accelerator, objective, wrapped, optimizer, batches, step, args.seed,
+            accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
             args.max_grad_norm, training.records.measure_inputs,
         )  # fmt: skip
         # Count the step, update averages and learning rate, and agree whether a signal has come.
         # After an fp16 overflow, only the position in the data moves.
-        training.advance(step, sums)
+        training.advance(next_step, sums)
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --posthoc_ema_steps: copy its averages, which the same thread writes
-        if training.is_due_posthoc():
-            training.save_posthoc()
         # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
         # writes the copy while the next steps are taken, or the samples are drawn.
-        if training.is_due(args.checkpointing_steps):
-            training.save_checkpoint()
-        # every --metric_steps, or without it with each checkpoint
-        if metrics and training.is_due(metrics.every) and training.continues():
-            measure()
-        # every --validation_steps, or without it --validation_epochs; for the last step, see below
-        if training.is_due(*samples_every) and training.continues():
-            evaluate()
+        training.save_what_is_due(results)
+        # every --validation_steps or epochs: held-out loss, samples and report; every
+        # --metric_steps: metrics. Each process takes a share. For the last step, see below.
+        training.show_what_is_due(results)
 
-    # The end. A run that a signal has stopped only gets its checkpoint.
-    if training.is_complete():
-        training.save_posthoc()  # unless this step has a snapshot already
-    training.save_checkpoint()  # unless this step has one already; it waits until all is written
+    # The end. A run that a signal has stopped only gets its checkpoint, and exits with its status.
+    training.save_last()  # checkpoint and snapshot, unless this step has them
     loaded.close()  # ends the thread and the processes that load
-    training.records.bar.close()
-    if training.is_complete():  # no signal has stopped it
-        training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
-        if metrics:
-            measure()
-        evaluate()
-        training.compare_widths()  # --posthoc_ema
-    # After a signal, this exits with the signal's status. Else it writes the model card, uploads
-    # these files with --push_to_hub, and says what to do next.
-    if args.rank:
-        training.end("LoRA", ["pytorch_lora_weights*"], describe)
-    else:
-        training.end("pipeline", [SINGLE_FILE, *PARTS], describe)
+    training.finish(results)  # the result, its samples and report, the upload
 
 
 if __name__ == "__main__":

@@ -257,14 +257,7 @@ from diffusion_training.errors import explained, fail, in_one_sentence
 from diffusion_training.faults import explain, is_machines_fault
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import (
-    call_unet,
-    check_shapes,
-    compile_model,
-    freeze_on_device,
-    list_parameters,
-    load_weights,
-)
+from diffusion_training.models import check_shapes, compile_model, freeze_on_device, load_weights
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.printing import amount
 from diffusion_training.training.held_out import hold_out
@@ -277,12 +270,13 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
+from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.pipelines import save_pipeline
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.report import About, Description, write_usage
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.samples import save_samples
-from diffusion_training.training.state import Training
+from diffusion_training.training.state import Results, Training
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # -------------------------------------------------------------------------------------------------
@@ -352,7 +346,7 @@ def predict_noise(
 
     condition: see `prepare_batch`.
     """
-    return call_unet(models["unet"], noisy_images, timesteps, condition)
+    return models["unet"](noisy_images, timesteps, **condition).sample.float()
 
 
 def make_unet(args: Namespace) -> UNet2DModel:
@@ -499,12 +493,12 @@ def train_step(
     models: Models,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
-    step: NextStep,
+    next_step: NextStep,
     seed: int,
     max_grad_norm: float,
     on_batch: Callable[[Prepared, torch.Tensor], None] | None = None,
 ) -> StepSums:
-    """Take one optimizer step on the next `step.micro_batches` of `batches`.
+    """Take one optimizer step on the next `next_step.micro_batches` of `batches`.
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
@@ -516,24 +510,25 @@ def train_step(
     """
     total_loss = torch.zeros((), device=accelerator.device)
     total_weight = torch.zeros((), device=accelerator.device)
-    for micro_batch in range(step.micro_batches):
+    for micro_batch in range(next_step.micro_batches):
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
         process = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, step.number, micro_batch, process))
+        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, process))
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
         with contextlib.ExitStack() as stack:
             # DDP averages the gradients only in the step's last micro-batch.
-            if micro_batch < step.micro_batches - 1:
+            if micro_batch < next_step.micro_batches - 1:
                 for model in models.values():
                     stack.enter_context(accelerator.no_sync(model))
             weighted_loss = objective.loss(models, prepared, batch["weight"])
             accelerator.backward(weighted_loss)  # it does not divide: `weight` includes that
         total_loss += weighted_loss.detach()
         total_weight += batch["weight"].sum()
-    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    grad_norm = accelerator.clip_grad_norm_(trained, max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
     # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
@@ -707,16 +702,15 @@ def main(args: Namespace) -> None:
     metrics = open_metrics(launch, dataset, train_rows, held_out, args)
 
     # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
-    training = Training(launch, run, plan, models, objective, dataset, held_out, args)
+    training = Training(
+        launch, run, plan, models, objective, dataset, held_out, make_optimizer, args
+    )
     if launch.compile:
         compile_model(unet, launch.compile)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
-    # of fp16). evaluation_mode wraps without DDP. prepare_model changes `forward` in place, so the
-    # averages stay under their names.
+    # of fp16).
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model) for name, model in models.items()}
-    for average in training.averaged.values():
-        wrap(average, evaluation_mode=True)
     optimizer = accelerator.prepare(training.optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
@@ -728,8 +722,8 @@ def main(args: Namespace) -> None:
         )
         end_run(launch, run, result, [], args)
         return
-    training.begin()  # records and trackers; from now on, a signal waits for the end of a step
-    batches = training.records.watch(loaded)  # notes skipped images, and the wait for each batch
+    # Records and trackers start. From now on, a signal waits for the end of a step.
+    batches = training.begin(loaded)
 
     # This pipeline draws the samples and is saved. It has the average of the U-Net with --use_ema,
     # else the U-Net itself. DDIMPipeline converts the scheduler.
@@ -740,87 +734,54 @@ def main(args: Namespace) -> None:
         """Write the pipeline, which holds `result` already. On the first process only."""
         save_pipeline(pipeline, folder)
 
-    def evaluate(is_result: bool = True) -> None:
-        """Measure the held-out loss, draw samples, write the report.
+    def draw() -> None:
+        """Draw the samples with the averaged weights. Each process draws a share."""
+        log_validation(launch, pipeline, training.step, training.stop_signal, args)
 
-        With --save_best, keep the weights in best/ if the held-out loss is the lowest so far.
+    def score() -> None:
+        """Measure --validation_metrics on samples of the averaged weights, on all processes."""
+        draw_share = partial(draw_rows, launch, pipeline, training.stop_signal, args)
+        training.score_samples(metrics, draw_share, read_pixels)
 
-        is_result: whether this run has trained the weights.
-        """
-        training.measure_held_out()  # each process takes a share of the images
-        if is_result:
-            training.keep_best(save)
-        with training.timed("samples_seconds"):  # in the next record
-            log_validation(launch, pipeline, training.step, training.stop_signal, args)
-        training.report(describe_model)
-
-    def measure(is_result: bool = True) -> None:
-        """Measure --validation_metrics on samples of the averaged weights, write the report.
-
-        With --save_best_metric, keep the weights in best/ if they are the best so far.
-        """
-        with training.timed("metrics_seconds"):
-            draw = partial(draw_rows, launch, pipeline, training.stop_signal, args)
-            training.measure_metrics(metrics, draw, read_pixels)
-        if is_result:
-            training.keep_best(save)
-        training.report(describe_model)
-
-    samples_every = (args.validation_steps, args.save_images_epochs)
-    is_pretrained = args.pretrained_model_name_or_path is not None
-    # Before step 1, show a pretrained model as it is (--validate_first). A resumed run draws the
-    # samples that a kill prevented.
-    if training.starts_with_samples(samples_every, is_pretrained):
-        evaluate(is_result=run.checkpoint is not None)
-    if training.starts_with_metrics(metrics, is_pretrained):
-        measure(is_result=run.checkpoint is not None)
+    results = Results(
+        name="pipeline",
+        files=["unet/*", "scheduler/*"],
+        save=save,
+        save_epochs=args.save_model_epochs,
+        describe=describe_model,
+        draw=draw,
+        draw_every=(args.validation_steps, args.save_images_epochs),
+        score=score if metrics else None,
+        score_every=metrics.every if metrics else None,
+        is_pretrained=args.pretrained_model_name_or_path is not None,
+    )
+    training.show_first(results)  # a pretrained model before step 1, or what a kill prevented
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
     while training.continues():
-        step = plan.progress.next_step()
+        next_step = plan.progress.next_step()
         sums = train_step(
-            accelerator, objective, wrapped, optimizer, batches, step, args.seed,
+            accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
             args.max_grad_norm, training.records.measure_inputs,
         )  # fmt: skip
         # Count the step, update averages and learning rate, and agree whether a signal has come.
         # After an fp16 overflow, only the position in the data moves.
-        training.advance(step, sums)
+        training.advance(next_step, sums)
         # every --logging_steps: wait for the device, and record means over all processes
         if training.is_due(args.logging_steps):
             training.log()
-        # every --posthoc_ema_steps: copy its averages, which the same thread writes
-        if training.is_due_posthoc():
-            training.save_posthoc()
         # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
-        # writes the copy while the next steps are taken, or the samples are drawn.
-        if training.is_due(args.checkpointing_steps):
-            training.save_checkpoint()
-        # every --metric_steps, or without it with each checkpoint
-        if metrics and training.is_due(metrics.every) and training.continues():
-            measure()
-        # every --save_model_epochs
-        if training.is_due(None, epochs=args.save_model_epochs) and training.continues():
-            training.save_result(save)
-        # every --validation_steps or --save_images_epochs; for the last step, see below
-        if training.is_due(*samples_every) and training.continues():
-            evaluate()
+        # writes the copy while the next steps are taken. Every --save_model_epochs: the pipeline.
+        training.save_what_is_due(results)
+        # every --validation_steps or --save_images_epochs: held-out loss, samples and report; every
+        # --metric_steps: metrics. Each process takes a share. For the last step, see below.
+        training.show_what_is_due(results)
 
-    # The end. A run that a signal has stopped only gets its checkpoint.
-    if training.is_complete():
-        training.save_posthoc()  # unless this step has a snapshot already
-    training.save_checkpoint()  # unless this step has one already; it waits until all is written
+    # The end. A run that a signal has stopped only gets its checkpoint, and exits with its status.
+    training.save_last()  # checkpoint and snapshot, unless this step has them
     loaded.close()  # ends the thread and the processes that load
-    training.records.bar.close()
-    if training.is_complete():  # no signal has stopped it
-        training.save_result(save)  # before the samples: a kill while they are drawn can't lose it
-        if metrics:
-            measure()
-        evaluate()
-        training.compare_widths()  # --posthoc_ema
-    # After a signal, this exits with the signal's status. Else it writes the model card, uploads
-    # these files with --push_to_hub, and says what to do next.
-    training.end("pipeline", ["unet/*", "scheduler/*"], describe_model)
+    training.finish(results)  # the result, its samples and report, the upload
 
 
 if __name__ == "__main__":

@@ -51,10 +51,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import train_text_to_image
+import train_unconditional
 from diffusion_training.batches import Prepared
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
-from diffusion_training.models import call_unet, start_average
+from diffusion_training.models import start_average
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
 from diffusion_training.training.quantization import BLOCK, list_quantizable
@@ -289,6 +291,13 @@ def find_family(name: str) -> Family:
     return QwenImage21() if name == "qwen-image-2.1" else load_family(name)
 
 
+def predict(family: Family, model: Any, *inputs: Any) -> torch.Tensor:
+    """The prediction of a denoiser, as its trainer calls it. inputs: latents, times, prompts."""
+    if family.folder == "unet":
+        return train_text_to_image.predict_noise({"unet": model}, *inputs)
+    return family.predict(model, *inputs)
+
+
 def make_denoiser(model: Published) -> Any:
     return getattr(diffusers, find_family(model.family).model).from_config(model.config)
 
@@ -494,7 +503,7 @@ def count_activations(
         latents, times, prompts = make_inputs(model, denoiser.config, side, images)
         enabled = mixed_precision == "bf16"
         with torch.autocast("cuda", torch.bfloat16, enabled, cache_enabled):
-            prediction = family.predict(denoiser, latents, times, prompts)
+            prediction = predict(family, denoiser, latents, times, prompts)
         in_backward = memory.held + checkpointing.largest
         assert prediction.requires_grad
         return max(memory.peak, in_backward) - before
@@ -515,7 +524,7 @@ def count_samples(
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=cache_enabled):
-            family.predict(denoiser, latents, times, prompts)
+            predict(family, denoiser, latents, times, prompts)
         most = memory.peak - before
         del denoiser
         vae = make_vae(model).eval()
@@ -553,9 +562,9 @@ def count_flops_of(name: str, side: int) -> int:
     def loss(models: Any, prepared: Prepared, weight: torch.Tensor) -> torch.Tensor:
         times = torch.zeros(1)
         prompts: Any = prepared.condition
-        return (
-            find_family(model.family).predict(models["unet"], prepared.clean, times, prompts).sum()
-        )
+        return predict(
+            find_family(model.family), models["unet"], prepared.clean, times, prompts
+        ).sum()
 
     with torch.device("meta"):
         unet = make_denoiser(model)
@@ -571,11 +580,11 @@ def count_kept(name: str, side: int) -> int:
             model = MODELS[name]
             unet = make_denoiser(model)
             latents, times, prompts = make_inputs(model, unet.config, side, 1)
-            predict = functools.partial(find_family(model.family).predict, unet.train())
+            call = functools.partial(predict, find_family(model.family), unet.train())
         else:
             unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / "configs" / name))
             latents, times, prompts = torch.zeros(1, 3, side, side), torch.zeros(1), {}
-            predict = functools.partial(call_unet, unet.train())
+            call = functools.partial(train_unconditional.predict_noise, {"unet": unet.train()})
         weights = {id(weight) for weight in unet.parameters()}
         kept = {}
 
@@ -588,7 +597,7 @@ def count_kept(name: str, side: int) -> int:
 
         with patch("torch.nn.functional.scaled_dot_product_attention", attend):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                result = predict(latents, times, prompts)
+                result = call(latents, times, prompts)
     assert result.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 

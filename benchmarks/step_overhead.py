@@ -17,7 +17,6 @@ trainer that run one after the other, and the ratio is the median of theirs.
 
 import contextlib
 import copy
-import functools
 import importlib
 import itertools
 import statistics
@@ -90,9 +89,8 @@ def bare(name, *argv):
             classes=[],
             references={},
         )
-        predict = functools.partial(script.predict_noise, base.family)
         launch = SimpleNamespace(has_weights=True, device=device, dtype=torch.float32)
-        unet = script.make_unet(base, data, predict, None, launch, args)
+        unet = script.make_unet(base, data, None, launch, args)
         size = shape[1:]
         condition = {
             "encoder_hidden_states": torch.randn(

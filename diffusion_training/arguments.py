@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,19 +20,6 @@ from diffusion_training.printing import hide_secrets
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
-# flags of kohya's scripts -> names here; docs/from-kohya.md has all
-OF_KOHYA = {
-    "--enable_bucket": "--bucket_step",
-    "--flip_aug": "--random_flip",
-    "--min_snr_gamma": "--snr_gamma",
-    "--network_alpha": "--lora_alpha",
-    "--network_dim": "--rank",
-    "--network_module": "--rank",
-    "--optimizer_type": "--optimizer",
-    "--sample_prompts": "--validation_prompts",
-    "--save_every_n_steps": "--checkpointing_steps",
-    "--unet_lr": "--learning_rate",
-}
 # in a file of flags: a string or an escaped character, or what a shell leaves out
 SKIPPED = re.compile(
     r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|\\\r?\n|(?<!\S)\#[^\r\n]*""", re.DOTALL
@@ -74,11 +62,36 @@ def read_words(path: str) -> list[str]:
     raise ValueError("it is not a text file in UTF-8")
 
 
+def find_advice(flag: str, docs: Path) -> str | None:
+    """What the pages say of a flag that a script does not have.
+
+    It may be one of another script here, of kohya's or of diffusers'. None if no page has it, or if
+    there are none, for example beside a copy of a script.
+    """
+    section = ""  # the scripts that the next table of flags.md is about
+    for page in ("flags.md", "from-kohya.md", "from-diffusers.md"):
+        text = (docs / page).read_text() if (docs / page).is_file() else ""
+        for line in text.splitlines():
+            section = line if line.startswith(("`", "## ")) else section
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            if len(cells) < 2 or not re.search(rf"`{re.escape(flag)}[ `]", cells[0]):
+                continue
+            if page == "flags.md":
+                scripts = cells[-1] if len(cells) == 4 and cells[-1] != "all" else section
+                names = re.findall(r"(?<![.\w])\w+(?=`|\.py)", scripts)
+                return f"it is one of {', '.join(f'{name}.py' for name in names)}"
+            plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cells[1]).replace("`", "")
+            return f"docs/{page} says: {textwrap.shorten(plain, 200, placeholder=' ...')}"
+    return None
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that reads the flags in @FILE as a shell would, and suggests a flag after a typo.
 
     argparse itself takes each line as one argument, but a value may span several lines.
     """
+
+    docs = Path("docs")  # the folder of the pages, which know the flags of other programs
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = []
@@ -94,15 +107,21 @@ class Parser(argparse.ArgumentParser):
             try:
                 words += read_words(word[1:])
             except (OSError, ValueError) as error:
-                self.error(f"{word} can't be read: {error}")
+                path = Path(word[1:])
+                names = [other.name for other in path.parent.glob("*") if not path.exists()]
+                near = difflib.get_close_matches(path.name, names, 1)
+                hint = f"did you mean @{path.with_name(near[0])}?" if near else str(error)
+                self.error(f"{word} can't be read: {hint}")
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            typo = next((word for word in unknown if word.startswith("-")), unknown[0])
-            name, known = typo.split("=")[0], self._option_string_actions
-            near = difflib.get_close_matches(name, known, 1, 0.7)
+            typo = next((word for word in unknown if word.startswith("-")), None)
+            if typo is None:
+                self.error(f"{unknown[0]} belongs to no flag: put several words in quotes")
+            name = typo.split("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, 1, 0.7)
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
-            if OF_KOHYA.get(name) in known:
-                advice = f": here it is {OF_KOHYA[name]}, see docs/from-kohya.md"
+            if found := find_advice(name, self.docs):
+                advice = f": {found}"
             self.error(f"there is no flag {typo}{advice}")
         return parsed, unknown
 
@@ -192,7 +211,7 @@ def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser
         "@FILE reads flags from a file: @my-run/run.args has those of a run in my-run/.",
         f"Documentation: {os.path.relpath(Path(script).parent / page)}" if page else "",
     ]
-    return Parser(
+    parser = Parser(
         prog=Path(script).name,
         description=lines[0],
         usage="%(prog)s [flags]  (--help lists them)",  # the full list would hide an error
@@ -200,6 +219,8 @@ def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser
         formatter_class=HelpFormatter,
         allow_abbrev=False,  # --learning_rat is a typo, not --learning_rate
     )
+    parser.docs = Path(script).parent / "docs"
+    return parser
 
 
 def number(low: float, high: float, kind: Callable = float, *words: str) -> Callable[[str], Any]:

@@ -12,6 +12,7 @@ from diffusion_training.training.flags import (
     add_saving_flags,
     check_training_args,
 )
+from diffusion_training.training.optimizers import make_optimizer
 
 CLASSES = "zero one two three four five six seven eight nine".split()
 
@@ -59,14 +60,14 @@ from diffusion_training.errors import in_one_sentence
 from diffusion_training.files import saving
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import compile_model, list_parameters
+from diffusion_training.models import compile_model
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.checkpoints import save_weights
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.report import Description
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.samples import draw_grid, save_samples
-from diffusion_training.training.state import Training
+from diffusion_training.training.state import Results, Training
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 
@@ -125,7 +126,7 @@ def measure_error(models, noisy, tenths, condition, images, noise):
 
 
 @torch.no_grad()
-def draw(unet, device, args):
+def draw_samples(unet, device, args):
     """Ten images of each class, in equal steps from time 1 to 0: uint8 [classes, 10, H, W, 1]."""
     labels = torch.arange(len(CLASSES), device=device).repeat_interleave(10)
     generator = torch.Generator().manual_seed(step_seed("sample", args.seed))
@@ -138,23 +139,33 @@ def draw(unet, device, args):
 
 
 def train_step(
-    accelerator, objective, models, optimizer, batches, step, seed, max_grad_norm, on_batch=None
+    accelerator,
+    objective,
+    models,
+    optimizer,
+    batches,
+    next_step,
+    seed,
+    max_grad_norm,
+    on_batch=None,
 ):
     loss, weight = torch.zeros(2, device=accelerator.device)
-    for micro_batch in range(step.micro_batches):
+    for micro_batch in range(next_step.micro_batches):
         batch = next(batches)
         rank = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, step.number, micro_batch, rank))
+        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, rank))
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
-        last = micro_batch == step.micro_batches - 1  # the processes average their gradients in it
+        # the processes average their gradients in the last one
+        last = micro_batch == next_step.micro_batches - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(models["unet"]):
             weighted_loss = objective.loss(models, prepared, batch["weight"])
             accelerator.backward(weighted_loss)
         loss += weighted_loss.detach()
         weight += batch["weight"].sum()
-    grad_norm = accelerator.clip_grad_norm_(list_parameters(models), max_grad_norm or math.inf)
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    grad_norm = accelerator.clip_grad_norm_(trained, max_grad_norm or math.inf)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss, "weight": weight, "grad_norm": grad_norm}  # .item() would wait here
@@ -183,12 +194,12 @@ def main(args):
     if plan.is_done:
         return
     args = complete_args(args, launch, run, plan)
-    training = Training(launch, run, plan, models, objective, dataset, held_out, args)
+    training = Training(
+        launch, run, plan, models, objective, dataset, held_out, make_optimizer, args
+    )
     if launch.compile:
         compile_model(models["unet"], launch.compile)
     wrapped = {"unet": accelerator.prepare(models["unet"])}
-    for average in training.averaged.values():
-        accelerator.prepare_model(average, evaluation_mode=True)
     optimizer = accelerator.prepare(training.optimizer)
 
     keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
@@ -200,42 +211,39 @@ def main(args):
         )
         end_run(launch, run, result, [], args)
         return
-    training.begin()
-    batches = training.records.watch(loaded)
+    batches = training.begin(loaded)
 
     def save(best, folder):
         with saving(folder, "the U-Net") as unfinished:
             save_weights(best["unet"], unfinished / "unet")
 
-    def evaluate():
-        training.measure_held_out()
-        training.keep_best(save)
-        with training.timed("samples_seconds"):
-            if launch.is_main:
-                grid = draw_grid(draw(training.ema_or_model("unet"), launch.device, args), CLASSES)
-                save_samples(accelerator, grid, args.output_dir, training.step)
-        training.report(describe_model)
+    def draw():
+        if launch.is_main:
+            samples = draw_samples(training.ema_or_model("unet"), launch.device, args)
+            save_samples(accelerator, draw_grid(samples, CLASSES), args.output_dir, training.step)
 
+    results = Results(
+        name="U-Net",
+        files=["unet/*"],
+        save=save,
+        describe=describe_model,
+        draw=draw,
+        draw_every=(None, args.validation_epochs),
+    )
     while training.continues():
-        step = plan.progress.next_step()
+        next_step = plan.progress.next_step()
         sums = train_step(
-            accelerator, objective, wrapped, optimizer, batches, step, args.seed,
+            accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
             args.max_grad_norm, training.records.measure_inputs,
         )  # fmt: skip
-        training.advance(step, sums)
+        training.advance(next_step, sums)
         if training.is_due(args.logging_steps):
             training.log()
-        if training.is_due(args.checkpointing_steps):
-            training.save_checkpoint()
-        if training.is_due(None, args.validation_epochs) and training.continues():
-            evaluate()
-    training.save_checkpoint()
+        training.save_what_is_due(results)
+        training.show_what_is_due(results)
+    training.save_last()
     loaded.close()
-    training.records.bar.close()
-    if training.is_complete():
-        training.save_result(save)
-        evaluate()
-    training.end("U-Net", ["unet/*"], describe_model)
+    training.finish(results)
 
 
 if __name__ == "__main__":

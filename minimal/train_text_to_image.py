@@ -46,7 +46,10 @@ add("--logging_steps", type=int, default=10)
 add("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.latents_dir is None:  # the demo of the big script; flags that are given still win
-    demo = Path(__file__).resolve().parent.parent / "demo"
+    folders = [folder / "demo" for folder in Path(__file__).resolve().parents]
+    demo = next((folder for folder in folders if (folder / "digits_unet.json").exists()), None)
+    if demo is None:
+        parser.error("give --latents_dir: the demo is only in the repository of this script")
     parser.set_defaults(pretrained_model_name_or_path=str(demo / "models"), max_train_steps=2320)
     parser.set_defaults(unet_config_name_or_path=demo / "digits_text_to_image_unet.json")
     parser.set_defaults(output_dir="sd-digits-minimal", learning_rate=3e-3, lr_scheduler="cosine")

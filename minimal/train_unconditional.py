@@ -46,7 +46,10 @@ add("--logging_steps", type=int, default=10)
 add("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.train_data_dir is None:  # the demo of the big script; flags that are given still win
-    demo = Path(__file__).resolve().parent.parent / "demo"
+    folders = [folder / "demo" for folder in Path(__file__).resolve().parents]
+    demo = next((folder for folder in folders if (folder / "digits_unet.json").exists()), None)
+    if demo is None:
+        parser.error("give --train_data_dir: the demo is only in the repository of this script")
     parser.set_defaults(model_config_name_or_path=demo / "digits_unet.json", lr_warmup_steps=100)
     parser.set_defaults(train_data_dir=demo / "digits", output_dir="ddpm-digits-minimal")
     parser.set_defaults(max_train_steps=2900, resolution=8, train_batch_size=64)

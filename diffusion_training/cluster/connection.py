@@ -15,6 +15,11 @@ from typing import Any, TypeVar
 from diffusion_training.errors import explained
 from diffusion_training.stop_signals import end_at_once, end_if_stopped, list_stop_signals
 
+# Ray reads these when it is imported. The first silences a warning about a future change for GPUs.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Under `uv run`, Ray would send the working folder, with its data, to all workers.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
 Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies
 
@@ -43,8 +48,6 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     a function that ends the new connection. Ends the program with an error if Ray can't be started
     or found.
     """
-    # silences Ray's warning about a future change for GPUs
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     if ray.is_initialized():

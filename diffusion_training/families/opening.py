@@ -49,8 +49,10 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     chosen = vars(args).get("model_family")
     wanted = load_family(chosen) if chosen else None
     if trained_by == FACTS[DEFAULT_FLOW_FAMILY].script and wanted is None:
-        # a new model of this family borrows the VAE and text encoder of other pipelines
-        wanted = own if own and own.script == trained_by else load_family(DEFAULT_FLOW_FAMILY)
+        # a new model of the default family may borrow VAE and text encoder of another pipeline
+        usual = load_family(DEFAULT_FLOW_FAMILY)
+        borrows = own is None or (own.script != trained_by and own.name in usual.borrows_from)
+        wanted = usual if borrows else own
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
     if class_name and own is None:

@@ -13,7 +13,6 @@ from diffusion_training.families.original_layout import (
     merge_vae,
     rename_unet,
 )
-from diffusion_training.models import call_unet
 
 # {kohya's name of a weight of a LoRA: PEFT's}
 KOHYA_PARTS = {
@@ -85,11 +84,6 @@ class StableDiffusion(Family):
         layers = text_encoder(tokens["input_ids"], output_hidden_states=True).hidden_states
         embeds = text_encoder.final_layer_norm(layers[-1 - encoders.clip_skip])
         return {"prompt_embeds": embeds.float()}
-
-    def predict(
-        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
-    ) -> torch.Tensor:
-        return call_unet(model, noisy, times, {"encoder_hidden_states": prompts["prompt_embeds"]})
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         if "text_encoder" not in parts:
@@ -249,16 +243,6 @@ class StableDiffusionXL(StableDiffusion):
     def describe_empty(self, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
         is_zero = not any(embeds.any() for embeds in empty_prompt.values())
         return {"force_zeros_for_empty_prompt": is_zero}
-
-    def predict(
-        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
-    ) -> torch.Tensor:
-        condition = {
-            "encoder_hidden_states": prompts["prompt_embeds"],
-            "text_embeds": prompts["pooled_prompt_embeds"],
-            "time_ids": prompts["time_ids"],
-        }
-        return call_unet(model, noisy, times, condition)
 
     def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
         asked = super().call_args(prompts, empty, guidance_scale)

@@ -109,7 +109,7 @@ class Data:
     captions: Sequence[str] = ()
     class_prompts: PromptEmbeds | None = None  # of --preserve_prior
     classes: tuple[str, ...] = ()  # of a cache made with --class_column
-    # references of any values, for one image, as `encode_batch` adds them to the condition
+    # references of any values, for one image, as `scale_references` adds them to the condition
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property
@@ -132,6 +132,12 @@ class Data:
     def num_references(self) -> int:
         """How many images an edit starts from."""
         return len(self.references) // 2  # each has an entry for its size
+
+    @property
+    def loaded_encoders(self) -> Encoders:
+        """The encoders, for a batch of pixels or tokens."""
+        assert self.encoders
+        return self.encoders
 
     def modules(self) -> list[torch.nn.Module]:
         """The encoders on the device."""

@@ -95,7 +95,7 @@ class Metrics:
             )
 
     @torch.no_grad()
-    def measure(
+    def score(
         self, step: int, draw: Draw, read: Read, stop_signal: StopSignal
     ) -> dict[str, Any] | None:
         """Draw samples and measure them. Returns a record; None if a signal has come.

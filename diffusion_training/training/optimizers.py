@@ -3,7 +3,7 @@
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -17,6 +17,11 @@ from diffusion_training.models import is_block_matrix, list_parameters
 # restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
 FLAGS = ("lr", "betas", "eps", "weight_decay", "fused")
 PART = 2**24  # numbers, of the weights that `Adafactor` updates together: 67 MB of memory
+
+# (models, the scaler of fp16 or None, flags) -> an optimizer of their trained parameters
+MakeOptimizer: TypeAlias = Callable[
+    [Models, torch.amp.GradScaler | None, Namespace], torch.optim.Optimizer
+]
 
 
 def make_optimizer(

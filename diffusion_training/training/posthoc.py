@@ -21,7 +21,7 @@ from diffusion_training.batches import Models
 from diffusion_training.errors import explained, fail
 from diffusion_training.files import delete, saving, sort_header
 from diffusion_training.memory import HostMemory, is_gpu
-from diffusion_training.models import move_averages, start_average
+from diffusion_training.models import AveragedWeights, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run
 LOSSES = "held_out.json"  # in it: the held-out losses of some widths
@@ -84,6 +84,9 @@ class PosthocEma:
 
     def __init__(self, models: Models, widths: Iterable[float]) -> None:
         self.averages = {width: start_average(models) for width in widths}
+        self.weights = {
+            width: AveragedWeights.of(averaged, models) for width, averaged in self.averages.items()
+        }
         self.gammas = {width: solve_exponent(width) for width in self.averages}
         self.images = 0
         self.memory: HostMemory | None = None  # for the copies
@@ -100,12 +103,12 @@ class PosthocEma:
             for name, model in models.items()
         }
 
-    def update(self, models: Models, images: int) -> None:
+    def update(self, images: int) -> None:
         """Move the averages towards the trained weights, after a step on so many images."""
         self.images += images
-        for width, averages in self.averages.items():
+        for width, weights in self.weights.items():
             decay = (1 - images / self.images) ** (self.gammas[width] + 1)
-            move_averages(averages, models, decay)
+            weights.move(decay)
 
     def take_memory(self, device: torch.device) -> HostMemory:
         """The memory for copies, in which each snapshot replaces the one before."""

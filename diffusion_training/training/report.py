@@ -218,9 +218,11 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
             axes.set_ylim(bottom=0)  # otherwise a small rise would look like a large one
         if log and lowest > 0:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:.3g}")  # the default labels take half of the time
             low, high = axes.get_ylim()
-            axes.yaxis.set_minor_formatter("{x:.3g}" if high < 10 * low else "")
+            # as many digits as tell the labels apart; the default ones take half of the time
+            digits = max(3, math.ceil(-math.log10(high / low - 1)) + 2)
+            axes.yaxis.set_major_formatter(f"{{x:.{digits}g}}")
+            axes.yaxis.set_minor_formatter(f"{{x:.{digits}g}}" if high < 10 * low else "")
         axes.grid(True, alpha=0.3)
         axes.legend(frameon=False, fontsize="small", ncols=1 + len(lines) // 5)
     return figure, ", ".join(

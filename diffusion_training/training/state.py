@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,10 +19,11 @@ import torch
 from accelerate.utils import gather_object
 
 from diffusion_training import __version__
-from diffusion_training.batches import Models, Objective, StepSums, TrainingData
+from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
 from diffusion_training.errors import CHANGED, fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.models import (
+    AveragedWeights,
     checkpoint_gradients,
     is_adapted,
     put_on_device,
@@ -50,7 +52,7 @@ from diffusion_training.training.held_out import (
 )
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.metrics import Draw, Metrics, Read
-from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.optimizers import MakeOptimizer, make_lr_scheduler
 from diffusion_training.training.posthoc import (
     WIDTHS,
     PosthocEma,
@@ -70,6 +72,26 @@ from diffusion_training.training.tuning import Plan
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
 # writes the models as a result, into a folder
 SaveResult: TypeAlias = Callable[[Models, Path], None]
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run saves and shows of its models, and how often: functions of the script.
+
+    All processes call `draw` and `score`; only the first one calls `save` and `describe`.
+    """
+
+    name: str  # of what is saved: "pipeline" or "LoRA"
+    files: list[str]  # patterns of its files, for the upload
+    save: SaveResult
+    describe: DescribeModel  # the texts of report and model card
+    draw: Callable[[], None] | None  # samples of the averaged weights, if there are any to draw
+    draw_every: Every
+    score: Callable[[], None] | None = None  # --validation_metrics
+    score_every: int | None = None
+    # Was the model trained before this run? Then it is shown before the first step, for comparison.
+    is_pretrained: bool = False
+    save_epochs: int | None = None  # how often `save` is called before the end
 
 
 def draws_samples(args: Namespace) -> bool:
@@ -99,6 +121,7 @@ class Training:
         objective: Objective,
         dataset: TrainingData,
         held_out: dict[int, int],
+        make_optimizer: MakeOptimizer,
         args: Namespace,
         lora_metadata: dict[str, str] | None = None,
     ) -> None:
@@ -106,7 +129,9 @@ class Training:
 
         Call it before Accelerate wraps the models.
 
-        held_out: see `hold_out`. args: see `complete_args`. lora_metadata: see `make_lora_files`.
+        held_out: see `hold_out`. make_optimizer: it gets the models when they are on the device;
+        schedule, checkpoints and a resumed run follow from its result. args: see `complete_args`.
+        lora_metadata: see `make_lora_files`.
         """
         self.launch = launch
         self.run = run
@@ -136,7 +161,11 @@ class Training:
         if not launch.shard:
             for model in models.values():
                 put_on_device(model, launch.device)
+        # Averages compute under autocast, too. They are wrapped in place, so their weights keep
+        # their names, and without DDP, which only trained models need.
         self.averaged = start_average(models) if args.use_ema else {}
+        for average in self.averaged.values():
+            launch.accelerator.prepare_model(average, device_placement=False, evaluation_mode=True)
         widths = () if args.find_lr else args.posthoc_ema or ()
         self.posthoc = PosthocEma(models, widths)
         self.posthoc_every = args.posthoc_ema_steps or args.checkpointing_steps
@@ -159,6 +188,7 @@ class Training:
                 )
         elif run.start:
             load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
+        self.ema = AveragedWeights.of(self.averaged, models) if self.averaged else None
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
         # None: the training waits while a checkpoint is written
         self.checkpoint_copy = make_checkpoint_copy(launch, self.saved, models, self.step, args)
@@ -192,10 +222,11 @@ class Training:
 
     # ---- before the loop
 
-    def begin(self) -> None:
+    def begin(self, loaded: Iterable[Batch]) -> Iterator[Batch]:
         """Start the records and trackers, and train the models from now on.
 
-        A signal then stops the run after its step.
+        A signal then stops the run after its step. Returns the batches, watched: the records note
+        skipped images and the wait for each batch.
         """
         launch = self.launch
         self.records = Records(
@@ -206,28 +237,26 @@ class Training:
         self.stop_signal.agree()  # one may have come before
         for model in self.models.values():
             model.train()
+        return self.records.watch(loaded)
 
-    def starts_with_samples(self, every: Every, is_pretrained: bool) -> bool:
-        """Whether samples are due before the first step.
+    def show_first(self, results: Results) -> None:
+        """Before the first step, show a pretrained model as it is (--validate_first).
 
-        A pretrained model is shown as it is before the training, for comparison. A resumed run
-        draws the samples that a kill prevented.
+        A resumed run shows what a kill prevented.
         """
         if not self.continues():
-            return False
+            return
         if self.run.checkpoint is None:
-            return is_pretrained and self.args.validate_first
+            if results.is_pretrained and self.args.validate_first:
+                self.show(results, is_result=False)
+                self.show_metrics(results, is_result=False)
+            return
         # ask the first process: other machines may have an --output_dir of their own
         has_samples = samples_path(self.args.output_dir, self.step).exists()
-        return self.is_due(*every) and not gather_object([has_samples])[0]
-
-    def starts_with_metrics(self, metrics: Metrics | None, is_pretrained: bool) -> bool:
-        """Whether metrics are due before the first step, for the reasons of samples."""
-        if metrics is None or not self.continues():
-            return False
-        if self.run.checkpoint is None:
-            return is_pretrained and self.args.validate_first
-        return self.is_due(metrics.every)  # `measure_metrics` does nothing if they are there
+        if self.is_due(*results.draw_every) and not gather_object([has_samples])[0]:
+            self.show(results)
+        if self.is_due(results.score_every):  # `score_samples` does nothing if they are there
+            self.show_metrics(results)
 
     # ---- in the loop
 
@@ -243,11 +272,11 @@ class Training:
         """
         stepped = not self.launch.accelerator.optimizer_step_was_skipped
         self.progress.advance(step.images, stepped)
-        self.posthoc.update(self.models, step.images)
+        self.posthoc.update(step.images)
         if stepped:
             self.records.add(sums, step.images, step.epoch, self.lr_scheduler.get_last_lr()[0])
-            if self.averaged:
-                update_ema(self.averaged, self.models, self.step, self.args)
+            if self.ema:
+                update_ema(self.ema, self.step, self.args)
             self.lr_scheduler.step()
         self.claim_folder()
         self.agree()
@@ -286,9 +315,31 @@ class Training:
             self.updated_at = self.progress.data_step
             self.records.update(self.step, log, self.step == self.args.max_train_steps)
 
-    def is_due_posthoc(self) -> bool:
-        """Whether a snapshot of --posthoc_ema is due."""
-        return bool(self.posthoc.averages) and self.is_due(self.posthoc_every)
+    def save_what_is_due(self, results: Results) -> None:
+        """Save a checkpoint every --checkpointing_steps, and others of the flags' files.
+
+        These are snapshots of --posthoc_ema and, every `save_epochs`, the result. A copy of a
+        checkpoint or snapshot is taken; a thread of the first process writes it meanwhile.
+        """
+        if self.is_due(self.posthoc_every):
+            self.save_posthoc()
+        if self.is_due(self.args.checkpointing_steps):
+            self.save_checkpoint()
+        if self.is_due(None, results.save_epochs) and self.continues():
+            self.save_result(results.save)
+
+    def show_what_is_due(self, results: Results) -> None:
+        """Show metrics and samples if it is time; those of the last step come with the result."""
+        if self.is_due(results.score_every) and self.continues():
+            self.show_metrics(results)
+        if self.is_due(*results.draw_every) and self.continues():
+            self.show(results)
+
+    def save_last(self) -> None:
+        """Save what a resumed run needs of the last step, and wait until all is written."""
+        if self.is_complete():
+            self.save_posthoc()  # unless this step has a snapshot already
+        self.save_checkpoint()
 
     def save_posthoc(self) -> None:
         """Write a snapshot of the averages of --posthoc_ema. A thread writes a copy of them.
@@ -414,6 +465,34 @@ class Training:
             if self.launch.is_main:
                 save(result, Path(self.args.output_dir))
 
+    def show(self, results: Results, is_result: bool = True) -> None:
+        """Measure the held-out loss, draw samples, write the report.
+
+        With --save_best, keep the weights in best/ if the held-out loss is the lowest so far.
+
+        is_result: whether this run has trained the weights.
+        """
+        self.measure_held_out()  # each process takes a share of the images
+        if is_result:
+            self.keep_best(results.save)
+        if results.draw:
+            with self.timed("samples_seconds"):  # in the next record
+                results.draw()
+        self.report(results.describe)
+
+    def show_metrics(self, results: Results, is_result: bool = True) -> None:
+        """Measure --validation_metrics, if there are any, and write the report.
+
+        With --save_best_metric, keep the weights in best/ if they are the best so far.
+        """
+        if results.score is None:
+            return
+        with self.timed("metrics_seconds"):
+            results.score()
+        if is_result:
+            self.keep_best(results.save)
+        self.report(results.describe)
+
     def measure_held_out(self) -> None:
         """Measure and record the held-out loss, if images are held out."""
         if not self.held_out:
@@ -454,11 +533,11 @@ class Training:
                     f"reconstruct_ema.py {folder} --output_dir {folder}-widths"
                 )
 
-    def measure_metrics(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:
+    def score_samples(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:
         """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`."""
         if metrics is None or self.records.metrics.get("step") == self.step:
             return
-        if record := metrics.measure(self.step, draw, read, self.stop_signal):
+        if record := metrics.score(self.step, draw, read, self.stop_signal):
             self.records.add_metrics(record)
 
     def keep_best(self, save: SaveResult) -> None:
@@ -503,12 +582,24 @@ class Training:
 
     # ---- the end
 
-    def end(self, name: str, files: list[str], describe: DescribeModel) -> None:
-        """End the run: model card, upload, last words. After a signal, exit with its status.
+    def finish(self, results: Results) -> None:
+        """Save and show the result of a run that no signal has stopped, and end the run.
 
-        name: "pipeline" or "LoRA". files: patterns of its files, to upload.
+        The result is saved before its samples are drawn, so that a kill can't lose it. Then come
+        the model card, --push_to_hub and the last words. After a signal, exit with its status.
         """
+        self.records.bar.close()
+        if self.is_complete():
+            self.save_result(results.save)
+            self.show_metrics(results)
+            self.show(results)
+            self.compare_widths()  # --posthoc_ema
+        self.end(results)
+
+    def end(self, results: Results) -> None:
+        """Write the model card, upload, and say what to do next. After a signal, only exit."""
         args = self.args
+        name = results.name
         accelerator = self.launch.accelerator
         stop = self.stop_signal.agreed
         if args.checkpoints_to:
@@ -521,7 +612,7 @@ class Training:
         # a kill may have prevented it
         self.prune(Path(args.output_dir, f"checkpoint-{self.step}"))
         if self.launch.is_main:
-            save_model_card(self.step, describe, args)
+            save_model_card(self.step, results.describe, args)
         samples = "samples/"
         if not draws_samples(args):
             has_prompts = bool(args.validation_prompts)
@@ -534,7 +625,7 @@ class Training:
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {name}"
-        end_run(self.launch, self.run, done, files, args)
+        end_run(self.launch, self.run, done, results.files, args)
 
 
 def check_free_space(models: Models, args: Namespace) -> None:

@@ -95,7 +95,9 @@ def test_new_trainers_flow_leads_from_noise_to_the_image(train):
     assert loss < 1e-6
     args = script.parse_args(["--train_data_dir=.", "--num_inference_steps=3"])
     drawn = (
-        torch.tensor(script.draw(Unet(), torch.device("cpu"), args)).float().permute(0, 1, 4, 2, 3)
+        torch.tensor(script.draw_samples(Unet(), torch.device("cpu"), args))
+        .float()
+        .permute(0, 1, 4, 2, 3)
         / 127.5
         - 1
     )

@@ -114,11 +114,10 @@ def test_the_trainer_holds_five_numbers_per_weight_in_a_step(tmp_path, monkeypat
             [sum(tensor.numel() for tensor in tensors) for tensors in (weights, moments, grads)]
         )
 
-    def averaging(averaged, models, *args):
-        update_ema(averaged, models, *args)
-        weights = list(models["unet"].parameters())
-        assert all(weight.grad is None for weight in weights)
-        counts[-1].append(sum(weight.numel() for weight in averaged["unet"].parameters()))
+    def averaging(averages, *args):
+        update_ema(averages, *args)
+        assert all(weight.grad is None for weight in averages.weights)
+        counts[-1].append(sum(weight.numel() for weight in averages.means))
 
     monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
     monkeypatch.setattr(state, "update_ema", averaging)

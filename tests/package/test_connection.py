@@ -17,6 +17,11 @@ import download_images  # noqa: E402
 import precompute_latents  # noqa: E402
 
 
+def test_uv_run_does_not_make_ray_send_the_working_folder():
+    """Ray would send it, with its data, to each worker, and start the worker with `uv run`."""
+    assert not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The calls to a fake Ray: [(name, arguments)]. Like the real one, it sets signal handlers."""

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from test_lora import adapted
 
 import train_text_to_image as script
+import train_unconditional
 from diffusion_training.batches import Objective, Prepared
-from diffusion_training.families.known import load_family
 from diffusion_training.launch import Launch
-from diffusion_training.models import call_unet, list_parameters, start_average
+from diffusion_training.models import list_parameters, start_average
 from diffusion_training.training import costs, state
 from diffusion_training.training.costs import (
     Costs,
@@ -49,6 +49,10 @@ def args(**flags):
         **flags,
     }
     return argparse.Namespace(adam_beta1=0.9, adam_beta2=0.999, **flags)
+
+
+def call_unet(model, *inputs):
+    return train_unconditional.predict_noise({"unet": model}, *inputs)
 
 
 def loss_of(call):
@@ -216,7 +220,7 @@ def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
 def test_operations_include_networks_that_only_the_loss_uses(base):
     unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
     flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
-    predict = partial(script.predict_noise, load_family("sd"))
+    predict = script.predict_noise
     real = partial(script.compute_loss, flags, DDPMScheduler())
     prompts = {"prompt_embeds": CONDITION["encoder_hidden_states"]}
     once = count({"unet": unet}, loss_of(call_unet), images)

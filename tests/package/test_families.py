@@ -23,6 +23,8 @@ from conftest import (
     MODELS,
     PRX,
     ROOT,
+    Script,
+    make_captioned,
     make_klein,
     make_models,
     make_qwen_image,
@@ -33,8 +35,11 @@ from conftest import (
 from safetensors.torch import save_file
 
 import precompute_latents
+import train_flow
+import train_text_to_image
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.images import make_time_ids
+from diffusion_training.errors import Refused
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import FACTS, FamilyFacts
@@ -267,6 +272,19 @@ def test_a_base_on_the_hub_is_read_with_revision_variant_and_cache_dir(monkeypat
     assert base.locate("own", "vae") == ("own", {"cache_dir": "c"})
 
 
+def test_the_wrong_trainer_names_the_right_one_before_images_are_encoded(tmp_path, monkeypatch):
+    make_sdxl(tmp_path)
+    make_captioned(tmp_path / "images", 2, ["one", "two"])
+    monkeypatch.setattr(train_flow, "share_latents", lambda *given: pytest.fail("it encodes"))
+    flags = [f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}", "--cache_latents", "--rank=2"]
+    flags += [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit) as stop:
+        Script("train_flow")(*flags)
+    assert stop.value.code == 1 and not (tmp_path / "out").exists()
+    with pytest.raises(Refused, match="of the family sdxl: train it with train_text_to_image.py"):
+        open_base(train_flow.parse_args(flags), "train_flow.py")
+
+
 def test_no_diffusers_pipeline_belongs_to_two_families():
     names = [name for name in dir(diffusers) if name.endswith("Pipeline")]
     patterns = [facts.pipelines for facts in FACTS.values()]
@@ -476,6 +494,13 @@ def make_inputs(opened, caption):
     return prompts
 
 
+def predict(family, model, *inputs):
+    """The prediction of a denoiser, as its trainer calls it."""
+    if family.folder == "unet":
+        return train_text_to_image.predict_noise({"unet": model}, *inputs)
+    return family.predict(model, *inputs)
+
+
 @each_family
 @torch.no_grad()
 def test_predictions_equal_the_pipelines(opened):
@@ -519,7 +544,7 @@ def test_predictions_equal_the_pipelines(opened):
     times = scheduler.sigmas if is_flow else scheduler.timesteps
     prompts = make_inputs(opened, caption)
     ours = [
-        opened.family.predict(opened.denoiser, noisy[i], times[i : i + 1], prompts)
+        predict(opened.family, opened.denoiser, noisy[i], times[i : i + 1], prompts)
         for i in range(3)
     ]
     assert len(given) == 3 and torch.equal(ours[0], given[0])
@@ -527,7 +552,8 @@ def test_predictions_equal_the_pipelines(opened):
         assert prediction.dtype == torch.float32
         assert torch.allclose(prediction, theirs, atol=1e-4)
     assert not torch.allclose(ours[0], ours[2], atol=1e-2)  # the time matters
-    others = opened.family.predict(opened.denoiser, noisy[0], times[:1], make_inputs(opened, "one"))
+    one = make_inputs(opened, "one")
+    others = predict(opened.family, opened.denoiser, noisy[0], times[:1], one)
     assert not torch.allclose(ours[0], others, atol=1e-4)  # and so does the caption
 
 
@@ -539,7 +565,7 @@ def test_predict_keeps_all_tensors_on_one_device(opened):
     prompts = take_shapes(make_inputs(opened, "a digit two"))
     noisy, times = torch.zeros(1, channels, 4, 4, device="meta"), torch.ones(1, device="meta")
     model = copy.deepcopy(opened.denoiser).to("meta")
-    predicted = opened.family.predict(model, noisy, times, prompts)
+    predicted = predict(opened.family, model, noisy, times, prompts)
     assert predicted.is_meta and predicted.shape == noisy.shape
 
 

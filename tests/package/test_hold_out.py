@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from conftest import make_unet_config
 from diffusers import DDPMScheduler, UNet2DModel
 
+import train_unconditional
 from diffusion_training.batches import Prepared
 from diffusion_training.launch import Launch
-from diffusion_training.models import call_unet
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import describe_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.objective import held_out_epsilon_loss
@@ -140,10 +140,9 @@ def measure(
     fake = fake or FakeRecords()
     names = ["held_out_loss", "held_out_loss_ema"]
     models = {name: {"unet": unet} for name, unet in zip(names, unets, strict=False)}
-    predict = lambda models, *inputs: call_unet(models["unet"], *inputs)
     objective = argparse.Namespace(
         held_out_loss=held_out_epsilon_loss(
-            DDPMScheduler(prediction_type=prediction_type), predict
+            DDPMScheduler(prediction_type=prediction_type), train_unconditional.predict_noise
         ),
         prepare_held_out=prepare or (lambda batch: Prepared(batch["pixel_values"], {}, {})),
     )

@@ -12,7 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from diffusion_training.families.known import load_family
-from diffusion_training.models import copy_trained, list_parameters, start_average, update_ema
+from diffusion_training.models import (
+    AveragedWeights,
+    copy_trained,
+    list_parameters,
+    start_average,
+    update_ema,
+)
 from diffusion_training.training.lora import (
     fold_scale,
     list_adapter,
@@ -88,8 +94,7 @@ def test_ema_and_trial_copies_share_the_frozen_weights(base):
         for weight in list_parameters(models):
             weight += 1
     update_ema(
-        averaged,
-        models,
+        AveragedWeights.of(averaged, models),
         1,
         argparse.Namespace(ema_max_decay=0.9, ema_power=0.75, ema_inv_gamma=1.0),
     )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.families.known import load_family
 from diffusion_training.models import (
+    AveragedWeights,
     compile_model,
     list_parameters,
     list_reached,
@@ -37,7 +38,7 @@ def test_update_ema_equals_diffusers_ema():
         with torch.no_grad():
             for parameter in list_parameters(models):
                 parameter.add_(torch.randn_like(parameter))
-        update_ema(averaged, models, step, args)
+        update_ema(AveragedWeights.of(averaged, models), step, args)
         reference.step(list_parameters(models))
         for mine, theirs in zip(list_parameters(averaged), reference.shadow_params, strict=True):
             torch.testing.assert_close(mine.detach(), theirs)

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from diffusers.training_utils import compute_snr
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.families.known import load_family
 from diffusion_training.training.objective import (
     check_objective,
     min_snr_weight,
@@ -23,10 +21,7 @@ from diffusion_training.training.objective import (
 TYPES = ["epsilon", "sample", "v_prediction"]
 PREDICT = {  # with each script's name for embeddings
     train_unconditional: (train_unconditional.predict_noise, "encoder_hidden_states"),
-    train_text_to_image: (
-        partial(train_text_to_image.predict_noise, load_family("sd")),
-        "prompt_embeds",
-    ),
+    train_text_to_image: (train_text_to_image.predict_noise, "prompt_embeds"),
 }
 TRAINERS = pytest.mark.parametrize("script", [train_unconditional, train_text_to_image])
 
@@ -37,7 +32,8 @@ class Model:
     def __init__(self, prediction=0.0):
         self.prediction = prediction
 
-    def __call__(self, noisy, timesteps, **condition):
+    def __call__(self, noisy, timesteps, encoder_hidden_states, added_cond_kwargs=None):
+        condition = {"encoder_hidden_states": encoder_hidden_states}
         self.noisy, self.timesteps, self.condition = noisy, timesteps, condition
         return argparse.Namespace(sample=torch.full_like(noisy, self.prediction))
 

@@ -91,7 +91,7 @@ def test_snapshots_make_the_average_that_training_with_the_width_would_have(widt
         velocity = 0.95 * velocity + 0.05 * torch.randn_like(velocity)
         model.weight.data += velocity + 0.01
         seen.append(model.weight.detach().clone())
-        posthoc.update({"unet": model}, int(images))
+        posthoc.update(int(images))
         if step % 25 == 0:
             write_snapshot(tmp_path, step, posthoc.copy(CPU))
     counts = torch.tensor(count_weights(STEPS.cumsum(), solve_exponent(width)))

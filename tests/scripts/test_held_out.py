@@ -58,7 +58,7 @@ def test_held_out_images_are_not_trained_on(tmp_path, flags, monkeypatch):
     seen, compute_loss = [], script.compute_loss
 
     def record(*given):
-        images = given[-2].images
+        images = given[-2].clean
         seen.extend(((images.mean(dim=(1, 2, 3)) + 1) * 127.5 / 20).floor().int().tolist())
         return compute_loss(*given)
 

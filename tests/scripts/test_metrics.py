@@ -201,7 +201,7 @@ def test_best_metric_keeps_the_weights_of_its_step(tmp_path, flags, inputs, monk
         record = {"step": step, "metric_images": 2, "real_images": 2}
         return record | dict.fromkeys(names, values[step])
 
-    monkeypatch.setattr(Metrics, "measure", measure)
+    monkeypatch.setattr(Metrics, "score", measure)
     more = ["--validation_metrics=dino-i", "--save_best_metric=dino-i", "--metric_steps=1"]
     train(*flags, *more, "--checkpointing_steps=1")
     out = tmp_path / "out"

@@ -474,7 +474,7 @@ def list_imports(text):
 def test_minimal_twin_is_short_and_has_comments(name):
     text = PATHS[name].read_text()
     num_lines = len(text.splitlines())
-    assert num_lines < 255
+    assert num_lines < 300
     assert 0.15 <= count_comments(text) / num_lines <= 0.25
 
 

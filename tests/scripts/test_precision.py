@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import train_text_to_image
 from diffusion_training.families.known import load_family
 from diffusion_training.models import freeze_on_device
 
@@ -50,7 +51,8 @@ def predict_digits(unet):
 
 def predict_by_name(unet):
     prompts = {"prompt_embeds": torch.randn(2, 7, unet.config.cross_attention_dim)}
-    return load_family("sd").predict(unet, torch.randn(2, 4, 8, 8), torch.zeros(2), prompts)
+    images, times = torch.randn(2, 4, 8, 8), torch.zeros(2)
+    return train_text_to_image.predict_noise({"unet": unet}, images, times, prompts)
 
 
 def predict_velocity(transformer):

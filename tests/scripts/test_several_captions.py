@@ -17,12 +17,12 @@ from conftest import MODELS, Script, make_images, make_models, make_sdxl, metric
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train_flow
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.texts import list_captions
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
-from diffusion_training.latents.encoding import encode_batch
 from diffusion_training.latents.source import open_data
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import Order, draw_caption, step_batches
@@ -73,6 +73,7 @@ def list_train_flags(output_dir, *more):
 def read_prompts(family, *argv):
     """The trainer's inputs for the captions of KEYS, in order: {name: tensor}."""
     reset()
+    script = train_flow if family == "prx" else train.module
     args = replace(train.module.parse_args([str(arg) for arg in argv]), model_family=family)
     launch = make_launch(Accelerator(**accelerator_options(args)), args)
     data = open_data(launch, open_base(args), None, {}, args)
@@ -82,7 +83,7 @@ def read_prompts(family, *argv):
         if "prompt_lengths" in batch:
             assert batch["prompt_lengths"] == batch["prompt_mask"].sum(dim=1).tolist()
         with torch.no_grad():
-            found.append(encode_batch(batch, data, 0.0).condition)
+            found.append(script.prepare_batch(data, 0.0, batch).condition)
     # without SDXL's sizes: the crops of a cache are those of epoch 0
     names = found[0].keys() - {"time_ids"}
     return {name: torch.cat([prompts[name] for prompts in found]) for name in names}

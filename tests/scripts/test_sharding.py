@@ -43,7 +43,7 @@ import train_text_to_image
 from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS
 from diffusion_training.launch import Launch
-from diffusion_training.models import start_average, update_ema
+from diffusion_training.models import AveragedWeights, start_average, update_ema
 from diffusion_training.training import checkpoints, sharding
 from diffusion_training.training import state as training_state
 from diffusion_training.training.costs import count_memory
@@ -266,7 +266,8 @@ def test_sharded_unet_has_the_same_gradients_and_can_be_gathered(tmp_path):
             assert torch.allclose(found, weights_of[name].grad, rtol=1e-4, atol=1e-7), name
         with torch.no_grad():  # the average's weights outside the blocks must not stay whole
             average.eval()(*inputs)
-        update_ema({"unet": average}, {"unet": unet}, 2, argparse.Namespace(**EMA))
+        averages = AveragedWeights.of({"unet": average}, {"unet": unet})
+        update_ema(averages, 2, argparse.Namespace(**EMA))
         for model in (unet, average):
             again = sharding.gather_model(model)
             assert type(again) is UNet2DConditionModel and not again.conv_in.weight.is_meta

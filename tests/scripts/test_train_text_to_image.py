@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -753,6 +752,7 @@ def test_prepare_batch_samples_and_scales_latents_and_drops_captions():
 def test_prepare_batch_ignores_the_memory_format_of_vae_output(monkeypatch):
     moments = torch.cat([torch.randn(2, 4, 8, 8), torch.rand(2, 4, 8, 8)], 1)
     data = make_data(Latents("moments", (8, 8, 8), shift=0.0, factor=1.0, downscale=2))
+    data = replace(data, encoders="loaded")
     patch(monkeypatch, "encode_prompts", lambda *given: {"prompt_embeds": torch.ones(2, 8, 32)})
     drawn, layouts = [], []
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -763,7 +763,7 @@ def test_prepare_batch_ignores_the_memory_format_of_vae_output(monkeypatch):
             lambda encoders, images, layout=layout: moments.to(memory_format=layout),
         )
         batch = {"pixel_values": None, "input_ids": None}
-        drawn.append(script.prepare_batch(data, 0.0, batch).images)
+        drawn.append(script.prepare_batch(data, 0.0, batch).clean)
         layouts.append(moments.to(memory_format=layout).stride())
     assert (
         layouts[0] != layouts[1] and drawn[0].stride() == drawn[1].stride() and torch.equal(*drawn)
@@ -834,9 +834,9 @@ def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flag
 
 def make_unet_for(args, latents_shape=(8, 8, 8), embed_dim=32):
     latents = Latents("moments", latents_shape, shift=0.0, factor=1.0, downscale=2)
-    base, predict = open_base(args), partial(script.predict_noise, load_family("sd"))
+    base = open_base(args)
     launch = SimpleNamespace(has_weights=True, dtype=torch.float32)
-    return script.make_unet(base, make_data(latents, (8, embed_dim)), predict, None, launch, args)
+    return script.make_unet(base, make_data(latents, (8, embed_dim)), None, launch, args)
 
 
 @pytest.mark.parametrize("new", [True, False])

@@ -635,9 +635,9 @@ def test_skipped_fp16_steps_advance_neither_step_nor_ema(tmp_path, flags, monkey
         if not self._is_overflow:
             step(self, closure)
 
-    def record_ema(averaged, models, step, args):
+    def record_ema(averages, step, args):
         ema_steps.append(step)
-        update_ema(averaged, models, step, args)
+        update_ema(averages, step, args)
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", overflow_twice)
     patch(monkeypatch, "update_ema", record_ema)

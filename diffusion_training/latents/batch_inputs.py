@@ -1,0 +1,70 @@
+"""What a loaded batch holds for a trainer: prompts, references, the mask of the loss, pixels."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from diffusion_training.batches import TextToImageBatch
+from diffusion_training.data.images import shrink_masks
+from diffusion_training.latents.encoders import encode_prompts
+from diffusion_training.latents.source import Data
+from diffusion_training.memory import place_decoder
+
+
+def read_prompts(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
+    """The entries of `Prompts` for the captions of a batch. Tokens are encoded."""
+    if "prompt_embeds" not in batch:
+        return dict(encode_prompts(data.loaded_encoders, cast(Any, batch)))
+    embeds = dict[str, Any](batch)
+    return {
+        name: embeds[name].to(empty.dtype).unflatten(1, (-1, *empty.shape[1:]))
+        for name, empty in data.empty_prompt.items()
+    }
+
+
+def read_lengths(
+    batch: TextToImageBatch, prompts: dict[str, torch.Tensor], data: Data
+) -> torch.Tensor:
+    """How many tokens the captions of a batch have, int [N] on the CPU."""
+    count = len(prompts["prompt_embeds"])
+    lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search
+    if "input_ids" in batch:  # these lengths include a template
+        return prompts.get("prompt_lengths", lengths - data.family.dropped_tokens)
+    return lengths
+
+
+def read_mask(batch: TextToImageBatch, data: Data, size: Sequence[int]) -> torch.Tensor:
+    """The mask of the loss for latents of a size, from 0 to 1, [N, 1, h, w]."""
+    if "latents" in batch:
+        return batch["mask"].unflatten(1, (1, *size)) / 255
+    return shrink_masks(batch["mask"], data.latents.downscale) / 255
+
+
+def scale_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
+    """The entries of `Prompts` for the references of a batch of a cache."""
+    given = dict[str, Any](batch)
+    found = {}
+    for number, (height, width, *side) in enumerate(given.get("reference_sizes", ())):
+        if height:
+            name = f"reference_{number}"
+            latents = given[name].float().unflatten(1, (-1, height, width))
+            if data.family.scales_references:
+                latents = (latents - data.latents.shift) * data.latents.factor
+            found[name] = latents.contiguous()
+            found[f"{name}_size"] = latents.new_empty(len(latents), 0, *side)
+    return found
+
+
+@torch.no_grad()
+def read_pixels(data: Data, vae: Any, batch: TextToImageBatch) -> torch.Tensor:
+    """The images of a loaded batch, uint8 [N, C, H, W]. A cache's are decoded from latents."""
+    if "latents" not in batch:
+        return batch["pixel_values"]
+    latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
+    latents = latents[:, : data.latents.channels]  # the mean
+    place_decoder(vae, latents.device)
+    images = vae.decode(data.family.unpack_latents(vae, latents).to(vae.dtype))[0]
+    if images.dim() == 5:  # of a video VAE, one frame
+        images = images[:, :, 0]
+    return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().byte()
