@@ -171,7 +171,7 @@ def test_every_module_has_a_docstring():
 
 
 # Modules without a test file of their name: the file that covers them, if it does not import them
-# with a word that does (a class, or a flag).
+# with a word that does (a name, or a flag).
 COVERED = {
     "batches": "package/test_records.py",
     "data.captioned_images": "package/test_references.py",
@@ -199,8 +199,8 @@ COVERED = {
     "families.recorded.text_tensors": "package/test_recorded.py",
     "families.recorded.trial": "package/test_recorded.py two_lengths",
     "faults": "package/test_errors.py",
+    "latents.batch_inputs": "scripts/test_several_captions.py read_prompts",
     "latents.cache_flags": "scripts/test_precompute_latents.py --rows_per_shard",
-    "latents.encoding": "scripts/test_several_captions.py",
     "latents.fetch": "package/test_stream.py",
     "latents.passes": "package/test_remote_cache.py",
     "latents.plan": "package/test_cache.py",
