@@ -3,6 +3,7 @@
 An offline, single-threaded process, small images and models, and ways to run a script.
 """
 
+import argparse
 import atexit
 import contextlib
 import functools
@@ -43,10 +44,13 @@ import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tiny_pipelines import make_chat_tokenizer, make_klein, make_qwen_image, make_z_image, randomize  # noqa: E402, F401
 from tqdm import tqdm  # noqa: E402
 
 from diffusion_training import models as package_models  # noqa: E402
+from diffusion_training.families.known import load_family  # noqa: E402
 from diffusion_training.stop_signals import SIGNALS  # noqa: E402
+from diffusion_training.training import lora  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
 
 torch.set_num_threads(1)
@@ -57,16 +61,22 @@ torch.ones((), requires_grad=True).backward()
 tqdm.set_lock(threading.RLock())
 
 
-def pytest_collection_modifyitems(items):
-    """Run the tests with Ray last: the other tests fork, and Ray's threads do not survive that.
+# They never fork, so they may share a process with Ray's threads.
+WITHOUT_FORKS = "families laws lokr lora lora_files ranges recorded".split()
 
-    The tests that start Ray in processes of their own take longest and come first.
+
+def pytest_collection_modifyitems(items):
+    """Run the tests with Ray late: the other tests fork, and Ray's threads do not survive that.
+
+    The tests that start Ray in processes of their own take longest and come first. Those that never
+    fork come last, or all but one of several processes would be idle in the end.
     """
     places = {
         "test_precompute_latents_ray": -1,
         "test_train_on_ray": -1,
-        "test_cluster": 1,
+        "test_connection": 1,
         "test_download_images": 2,
+        **{f"test_{name}": 3 for name in WITHOUT_FORKS},
     }
     items.sort(key=lambda item: places.get(item.path.stem, 0))
 
@@ -113,6 +123,19 @@ def little_garbage():
     atexit.register(gc.unfreeze)  # otherwise triton complains of objects that are left at the end
     with pytest.MonkeyPatch.context() as m:
         m.setattr(gc, "unfreeze", lambda: None)  # `find_largest` calls it
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk():
+    """Files are not flushed to the disk, since no test cuts the power: a tenth of a run's time."""
+
+    def fsync(file):
+        os.fstat(file)  # fails for a closed one
+
+    fsync.__qualname__ = "fsync"  # the event of tests/attacks
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(os, "fsync", fsync)
         yield
 
 
@@ -275,154 +298,6 @@ def make_prx(folder, **changes):
     return folder
 
 
-def make_chat_tokenizer(max_length):
-    """The demo's tokenizer with a chat template."""
-    tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer,
-        pad_token=tokenizer.pad_token,
-        eos_token=tokenizer.eos_token,
-        model_max_length=max_length,
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
-        "{% if add_generation_prompt %}answer{% if enable_thinking %} think{% endif %}{% endif %}"
-    )
-    return tokenizer
-
-
-def make_qwen_config(tokenizer, num_layers):
-    """Options of a tiny Qwen text encoder."""
-    return {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": len(tokenizer),
-    }
-
-
-def make_z_image(folder):
-    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
-    tokenizer = make_chat_tokenizer(64)
-    torch.manual_seed(0)
-    config = make_qwen_config(tokenizer, 3) | {"head_dim": 16}
-    text_encoder = transformers.Qwen3Model(transformers.Qwen3Config(**config))
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        scaling_factor=0.5,
-        shift_factor=0.25,
-    )
-    transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=32,
-        axes_dims=[4, 6, 6],
-        axes_lens=[256, 32, 32],
-    )
-    randomize(transformer)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0)
-    parts = (scheduler, vae, text_encoder, tokenizer, transformer)
-    diffusers.ZImagePipeline(*parts).save_pretrained(folder)
-    return folder
-
-
-def make_flux2_vae():
-    """FLUX.2's VAE, with a scale per channel."""
-    vae = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-    )
-    vae.bn.running_mean.normal_(0, 0.2)
-    vae.bn.running_var.uniform_(0.5, 2)
-    return vae
-
-
-def make_klein(folder, is_distilled=False):
-    """A FLUX.2 klein pipeline: 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE."""
-    tokenizer = make_chat_tokenizer(64)
-    torch.manual_seed(0)
-    config = make_qwen_config(tokenizer, 28) | {"head_dim": 16}
-    text_encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
-    vae = make_flux2_vae()
-    transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=96,
-        guidance_embeds=False,
-        axes_dims_rope=[4, 4, 4, 4],
-    )
-    randomize(transformer)
-    scheduler = make_dynamic_scheduler(max_image_seq_len=4096, max_shift=1.15)
-    parts = (scheduler, vae, text_encoder, tokenizer, transformer)
-    diffusers.Flux2KleinPipeline(*parts, is_distilled=is_distilled).save_pretrained(folder)
-    return folder
-
-
-def make_qwen_image(folder):
-    """A Qwen-Image pipeline: 2 layers of Qwen2.5-VL, 2 blocks, a scale per channel of the VAE."""
-    tokenizer = make_chat_tokenizer(256)
-    torch.manual_seed(0)
-    rope = {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    text_config = make_qwen_config(tokenizer, 2) | {"rope_parameters": rope}
-    vision_config = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text_config,
-        vision_config=vision_config | {"intermediate_size": 32, "fullatt_block_indexes": [0]},
-    )
-    text_encoder = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    vae = diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[-0.5, 0.1, 0.3, 1.0],
-        latents_std=[0.8, 1.2, 2.0, 0.5],
-    )
-    transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
-    )
-    randomize(transformer)
-    scheduler = make_dynamic_scheduler(max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02)
-    parts = (scheduler, vae, text_encoder, tokenizer, transformer)
-    diffusers.QwenImagePipeline(*parts).save_pretrained(folder)
-    return folder
-
-
-def randomize(transformer):
-    """Draw the weights of a new transformer, because some are 0, and it would predict 0."""
-    for weight in transformer.parameters():
-        torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
-
-
-def make_dynamic_scheduler(**options):
-    """A scheduler that shifts more for larger images, from 16 tokens on."""
-    options = {"base_image_seq_len": 16, "base_shift": 0.5} | options
-    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **options)
-
-
 SMALL = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -483,6 +358,27 @@ def open_pipeline(folder):
     return diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False)
 
 
+def adapt_unet(
+    unet, layers="attention", seed=0, base="base", dtype=torch.float32, learned=True, **flags
+):
+    """A U-Net with an adapter whose B matrices and magnitudes are random, as after training."""
+    flags = {"rank": 4, "lora_alpha": None, "lora_type": "lora", "use_dora": False} | flags
+    args = argparse.Namespace(**{"lora_layers": layers, "lora_dropout": 0.0} | flags)
+    torch.manual_seed(seed)
+    if isinstance(layers, str):
+        layers = load_family("sd").choose_layers(unet, layers)
+    lora.add_lora(unet, layers, base, dtype, args)
+    if not learned:
+        return unet
+    with torch.no_grad():
+        for weight in lora.list_lora_b({"unet": unet}):
+            weight.normal_(std=0.3)
+        for name, weight in unet.named_parameters():
+            if "magnitude" in name:
+                weight.mul_(torch.rand_like(weight) + 0.5)
+    return unet
+
+
 def make_images(folder, count, size=(24, 20)):
     """Write `count` PNGs; the grey level of image i is 20 * i.
 
@@ -504,6 +400,24 @@ def make_captioned(folder, count, captions=None):
         json.dumps({"file_name": f"{i}.png", "text": caption}) for i, caption in enumerate(captions)
     ]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
+
+
+def save_as_parquet(images, folder, names):
+    """Images of `make_captioned` as download_images.py saves them, ten in a file."""
+    cache = str(Path(images).parent / "datasets-cache")
+    rows = datasets.load_dataset(str(images), split="train", cache_dir=cache)
+    rows = rows.cast_column("image", datasets.Image(decode=False))
+    items = [
+        {**row, "image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}
+        for row in rows
+    ]
+    for k, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
+        part = part.cast_column("image", datasets.Image(decode=False))
+        part = part.add_column("other", [k] * len(part))
+        part.to_parquet(str(folder / f"{name}.parquet"), batch_size=3)
+    return folder
 
 
 # (height, width); in buckets of 16 px with step 4: square, tall, wide, square
@@ -702,6 +616,26 @@ def launch(*argv, env=None):
         name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None
     }
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def read_files(folder):
+    """{name: bytes} of all files in a folder."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def find_parser(parse_args):
+    """The parser that a script's parse_args builds."""
+    found = []
+
+    def catch(parser, *args):
+        found.append(parser)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InterruptedError):
+        m.setattr(argparse.ArgumentParser, "parse_args", catch)
+        parse_args([])
+    return found[0]
 
 
 def checkpoints(folder):

@@ -3,49 +3,57 @@
 import importlib
 import string
 from functools import partial
+from pathlib import Path
 
 import diffusers
 import tokenizers
 import torch
 import transformers
-from conftest import (
-    MODELS,
-    make_chat_tokenizer,
-    make_dynamic_scheduler,
-    make_flux2_vae,
-    make_qwen_config,
-    randomize,
-)
-from diffusers.models.transformers.transformer_bria_fibo2 import BriaFibo2Transformer2DModel
 
+MODELS = Path(__file__).parent.parent / "demo/models"
 WIDTH = 32  # of embeddings
+# options of transformers
+HEADS = {"num_attention_heads": 2, "attention_head_dim": 16}
+SINGLE = {"num_layers": 1, "num_single_layers": 1, **HEADS, "joint_attention_dim": WIDTH}
+DOUBLE = {"num_layers": 2, **HEADS}
+FOUR = {"in_channels": 4, "out_channels": 4}
+AXES = (4, 6, 6)
+# options of VAEs
+STATISTICS = {"latents_mean": [-0.5, 0.1, 0.3, 1.0], "latents_std": [0.8, 1.2, 2.0, 0.5]}
 
 
 # ------------------------------------------------------------------- parts
 
 
-def make_vae(channels=4, **options):
-    """An AutoencoderKL with 2 x 2 pixels per latent."""
-    options = {"scaling_factor": 1.5, "shift_factor": 0.25} | options
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
+def make_vae(channels=4, depth=2, kind=diffusers.AutoencoderKL, **options):
+    """A VAE with 2 x 2 pixels per latent, or with `depth` 4 the usual 8 x 8."""
+    return kind(
+        block_out_channels=(8,) * depth,
+        down_block_types=("DownEncoderBlock2D",) * depth,
         norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * depth,
         latent_channels=channels,
         **options,
     )
 
 
-def make_video_vae(channels=4):
+def make_shifting_vae(channels=4, **options):
+    return make_vae(channels, **{"scaling_factor": 1.5, "shift_factor": 0.25} | options)
+
+
+def make_flux2_vae(**options):
+    """FLUX.2's VAE, with a scale per channel."""
+    vae = make_vae(kind=diffusers.AutoencoderKLFlux2, **options)
+    vae.bn.running_mean.normal_(0, 0.2)
+    vae.bn.running_var.uniform_(0.5, 2)
+    return vae
+
+
+def make_video_vae(**options):
+    """Qwen-Image's VAE, with a scale per channel."""
+    options = {"dim_mult": [1, 1], "temperal_downsample": [False]} | options
     return diffusers.AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=channels,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False],
-        latents_mean=[-0.5, 0.1, 0.3, 1.0],
-        latents_std=[0.8, 1.2, 2.0, 0.5],
+        base_dim=8, z_dim=4, num_res_blocks=1, **STATISTICS, **options
     )
 
 
@@ -63,39 +71,49 @@ def make_wan_vae():
         is_residual=True,
         patch_size=2,
         scale_factor_spatial=16,
-        latents_mean=[-0.5, 0.1, 0.3, 1.0],
-        latents_std=[0.8, 1.2, 2.0, 0.5],
+        **STATISTICS,
     )
 
 
-def make_scheduler(**options):
-    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, **options)
+def make_scheduler(shift=3.0):
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+
+
+def make_dynamic_scheduler(**options):
+    """A scheduler that shifts more for larger images, from 16 tokens on."""
+    options = {"base_image_seq_len": 16, "base_shift": 0.5} | options
+    return diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, **options)
 
 
 def make_clip_tokenizer():
     return transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 
 
-def make_clip(width=WIDTH, projection=None, layers=2, **options):
-    options |= {"hidden_size": width, "num_hidden_layers": layers}
-    if projection is None:
-        config = transformers.CLIPTextConfig.from_pretrained(MODELS / "text_encoder", **options)
-        return transformers.CLIPTextModel(config)
-    options["projection_dim"] = projection
-    config = transformers.CLIPTextConfig.from_pretrained(MODELS / "text_encoder", **options)
-    return transformers.CLIPTextModelWithProjection(config)
-
-
-def make_t5(tokenizer, kind="T5", width=WIDTH):
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=4
+def make_chat_tokenizer(max_length=256):
+    """The demo's tokenizer with a chat template."""
+    tokenizer = make_clip_tokenizer()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer,
+        pad_token=tokenizer.pad_token,
+        eos_token=tokenizer.eos_token,
+        model_max_length=max_length,
     )
-    return getattr(transformers, f"{kind}EncoderModel")(config)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}answer{% if enable_thinking %} think{% endif %}{% endif %}"
+    )
+    return tokenizer
 
 
-def make_qwen3(tokenizer, layers=3):
-    config = make_qwen_config(tokenizer, layers) | {"head_dim": 16}
-    return transformers.Qwen3Model(transformers.Qwen3Config(**config))
+VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+
+
+def make_vision_tokenizer():
+    tokenizer = make_chat_tokenizer(512)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*VISION]})
+    plain = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])  # adds no token
+    tokenizer.backend_tokenizer.post_processor = plain
+    return tokenizer
 
 
 def list_vision_tokens(tokenizer):
@@ -105,39 +123,86 @@ def list_vision_tokens(tokenizer):
     return {name: known[token] for name, token in names.items() if token in known}
 
 
-def make_qwen25_vl(tokenizer):
-    rope = {"type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
+def make_clip(width=WIDTH, projection=None, layers=2, **options):
+    options |= {"hidden_size": width, "num_hidden_layers": layers}
+    kind = transformers.CLIPTextModel
+    if projection is not None:
+        options["projection_dim"] = projection
+        kind = transformers.CLIPTextModelWithProjection
+    return kind(transformers.CLIPTextConfig.from_pretrained(MODELS / "text_encoder", **options))
+
+
+def make_t5(tokenizer, kind="T5", width=WIDTH):
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=4
+    )
+    return getattr(transformers, f"{kind}EncoderModel")(config)
+
+
+def make_qwen_config(tokenizer, layers):
+    """Options of a tiny text encoder like Qwen2.5."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "vocab_size": len(tokenizer)}
+    return sizes | {
+        "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2
+    }  # fmt: skip
+
+
+def make_text_config(tokenizer, layers):
+    """Options of one like Qwen3, Gemma, GLM, Llama or Mistral."""
+    return make_qwen_config(tokenizer, layers) | {"head_dim": 16}
+
+
+def make_qwen3(tokenizer, layers=3, kind="Qwen3Model"):
+    config = transformers.Qwen3Config(**make_text_config(tokenizer, layers))
+    return getattr(transformers, kind)(config)
+
+
+def make_gemma2(tokenizer):
+    return transformers.Gemma2Model(transformers.Gemma2Config(**make_text_config(tokenizer, 2)))
+
+
+ROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+SIGHT = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+SEES = "Qwen3VLForConditionalGeneration"
+
+
+def make_qwen25_vl(tokenizer, layers=3):
+    text = make_qwen_config(tokenizer, layers) | {"rope_parameters": {"type": "default", **ROPE}}
     config = transformers.Qwen2_5_VLConfig(
-        text_config=make_qwen_config(tokenizer, 3) | {"rope_parameters": rope},
-        vision_config=vision | {"intermediate_size": 32, "fullatt_block_indexes": [0]},
+        text_config=text,
+        vision_config=SIGHT | {"out_hidden_size": 32, "fullatt_block_indexes": [0]},
         **list_vision_tokens(tokenizer),
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def make_qwen3_vl(tokenizer, kind, layers):
-    text = make_qwen_config(tokenizer, layers) | {"head_dim": 16}
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"intermediate_size": 32, "deepstack_visual_indexes": [0]}
+def make_qwen3_vl(tokenizer, layers, kind=SEES):
+    text = make_text_config(tokenizer, layers)
     config = transformers.Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope},
-        vision_config=vision,
+        text_config=text | {"rope_parameters": {"rope_type": "default", **ROPE}},
+        vision_config=SIGHT | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
         **list_vision_tokens(tokenizer),
     )
     return getattr(transformers, kind)(config)
 
 
-def make_mistral_config(tokenizer, layers):
-    config = make_qwen_config(tokenizer, layers) | {"head_dim": 16}
-    return transformers.MistralConfig(**config)
+def make_mistral3(tokenizer, layers, kind):
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "head_dim": 16, "image_size": 32, "patch_size": 16}
+    config = transformers.Mistral3Config(
+        text_config=transformers.MistralConfig(**make_text_config(tokenizer, layers)),
+        vision_config=transformers.PixtralVisionConfig(**vision),
+    )
+    return getattr(transformers, kind)(config)
 
 
-def make_pixtral_config():
-    config = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    config |= {"num_hidden_layers": 1, "head_dim": 16, "image_size": 32, "patch_size": 16}
-    return transformers.PixtralVisionConfig(**config)
+def make_qwen2_processor(tokenizer, kind="Qwen2VLProcessor"):
+    return getattr(transformers, kind)(
+        transformers.Qwen2VLImageProcessor(),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(),
+        tokenizer.chat_template,
+    )
 
 
 def make_qwen3_processor(tokenizer):
@@ -149,9 +214,41 @@ def make_qwen3_processor(tokenizer):
     )
 
 
-def make_gemma2(tokenizer):
-    config = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
-    return transformers.Gemma2Model(transformers.Gemma2Config(**config))
+def make_flux_transformer(**options):
+    options = {
+        "in_channels": 16,
+        **SINGLE,
+        "attention_head_dim": 32,  # wide enough for 4 bits
+        "pooled_projection_dim": WIDTH,
+        "axes_dims_rope": (8, 12, 12),
+    } | options
+    return diffusers.FluxTransformer2DModel(**options)
+
+
+def make_z_image_transformer(**options):
+    return diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=WIDTH,
+        axes_dims=[*AXES],
+        axes_lens=[256, 32, 32],
+        **options,
+    )
+
+
+def make_flux2_transformer(**options):
+    options = SINGLE | {"joint_attention_dim": 3 * WIDTH} | options
+    return diffusers.Flux2Transformer2DModel(in_channels=16, axes_dims_rope=[4, 4, 4, 4], **options)
+
+
+def make_qwen_transformer():
+    return diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, joint_attention_dim=WIDTH, axes_dims_rope=AXES, **DOUBLE
+    )
 
 
 # ------------------------------------------------------------------- pipelines
@@ -162,40 +259,82 @@ REFUSED = {}  # pipelines that can't be recorded
 BLOCKS = {}  # pipelines of blocks
 
 
+def randomize(transformer):
+    """Draw the weights of a new transformer, because some are 0, and it would predict 0."""
+    for weight in transformer.parameters():
+        torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else None
+
+
+def save(function, folder, **options):
+    """Save the pipeline that a function returns, with random weights."""
+    torch.manual_seed(0)
+    made = function(**options)
+    randomize(made.components["transformer"])
+    is_modular = isinstance(made, diffusers.ModularPipeline)
+    made.save_pretrained(str(folder), **{"overwrite_modular_index": True} if is_modular else {})
+    return folder
+
+
 def pipeline(function, among=MAKE):
     """Add a function that returns a pipeline to `MAKE`, as {name: function(folder)}."""
-    name = function.__name__.removeprefix("make_")
-
-    def make(folder):
-        torch.manual_seed(0)
-        made = function()
-        denoiser = made.components["transformer"]
-        randomize(denoiser)
-        is_modular = isinstance(made, diffusers.ModularPipeline)
-        options = {"overwrite_modular_index": True} if is_modular else {}
-        made.save_pretrained(str(folder), **options)
-        return folder
-
-    among[name] = make
+    among[function.__name__.removeprefix("make_")] = partial(save, function)
     return function
 
 
+edit = partial(pipeline, among=EDIT)
 refused = partial(pipeline, among=REFUSED)
 of_blocks = partial(pipeline, among=BLOCKS)
 
 
-def make_flux_transformer(**options):
-    options = {
-        "in_channels": 16,
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "attention_head_dim": 32,  # wide enough for 4 bits
-        "num_attention_heads": 2,
-        "joint_attention_dim": WIDTH,
-        "pooled_projection_dim": WIDTH,
-        "axes_dims_rope": (8, 12, 12),
-    } | options
-    return diffusers.FluxTransformer2DModel(**options)
+def make_z_image(folder):
+    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
+
+    def make():
+        tokenizer = make_chat_tokenizer(64)
+        return diffusers.ZImagePipeline(
+            tokenizer=tokenizer,
+            text_encoder=make_qwen3(tokenizer),
+            vae=make_vae(scaling_factor=0.5, shift_factor=0.25),
+            transformer=make_z_image_transformer(),
+            scheduler=make_scheduler(6.0),
+        )
+
+    return save(make, folder)
+
+
+def make_klein(folder, is_distilled=False):
+    """A FLUX.2 klein pipeline: 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE."""
+
+    def make():
+        tokenizer = make_chat_tokenizer(64)
+        two = {"num_layers": 2, "num_single_layers": 2, "guidance_embeds": False}
+        return diffusers.Flux2KleinPipeline(
+            tokenizer=tokenizer,
+            text_encoder=make_qwen3(tokenizer, 28, "Qwen3ForCausalLM"),
+            vae=make_flux2_vae(),
+            transformer=make_flux2_transformer(**two),
+            scheduler=make_dynamic_scheduler(max_image_seq_len=4096, max_shift=1.15),
+            is_distilled=is_distilled,
+        )
+
+    return save(make, folder)
+
+
+def make_qwen_image(folder):
+    """A Qwen-Image pipeline: 2 layers of Qwen2.5-VL, 2 blocks, a scale per channel of the VAE."""
+
+    def make():
+        tokenizer = make_chat_tokenizer()
+        shift = {"max_image_seq_len": 8192, "max_shift": 0.9, "shift_terminal": 0.02}
+        return diffusers.QwenImagePipeline(
+            tokenizer=tokenizer,
+            text_encoder=make_qwen25_vl(tokenizer, 2),
+            vae=make_video_vae(),
+            transformer=make_qwen_transformer(),
+            scheduler=make_dynamic_scheduler(**shift),
+        )
+
+    return save(make, folder)
 
 
 @pipeline
@@ -203,7 +342,7 @@ def make_flux(**options):
     tokenizer = make_chat_tokenizer(64)
     return diffusers.FluxPipeline(
         scheduler=make_dynamic_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_clip(),
         tokenizer=make_clip_tokenizer(),
         text_encoder_2=make_t5(tokenizer),
@@ -218,28 +357,26 @@ def make_flux_dev():
     return make_flux(guidance_embeds=True)
 
 
+def make_sd3_transformer(**options):
+    return diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        **FOUR,
+        **DOUBLE | {"attention_head_dim": 8},
+        caption_projection_dim=16,
+        pooled_projection_dim=20,
+        **options,
+    )
+
+
 @pipeline
 def make_sd3():
     tokenizer = make_chat_tokenizer(64)
     clip = make_clip_tokenizer()
-    transformer = diffusers.SD3Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=64,
-        caption_projection_dim=16,
-        pooled_projection_dim=20,
-        pos_embed_max_size=8 * 32,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
-    )
+    more = {"pos_embed_max_size": 8 * 32, "dual_attention_layers": (0,), "qk_norm": "rms_norm"}
     return diffusers.StableDiffusion3Pipeline(
-        transformer=transformer,
+        transformer=make_sd3_transformer(joint_attention_dim=64, **more),
         scheduler=make_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_clip(32, 8, 3),
         tokenizer=clip,
         text_encoder_2=make_clip(16, 12, 3),
@@ -259,92 +396,74 @@ def make_qwen_image_2_1():
         dim_mult=[1, 1, 1, 1, 1],
         num_res_blocks=1,
         temperal_downsample=[False, True, True, True],
-        latents_mean=[-0.5, 0.1, 0.3, 1.0],
-        latents_std=[0.8, 1.2, 2.0, 0.5],
-    )
-    transformer = diffusers.QwenImage21Transformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        context_in_dim=32,
-        axes_dims_rope=(4, 6, 6),
+        **STATISTICS,
     )
     return diffusers.QwenImage21Pipeline(
-        scheduler=make_dynamic_scheduler(),
         vae=vae,
-        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 2),
+        transformer=diffusers.QwenImage21Transformer2DModel(
+            context_in_dim=WIDTH, axes_dims_rope=AXES, **FOUR, **DOUBLE
+        ),
+        scheduler=make_dynamic_scheduler(),
+        text_encoder=make_qwen3_vl(tokenizer, 2),
         processor=make_qwen3_processor(tokenizer),
-        transformer=transformer,
     )
 
 
 @pipeline
 def make_krea2():
-    tokenizer = make_chat_tokenizer(256)
-    transformer = diffusers.Krea2Transformer2DModel(
-        in_channels=16,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        timestep_embed_dim=16,
-        text_hidden_dim=32,
-        num_text_layers=2,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=2,
-        text_intermediate_size=32,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
-        axes_dims_rope=(4, 6, 6),
-    )
+    tokenizer = make_chat_tokenizer()
     return diffusers.Krea2Pipeline(
+        transformer=diffusers.Krea2Transformer2DModel(
+            in_channels=16,
+            **DOUBLE,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            timestep_embed_dim=16,
+            text_hidden_dim=WIDTH,
+            num_text_layers=2,
+            text_num_attention_heads=2,
+            text_num_key_value_heads=2,
+            text_intermediate_size=32,
+            num_layerwise_text_blocks=1,
+            num_refiner_text_blocks=1,
+            axes_dims_rope=AXES,
+        ),
         scheduler=make_dynamic_scheduler(),
         vae=make_video_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLModel", 2),
+        text_encoder=make_qwen3_vl(tokenizer, 2, "Qwen3VLModel"),
         tokenizer=tokenizer,
-        transformer=transformer,
         text_encoder_select_layers=(1, 2),
     )
 
 
+# options of Lumina's transformers
+LUMINA = {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 2,
+          "num_attention_heads": 2, "num_kv_heads": 2, "multiple_of": 16}  # fmt: skip
+
+
 @pipeline
 def make_lumina2():
-    tokenizer = make_chat_tokenizer(256)
-    transformer = diffusers.Lumina2Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
-        hidden_size=32,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=2,
-        num_kv_heads=2,
-        multiple_of=16,
-        axes_dim_rope=(4, 6, 6),
-        axes_lens=(300, 512, 512),
-        cap_feat_dim=32,
-    )
+    tokenizer = make_chat_tokenizer()
+    sizes = {"axes_dim_rope": AXES, "axes_lens": (300, 512, 512), "cap_feat_dim": WIDTH}
     return diffusers.Lumina2Pipeline(
-        transformer=transformer,
+        transformer=diffusers.Lumina2Transformer2DModel(num_refiner_layers=1, **LUMINA, **sizes),
         scheduler=make_scheduler(),
-        vae=make_vae_8(),
+        vae=make_shifting_vae(depth=4),
         text_encoder=make_gemma2(tokenizer),
         tokenizer=tokenizer,
     )
 
 
-def make_vae_8(**options):
-    """An AutoencoderKL with 8 x 8 pixels per latent, as some pipelines take for granted."""
-    options = {"scaling_factor": 1.5, "shift_factor": 0.25, "latent_channels": 4} | options
-    return diffusers.AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        layers_per_block=1,
-        **options,
+@pipeline
+def make_lumina():
+    tokenizer = make_chat_tokenizer()
+    config = transformers.GemmaConfig(**make_text_config(tokenizer, 2))
+    return diffusers.LuminaPipeline(
+        transformer=diffusers.LuminaNextDiT2DModel(cross_attention_dim=WIDTH, **LUMINA),
+        scheduler=make_scheduler(),
+        vae=make_shifting_vae(depth=4),
+        text_encoder=transformers.GemmaModel(config),
+        tokenizer=tokenizer,
     )
 
 
@@ -353,45 +472,38 @@ def make_chroma():
     tokenizer = make_chat_tokenizer(64)
     transformer = diffusers.ChromaTransformer2DModel(
         in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(4, 6, 6),
+        **SINGLE,
+        axes_dims_rope=AXES,
         approximator_num_channels=8,
         approximator_hidden_dim=16,
         approximator_layers=1,
     )
     return diffusers.ChromaPipeline(
+        transformer=transformer,
         scheduler=make_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_t5(tokenizer),
         tokenizer=tokenizer,
-        transformer=transformer,
     )
 
 
 @pipeline
 def make_cogview4():
-    tokenizer = make_chat_tokenizer(256)
-    config = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
+    tokenizer = make_chat_tokenizer()
     transformer = diffusers.CogView4Transformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        text_embed_dim=32,
+        **FOUR,
+        **DOUBLE,
+        text_embed_dim=WIDTH,
         time_embed_dim=16,
         condition_dim=4,
         sample_size=8,
         rope_axes_dim=(256, 256),
     )
+    config = transformers.GlmConfig(**make_text_config(tokenizer, 2), pad_token_id=0)
     return diffusers.CogView4Pipeline(
         tokenizer=tokenizer,
-        text_encoder=transformers.GlmModel(transformers.GlmConfig(**config, pad_token_id=0)),
-        vae=make_vae(),
+        text_encoder=transformers.GlmModel(config),
+        vae=make_shifting_vae(),
         transformer=transformer,
         scheduler=make_scheduler(),
     )
@@ -402,15 +514,13 @@ def make_hunyuan_image():
     tokenizer = make_chat_tokenizer(1200)
     glyphs = transformers.ByT5Tokenizer()
     transformer = diffusers.HunyuanImageTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **FOUR,
+        **HEADS,
         num_layers=1,
         num_single_layers=1,
         num_refiner_layers=1,
-        text_embed_dim=32,
-        text_embed_2_dim=32,
+        text_embed_dim=WIDTH,
+        text_embed_2_dim=WIDTH,
         rope_axes_dim=(8, 8),
     )
     vae = diffusers.AutoencoderKLHunyuanImage(
@@ -439,17 +549,16 @@ def make_hunyuan_image():
 @pipeline
 def make_sana():
     tokenizer = make_chat_tokenizer(512)
+    coder = {}
+    for name in ("encoder", "decoder"):
+        coder[f"{name}_block_types"] = ("ResBlock", "EfficientViTBlock")
+        coder[f"{name}_block_out_channels"] = (8, 8)
+        coder[f"{name}_qkv_multiscales"] = ((), (5,))
+        coder[f"{name}_layers_per_block"] = [1, 1]
     vae = diffusers.AutoencoderDC(
         latent_channels=4,
         attention_head_dim=2,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=[1, 1],
+        **coder,
         downsample_block_type="conv",
         upsample_block_type="interpolate",
         decoder_norm_types="rms_norm",
@@ -457,15 +566,12 @@ def make_sana():
         scaling_factor=0.41407,
     )
     transformer = diffusers.SanaTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
+        **FOUR,
+        **DOUBLE,
         num_cross_attention_heads=2,
         cross_attention_head_dim=16,
         cross_attention_dim=32,
-        caption_channels=32,
+        caption_channels=WIDTH,
         sample_size=8,
     )
     return diffusers.SanaPipeline(
@@ -479,15 +585,13 @@ def make_sana():
 
 @pipeline
 def make_auraflow():
-    tokenizer = make_chat_tokenizer(256)
+    tokenizer = make_chat_tokenizer()
     transformer = diffusers.AuraFlowTransformer2DModel(
         sample_size=8,
-        in_channels=4,
-        out_channels=4,
+        **FOUR,
+        **HEADS,
         num_mmdit_layers=1,
         num_single_dit_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=WIDTH,
         caption_projection_dim=32,
         pos_embed_max_size=256 * 256,
@@ -495,7 +599,7 @@ def make_auraflow():
     return diffusers.AuraFlowPipeline(
         tokenizer=tokenizer,
         text_encoder=make_t5(tokenizer, "UMT5"),
-        vae=make_vae(shift_factor=None),
+        vae=make_shifting_vae(shift_factor=None),
         transformer=transformer,
         scheduler=make_scheduler(),
     )
@@ -504,46 +608,33 @@ def make_auraflow():
 @pipeline
 def make_ovis_image():
     tokenizer = make_chat_tokenizer(512)
-    transformer = diffusers.OvisImageTransformer2DModel(
-        in_channels=16,
-        out_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=(4, 6, 6),
-    )
     return diffusers.OvisImagePipeline(
+        transformer=diffusers.OvisImageTransformer2DModel(
+            in_channels=16, out_channels=16, axes_dims_rope=AXES, **SINGLE
+        ),
         scheduler=make_dynamic_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_qwen3(tokenizer),
         tokenizer=tokenizer,
-        transformer=transformer,
     )
 
 
 @pipeline
 def make_ernie_image():
-    tokenizer = make_chat_tokenizer(256)
-    config = transformers.Mistral3Config(
-        text_config=make_mistral_config(tokenizer, 2), vision_config=make_pixtral_config()
-    )
-    vae = make_flux2_vae()
-    transformer = diffusers.ErnieImageTransformer2DModel(
-        hidden_size=32,
-        num_attention_heads=2,
-        num_layers=2,
-        ffn_hidden_size=32,
-        in_channels=16,
-        out_channels=16,
-        text_in_dim=32,
-        rope_axes_dim=(4, 6, 6),
-    )
+    tokenizer = make_chat_tokenizer()
     return diffusers.ErnieImagePipeline(
-        transformer=transformer,
-        vae=vae,
-        text_encoder=transformers.Mistral3Model(config),
+        vae=make_flux2_vae(),
+        transformer=diffusers.ErnieImageTransformer2DModel(
+            hidden_size=32,
+            num_attention_heads=2,
+            num_layers=2,
+            ffn_hidden_size=32,
+            in_channels=16,
+            out_channels=16,
+            text_in_dim=WIDTH,
+            rope_axes_dim=AXES,
+        ),
+        text_encoder=make_mistral3(tokenizer, 2, "Mistral3Model"),
         tokenizer=tokenizer,
         scheduler=make_scheduler(),
     )
@@ -558,47 +649,12 @@ def make_flux2():
         tokenizer,
         chat_template=tokenizer.chat_template,
     )
-    config = transformers.Mistral3Config(
-        text_config=make_mistral_config(tokenizer, 30), vision_config=make_pixtral_config()
-    )
-    transformer = diffusers.Flux2Transformer2DModel(
-        in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=96,
-        axes_dims_rope=[4, 4, 4, 4],
-    )
     return diffusers.Flux2Pipeline(
+        transformer=make_flux2_transformer(),
         scheduler=make_dynamic_scheduler(),
         vae=make_flux2_vae(),
-        text_encoder=transformers.Mistral3ForConditionalGeneration(config),
+        text_encoder=make_mistral3(tokenizer, 30, "Mistral3ForConditionalGeneration"),
         tokenizer=processor,
-        transformer=transformer,
-    )
-
-
-@pipeline
-def make_lumina():
-    tokenizer = make_chat_tokenizer(256)
-    config = make_qwen_config(tokenizer, 2) | {"head_dim": 16}
-    transformer = diffusers.LuminaNextDiT2DModel(
-        sample_size=8,
-        in_channels=4,
-        hidden_size=32,
-        num_layers=2,
-        num_attention_heads=2,
-        num_kv_heads=2,
-        multiple_of=16,
-        cross_attention_dim=32,
-    )
-    return diffusers.LuminaPipeline(
-        transformer=transformer,
-        scheduler=make_scheduler(),
-        vae=make_vae_8(),
-        text_encoder=transformers.GemmaModel(transformers.GemmaConfig(**config)),
-        tokenizer=tokenizer,
     )
 
 
@@ -609,10 +665,9 @@ def make_nucleus():
         in_channels=16,
         out_channels=4,
         num_layers=5,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
+        **HEADS,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=AXES,
         num_experts=4,
         mlp_ratio=8.0,
         moe_intermediate_dim=32,
@@ -622,7 +677,7 @@ def make_nucleus():
         transformer=transformer,
         scheduler=make_dynamic_scheduler(),
         vae=make_video_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 9),
+        text_encoder=make_qwen3_vl(tokenizer, 9),
         processor=make_qwen3_processor(tokenizer),
     )
 
@@ -632,16 +687,10 @@ def make_bria():
     tokenizer = make_chat_tokenizer(128)
     return diffusers.BriaPipeline(
         transformer=diffusers.BriaTransformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=WIDTH,
-            axes_dims_rope=[4, 6, 6],
+            in_channels=16, axes_dims_rope=[*AXES], **SINGLE
         ),
         scheduler=make_dynamic_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_t5(tokenizer),
         tokenizer=tokenizer,
     )
@@ -652,16 +701,10 @@ def make_bria_fibo():
     tokenizer = make_chat_tokenizer(512)
     config = make_qwen_config(tokenizer, 2) | {"pad_token_id": 0, "bos_token_id": 0}
     config["vocab_size"] = 128_001  # its code names the last token
+    options = SINGLE | {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH}
     return diffusers.BriaFiboPipeline(
         transformer=diffusers.BriaFiboTransformer2DModel(
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=2 * WIDTH,
-            axes_dims_rope=[4, 6, 6],
-            text_encoder_dim=WIDTH,
+            in_channels=4, axes_dims_rope=[*AXES], **options
         ),
         scheduler=make_dynamic_scheduler(),
         vae=make_wan_vae(),
@@ -673,54 +716,29 @@ def make_bria_fibo():
 @pipeline
 def make_longcat():
     tokenizer = make_vision_tokenizer()
-    processor = transformers.Qwen2VLProcessor(
-        transformers.Qwen2VLImageProcessor(),
-        tokenizer,
-        transformers.Qwen2VLVideoProcessor(),
-        tokenizer.chat_template,
-    )
     return diffusers.LongCatImagePipeline(
         scheduler=make_dynamic_scheduler(),
-        vae=make_vae(16),
+        vae=make_shifting_vae(16),
         text_encoder=make_qwen25_vl(tokenizer),
         tokenizer=tokenizer,
-        text_processor=processor,
+        text_processor=make_qwen2_processor(tokenizer),
         transformer=diffusers.LongCatImageTransformer2DModel(
-            in_channels=64,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            axes_dims_rope=[4, 6, 6],
+            in_channels=64, pooled_projection_dim=WIDTH, axes_dims_rope=[*AXES], **SINGLE
         ),
     )
 
 
 @refused
 def make_z_image_omni():
-    tokenizer = make_chat_tokenizer(256)
+    tokenizer = make_chat_tokenizer()
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     vision |= {"num_hidden_layers": 1, "patch_size": 16, "num_patches": 16}
-    transformer = diffusers.ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=32,
-        siglip_feat_dim=32,
-        axes_dims=[4, 6, 6],
-        axes_lens=[256, 32, 32],
-    )
     return diffusers.ZImageOmniPipeline(
+        transformer=make_z_image_transformer(siglip_feat_dim=32),
         scheduler=make_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_qwen3(tokenizer),
         tokenizer=tokenizer,
-        transformer=transformer,
         siglip=transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**vision)),
         siglip_processor=transformers.Siglip2ImageProcessor(),
     )
@@ -729,8 +747,9 @@ def make_z_image_omni():
 @refused
 def make_bria_fibo2():
     tokenizer = make_vision_tokenizer()
+    module = importlib.import_module("diffusers.models.transformers.transformer_bria_fibo2")
     return diffusers.BriaFibo2Pipeline(
-        transformer=BriaFibo2Transformer2DModel(
+        transformer=module.BriaFibo2Transformer2DModel(
             in_channels=4,
             dim=32,
             n_layers=2,
@@ -742,11 +761,11 @@ def make_bria_fibo2():
             min_num_gist_tokens=8,
             max_num_gist_tokens=16,
             gist_step=8,
-            axes_dims=(4, 6, 6),
+            axes_dims=AXES,
         ),
         scheduler=make_dynamic_scheduler(),
         vae=make_flux2_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 36),
+        text_encoder=make_qwen3_vl(tokenizer, 36),
         processor=make_qwen3_processor(tokenizer),
     )
 
@@ -754,20 +773,12 @@ def make_bria_fibo2():
 @refused
 def make_ideogram4():
     tokenizer = make_vision_tokenizer()
-    options = {
-        "in_channels": 16,
-        "num_layers": 1,
-        "attention_head_dim": 16,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "adaln_dim": 16,
-        "llm_features_dim": 13 * WIDTH,
-        "mrope_section": (4, 2, 2),
-    }
+    options = {"in_channels": 16, "num_layers": 1, **HEADS, "intermediate_size": 32}
+    options |= {"adaln_dim": 16, "llm_features_dim": 13 * WIDTH, "mrope_section": (4, 2, 2)}
     return diffusers.Ideogram4Pipeline(
         scheduler=make_scheduler(),
         vae=make_flux2_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLModel", 36),
+        text_encoder=make_qwen3_vl(tokenizer, 36, "Qwen3VLModel"),
         tokenizer=tokenizer,
         transformer=diffusers.Ideogram4Transformer2DModel(**options),
         unconditional_transformer=diffusers.Ideogram4Transformer2DModel(**options),
@@ -777,28 +788,22 @@ def make_ideogram4():
 @refused
 def make_kandinsky5():
     tokenizer = make_vision_tokenizer()
-    processor = transformers.Qwen2_5_VLProcessor(
-        transformers.Qwen2VLImageProcessor(),
-        tokenizer,
-        transformers.Qwen2VLVideoProcessor(),
-        tokenizer.chat_template,
-    )
     return diffusers.Kandinsky5T2IPipeline(
         transformer=diffusers.Kandinsky5Transformer3DModel(
             in_visual_dim=4,
-            in_text_dim=32,
-            in_text_dim2=32,
+            in_text_dim=WIDTH,
+            in_text_dim2=WIDTH,
             time_dim=32,
             out_visual_dim=4,
             model_dim=32,
             ff_dim=32,
             num_text_blocks=1,
             num_visual_blocks=1,
-            axes_dims=(4, 6, 6),
+            axes_dims=AXES,
         ),
-        vae=make_vae_8(),
+        vae=make_shifting_vae(depth=4),
         text_encoder=make_qwen25_vl(tokenizer),
-        tokenizer=processor,
+        tokenizer=make_qwen2_processor(tokenizer, "Qwen2_5_VLProcessor"),
         text_encoder_2=make_clip(max_position_embeddings=77),
         tokenizer_2=make_clip_tokenizer(),
         scheduler=make_scheduler(),
@@ -810,30 +815,29 @@ def make_hidream():
     tokenizer = make_chat_tokenizer(64)
     clip = make_clip_tokenizer()
     llama = make_chat_tokenizer(64)
-    config = make_qwen_config(llama, 2) | {"head_dim": 16}
+    config = transformers.LlamaConfig(**make_text_config(llama, 2))
     transformer = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2,
         in_channels=4,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        caption_channels=[WIDTH, 32],
+        **HEADS,
+        caption_channels=[WIDTH, WIDTH],
         text_emb_dim=20,
-        axes_dims_rope=(4, 6, 6),
+        axes_dims_rope=AXES,
         max_resolution=(32, 32),
         llama_layers=[0, 1],
     )
     return diffusers.HiDreamImagePipeline(
         scheduler=make_scheduler(),
-        vae=make_vae(),
+        vae=make_shifting_vae(),
         text_encoder=make_clip(32, 8, 3, max_position_embeddings=248),
         tokenizer=clip,
         text_encoder_2=make_clip(16, 12, 3, max_position_embeddings=248),
         tokenizer_2=clip,
         text_encoder_3=make_t5(tokenizer),
         tokenizer_3=tokenizer,
-        text_encoder_4=transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)),
+        text_encoder_4=transformers.LlamaForCausalLM(config),
         tokenizer_4=llama,
         transformer=transformer,
     )
@@ -842,7 +846,7 @@ def make_hidream():
 @refused
 def make_glm_image():
     """Its model of image tokens writes what each image is to hold."""
-    plain = make_chat_tokenizer(256)
+    plain = make_chat_tokenizer()
     names = ("image_token", "grid_bos_token", "grid_eos_token")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=plain.backend_tokenizer,
@@ -852,12 +856,10 @@ def make_glm_image():
     )
     tokenizer.chat_template = plain.chat_template
     text = make_qwen_config(tokenizer, 1) | {"vision_vocab_size": 64, "pad_token_id": 0}
-    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3],
-                               "rope_theta": 10000.0, "partial_rotary_factor": 1.0}  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    text["rope_parameters"] = {"rope_type": "default", **ROPE, "partial_rotary_factor": 1.0}
     config = transformers.GlmImageConfig(
         text_config=text,
-        vision_config=vision | {"image_size": 64},
+        vision_config=SIGHT | {"image_size": 64},
         vq_config={"embed_dim": 16, "num_embeddings": 32, "latent_channels": 32},
         image_token_id=1,
         image_start_token_id=40,
@@ -872,13 +874,11 @@ def make_glm_image():
         processor=processor,
         text_encoder=make_t5(glyphs),
         vision_language_encoder=transformers.GlmImageForConditionalGeneration(config),
-        vae=make_vae_8(latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        vae=make_shifting_vae(depth=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
         transformer=diffusers.GlmImageTransformer2DModel(
-            in_channels=4,
-            out_channels=4,
+            **FOUR,
+            **HEADS,
             num_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
             text_embed_dim=WIDTH,
             time_embed_dim=32,
             condition_dim=8,
@@ -888,10 +888,7 @@ def make_glm_image():
     )
 
 
-# ------------------------------------------------------------------- pipelines that edit images
-
-edit = partial(pipeline, among=EDIT)
-VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+# ------------------------------------------------------------------- pipelines of blocks
 
 
 def make_blocks(kind, **parts):
@@ -906,23 +903,18 @@ def make_blocks(kind, **parts):
 @of_blocks
 def make_flux3(kind="Flux3AutoBlocks", **options):
     tokenizer = make_chat_tokenizer(512)
-    transformer = diffusers.Flux3Transformer2DModel(
-        in_channels=16,
-        cond_in_channels=16,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=256,
-        axes_dims_rope=(4, 4, 4, 4),
-        **options,
-    )
     return make_blocks(
         getattr(diffusers, kind),
-        text_encoder=make_qwen3_vl(tokenizer, "Qwen3VLForConditionalGeneration", 33),
+        transformer=diffusers.Flux3Transformer2DModel(
+            in_channels=16,
+            cond_in_channels=16,
+            **SINGLE | {"joint_attention_dim": 256},
+            axes_dims_rope=(4, 4, 4, 4),
+            **options,
+        ),
+        text_encoder=make_qwen3_vl(tokenizer, 33),
         tokenizer=make_qwen3_processor(tokenizer),
         vae=make_flux2_vae(),
-        transformer=transformer,
     )
 
 
@@ -950,20 +942,10 @@ def make_anima():
             num_attention_heads=2,
             target_vocab_size=len(t5_tokenizer),
         ),
-        vae=diffusers.AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            latents_mean=[-0.5, 0.1, 0.3, 1.0],
-            latents_std=[0.8, 1.2, 2.0, 0.5],
-        ),
+        vae=make_video_vae(dim_mult=[1, 1, 1, 1], temperal_downsample=[False, True, True]),
         transformer=diffusers.CosmosTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=2,
+            **FOUR,
+            **DOUBLE,
             mlp_ratio=2.0,
             text_embed_dim=WIDTH,
             adaln_lora_dim=4,
@@ -972,8 +954,11 @@ def make_anima():
             concat_padding_mask=True,
             extra_pos_embed_type=None,
         ),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=make_scheduler(),
     )
+
+
+# ------------------------------------------------------------------- pipelines that edit images
 
 
 def make_small(monkeypatch):
@@ -997,48 +982,26 @@ def make_small(monkeypatch):
         )
 
 
-def make_vision_tokenizer():
-    tokenizer = make_chat_tokenizer(512)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*VISION]})
-    plain = tokenizers.processors.TemplateProcessing("$A", "$A $B", [])  # adds no token
-    tokenizer.backend_tokenizer.post_processor = plain
-    return tokenizer
-
-
-def make_edit_parts():
-    """The parts of the pipelines of Qwen-Image-Edit."""
+def make_edit(kind):
     tokenizer = make_vision_tokenizer()
-    image_processor = transformers.Qwen2VLImageProcessor()
-    processor = transformers.Qwen2VLProcessor(
-        image_processor, tokenizer, transformers.Qwen2VLVideoProcessor(), tokenizer.chat_template
+    return kind(
+        transformer=make_qwen_transformer(),
+        scheduler=make_dynamic_scheduler(),
+        vae=make_video_vae(),
+        text_encoder=make_qwen25_vl(tokenizer),
+        tokenizer=tokenizer,
+        processor=make_qwen2_processor(tokenizer),
     )
-    transformer = diffusers.QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        axes_dims_rope=(4, 6, 6),
-    )
-    return {
-        "scheduler": make_dynamic_scheduler(),
-        "vae": make_video_vae(),
-        "text_encoder": make_qwen25_vl(tokenizer),
-        "tokenizer": tokenizer,
-        "processor": processor,
-        "transformer": transformer,
-    }
 
 
 @edit
 def make_qwen_edit_plus():
-    return diffusers.QwenImageEditPlusPipeline(**make_edit_parts())
+    return make_edit(diffusers.QwenImageEditPlusPipeline)
 
 
 @edit
 def make_qwen_edit():
-    return diffusers.QwenImageEditPipeline(**make_edit_parts())
+    return make_edit(diffusers.QwenImageEditPipeline)
 
 
 @edit

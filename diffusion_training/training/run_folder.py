@@ -190,8 +190,9 @@ def end_run(launch: Launch, run: RunFolder, done: str, files: list[str], args: N
     """Upload if asked for, print `done`, and release everything. files: patterns to upload."""
     accelerator = launch.accelerator
     accelerator.wait_for_everyone()
-    # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
-    time.sleep(0.1)
+    if launch.num_processes > 1:
+        # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
+        time.sleep(0.1)
     if launch.is_main and args.push_to_hub and not args.find_lr:
         upload_run(run.hub_model_id, args.output_dir, files)
     with surviving("the trackers could not be closed"):

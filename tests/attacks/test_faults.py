@@ -7,7 +7,6 @@ is recorded as events (see `watch`). An attack happens before the n-th event of 
 message shows how to repeat it.
 """
 
-import argparse
 import collections
 import contextlib
 import errno
@@ -42,6 +41,7 @@ import safetensors.torch
 import torch
 from conftest import (
     MODELS,
+    find_parser,
     finish,
     kill,
     make_captioned,
@@ -529,7 +529,7 @@ def test_two_process_runs_resume_after_one_or_both_are_killed(targets, name, cou
     attack(target, target.moments(count, 2, after="threads_are_default"), die, judge, 2)
 
 
-@cases(50, {NAMES[1]: 4}, {}, [*NAMES, *OTHERS, *NEWER])
+@cases(50, {}, {NAMES[1]: 4}, [*NAMES, *OTHERS, *NEWER])
 def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, count):
     """SIGTERM and SIGINT give a sentence, the right status and a checkpoint, and lose no step."""
     target = targets(name)
@@ -553,7 +553,7 @@ def test_runs_stopped_by_a_signal_at_any_event_save_and_resume(targets, name, co
     )
 
 
-@cases(25, {NAMES[1]: 2}, names=[*NAMES[:2], *OTHERS])
+@cases(25, {}, {NAMES[1]: 2}, [*NAMES[:2], *OTHERS])
 def test_a_killed_data_loader_process_ends_the_run_with_one_error(targets, name, count):
     target = targets(name)
 
@@ -918,20 +918,6 @@ def test_caption_columns_of_any_type_are_used_or_refused(targets, tmp_path):
     verdicts.show("kinds of columns")
 
 
-def list_flags(script):
-    """Return the actions of a script's parser."""
-    found = []
-
-    def catch(parser, argv):
-        found.extend(parser._actions)
-        raise InterruptedError
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(argparse.ArgumentParser, "parse_args", catch)
-        script.parse_args([])
-    return found
-
-
 @cases(10**9, {NAMES[2]: 3})
 def test_numeric_flags_at_their_limits_are_refused_or_work(targets, name, count, capsys):
     """Run one step with each flag at its limits, if the parser accepts the value.
@@ -946,7 +932,7 @@ def test_numeric_flags_at_their_limits_are_refused_or_work(targets, name, count,
         "dataloader_num_workers",
         "max_train_steps",
     }
-    for action in list_flags(target.script):
+    for action in find_parser(target.script.parse_args)._actions:
         low, high, kind = getattr(action.type, "bounds", (0, 0, None))
         for value in (
             ["0", "-1", "nan", "inf", "-inf", "1e30", str(10**30), kind(low), kind(high)]

@@ -684,13 +684,7 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
         ),
         (
             growth,
-            [
-                "--rows=64",
-                "--num_caches=2",
-                "--steps=20",
-                "--rows_per_shard=4",
-                "--written_shards=2",
-            ],
+            "--rows=64 --num_caches=2 --steps=20 --rows_per_shard=4 --written_shards=2".split(),
         ),
         (growth, ["--rows", "--images", "8", "32"]),
         (

@@ -121,6 +121,7 @@ def test_new_trainer_supports_holdout_save_best_compile_and_find_lr(
     assert "--train_data_dir or --dataset_name is needed" in train.refused(status=2)
 
 
+@pytest.mark.ci
 def test_new_trainer_resumes_after_a_kill_with_the_same_bits(
     train, flags, tmp_path, num_processes=2
 ):

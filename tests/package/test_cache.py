@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 import xxhash
-from conftest import CHILDREN
+from conftest import CHILDREN, read_files
 from diffusers.configuration_utils import FrozenDict
 from filelock import FileLock
 
@@ -171,15 +171,6 @@ def make_cache(folder, *argv, seed=0):
         (folder / ".lock").unlink()
 
 
-def contents(folder):
-    """Every file of a folder with its bytes."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in Path(folder).rglob("*")
-        if path.is_file()
-    }
-
-
 def refused(match, args):
     with pytest.raises(SystemExit, match=match):
         open_cache(args)
@@ -201,7 +192,7 @@ def test_a_shard_holds_good_rows_and_its_record_lists_the_skipped_ones(tmp_path)
     )
     skipped = [{"row": 4, "key": "4.png", "reason": SKIPPED[4]}]
     assert record == {"rows": 6, "encoded_again": 0, "captions_cut": 4, "skipped": skipped}
-    assert set(contents(tmp_path)) == {"data.arrow", "unfinished/data.arrow.json"}
+    assert set(read_files(tmp_path)) == {"data.arrow", "unfinished/data.arrow.json"}
 
 
 def test_a_shard_without_good_rows_can_be_opened(tmp_path):
@@ -256,7 +247,7 @@ def test_a_shard_whose_write_fails_leaves_no_partial_file(tmp_path, monkeypatch,
         ):
             write_shard(tmp_path / "data.arrow", encode_rows(0, 7))
         monkeypatch.undo()
-    found = contents(tmp_path)
+    found = read_files(tmp_path)
     if where == "write_file":  # a shard without a record is made again
         pa.ipc.open_stream(found.pop("data.arrow")).read_all()
     assert found in ({}, {"data.arrow": b"before"})
@@ -360,7 +351,7 @@ def leaves(tree, path=()):
 def test_a_cache_with_any_other_setting_is_refused(tmp_path):
     """If one setting of a cache differs, the script stops with an error that names it."""
     make_cache(tmp_path / "out")
-    before, planned = contents(tmp_path / "out"), plan(make_args(tmp_path / "out"))
+    before, planned = read_files(tmp_path / "out"), plan(make_args(tmp_path / "out"))
     settings = planned.settings
     paths = list(leaves(settings))
     assert len(paths) == 29 and ("transform", "image_interpolation_mode") in paths
@@ -377,7 +368,7 @@ def test_a_cache_with_any_other_setting_is_refused(tmp_path):
             "choose another --output_dir"
         )
         assert str(stop.value) == said
-    assert contents(tmp_path / "out") == {**before, ".lock": b""}
+    assert read_files(tmp_path / "out") == {**before, ".lock": b""}
 
 
 def test_a_cache_made_with_other_flags_is_refused(tmp_path):
@@ -404,7 +395,7 @@ def test_a_cache_made_with_other_flags_is_refused(tmp_path):
 
 def test_shard_records_are_stored_as_columns_and_read_back(tmp_path):
     cache = make_cache(tmp_path / "out")
-    whole = contents(tmp_path / "out")
+    whole = read_files(tmp_path / "out")
     read, records = module.read_cache(tmp_path / "out")
     assert read == cache and [*records] == cache["shards"]["name"]
     for name, column in cache["shards"].items():
@@ -415,13 +406,13 @@ def test_shard_records_are_stored_as_columns_and_read_back(tmp_path):
         "data-00002-of-00003.arrow": 0,
     }
     make_cache(tmp_path / "out")  # with nothing missing
-    assert contents(tmp_path / "out") == whole
+    assert read_files(tmp_path / "out") == whole
 
 
 def test_flags_that_change_no_number_may_differ_when_a_cache_resumes(tmp_path, capsys):
     cache = make_cache(tmp_path / "out")
     assert cache["version"] == __version__
-    whole = contents(tmp_path / "out")
+    whole = read_files(tmp_path / "out")
     argv = [
         "--max_skipped=0.5",
         "--batch_size=5",
@@ -431,7 +422,7 @@ def test_flags_that_change_no_number_may_differ_when_a_cache_resumes(tmp_path, c
     _, lock, _, records = open_cache(make_args(tmp_path / "out", *argv))
     lock.release(force=True)
     assert [*records] == cache["shards"]["name"] and capsys.readouterr().out == ""
-    now = contents(tmp_path / "out")
+    now = read_files(tmp_path / "out")
     assert (
         "--batch_size=5" in now["run.args"].decode()
         and "max_skipped" not in now["run.args"].decode()
@@ -458,7 +449,7 @@ def test_open_cache_writes_only_to_the_local_copy(tmp_path):
     planned = plan(make_args(tmp_path / "out"))
     lock, _, _ = module.open_cache(ACCELERATOR, planned, tmp_path / "copy")
     lock.release(force=True)
-    assert {".lock", "cache.json", "run.args"} == {*contents(tmp_path / "copy")} and not (
+    assert {".lock", "cache.json", "run.args"} == {*read_files(tmp_path / "copy")} and not (
         tmp_path / "out"
     ).exists()
 
@@ -501,7 +492,7 @@ def test_output_folders_with_other_files_are_refused_and_unchanged(tmp_path):
         "holds model_index.json and no latent cache: choose another folder",
         make_args(tmp_path / "other"),
     )
-    assert set(contents(tmp_path / "other")) <= {"model_index.json", ".lock"}
+    assert set(read_files(tmp_path / "other")) <= {"model_index.json", ".lock"}
     (tmp_path / "data").mkdir()
     args = make_args(tmp_path / "data/out", f"--train_data_dir={tmp_path / 'data'}")
     refused("lies in --train_data_dir", args)
@@ -538,7 +529,7 @@ def test_files_half_written_at_a_kill_are_deleted_and_made_again(tmp_path):
     lock.release(force=True)
     assert set(records) == {shards[0]} and not list((tmp_path / "out").rglob(".tmp-*"))
     make_cache(tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
 
 
 def test_a_cache_killed_while_it_writes_its_first_files_can_be_resumed(tmp_path, monkeypatch):
@@ -574,12 +565,12 @@ def test_a_finished_cache_with_changed_metadata_is_refused(tmp_path, file, chang
     text = path.read_text()
     assert change(text) != text
     path.write_text(change(text))
-    before = contents(tmp_path / "out")
+    before = read_files(tmp_path / "out")
     refused(
         rf"{tmp_path / 'out'} is damaged \(.*({said}).*delete it, or choose another",
         make_args(tmp_path / "out"),
     )
-    assert contents(tmp_path / "out") == {**before, ".lock": b""}
+    assert read_files(tmp_path / "out") == {**before, ".lock": b""}
     path.write_text(text)
     make_cache(tmp_path / "out")
 
@@ -644,7 +635,7 @@ def test_a_cache_without_a_single_row_is_an_error_with_any_max_skipped(tmp_path)
 def test_a_kill_in_finish_cache_loses_nothing_and_state_json_is_last(tmp_path, monkeypatch):
     """Without state.json a cache can't be opened."""
     make_cache(tmp_path / "whole")
-    whole = contents(tmp_path / "whole")
+    whole = read_files(tmp_path / "whole")
     finish_cache, replace, rmtree = module.finish_cache, Path.replace, shutil.rmtree
     for least in range(7):
         out, moments = tmp_path / f"out{least}", itertools.count()
@@ -669,7 +660,7 @@ def test_a_kill_in_finish_cache_loses_nothing_and_state_json_is_last(tmp_path, m
                 datasets.load_from_disk(str(out))
         assert (out / "state.json").exists() == (least >= 5)
         make_cache(out)
-        assert contents(out) == whole
+        assert read_files(out) == whole
 
 
 @pytest.mark.parametrize("change", [

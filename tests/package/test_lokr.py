@@ -7,7 +7,7 @@ import json
 import peft
 import pytest
 import torch
-from conftest import make_models
+from conftest import adapt_unet, make_models
 from diffusers import UNet2DConditionModel
 from other_programs import apply_lokr_as_comfy, comfy_names
 from peft.tuners.lokr import layer as peft_layers
@@ -19,7 +19,6 @@ from diffusion_training.models import freeze_unreached
 from diffusion_training.training.lora import (
     add_lora,
     list_adapter,
-    list_lora_b,
     load_adapter,
     load_network_weights,
     save_adapter,
@@ -40,18 +39,10 @@ def open_unet(base):
     return UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
 
 
-def adapt(base, layers="attention", seed=0, learned=True, **flags):
+def adapt(base, layers="attention", seed=0, **flags):
     """A U-Net with a LoKr. With factor 2, some w2 are products, and some are whole."""
-    flags = {"rank": 2, "lora_type": "lokr", "lokr_factor": 2, "lora_alpha": None} | flags
-    args = argparse.Namespace(**{"lora_dropout": 0.0, "use_dora": False} | flags)
-    args.lora_layers = layers
-    unet = open_unet(base)
-    torch.manual_seed(seed)
-    add_lora(unet, FAMILY.choose_layers(unet, layers), "base", torch.float32, args)
-    with torch.no_grad():
-        for weight in list_lora_b({"unet": unet}) if learned else ():
-            weight.normal_(std=0.3)
-    return unet
+    flags = {"rank": 2, "lora_type": "lokr", "lokr_factor": 2} | flags
+    return adapt_unet(open_unet(base), layers, seed, **flags)
 
 
 def predict(unet):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_models, open_pipeline
+from conftest import adapt_unet, make_models, open_pipeline
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.training_utils import _collate_lora_metadata
 from safetensors import safe_open
@@ -20,7 +20,6 @@ from diffusion_training.models import (
     update_ema,
 )
 from diffusion_training.training.lora import (
-    add_lora,
     fold_scale,
     list_adapter,
     list_lora_b,
@@ -38,24 +37,10 @@ def base(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("base"))
 
 
-def adapted(base, dtype=torch.float32, sha256="base", seed=0, **flags):
-    """A U-Net with an adapter whose B matrices are random, as after training."""
-    flags = {
-        "rank": 4,
-        "lora_alpha": None,
-        "lora_layers": "attention",
-        "lora_dropout": 0.0,
-        "use_dora": False,
-        "lora_type": "lora",
-    } | flags
-    unet = UNet2DConditionModel.from_pretrained(base, subfolder="unet").eval()
-    torch.manual_seed(seed)
-    layers = FAMILY.choose_layers(unet, flags["lora_layers"])
-    add_lora(unet, layers, sha256, dtype, argparse.Namespace(**flags))
-    with torch.no_grad():
-        for weight in list_lora_b({"unet": unet}):
-            weight.normal_(std=0.3)
-    return unet
+def adapted(folder, dtype=torch.float32, **flags):
+    unet = UNet2DConditionModel.from_pretrained(folder, subfolder="unet").eval()
+    flags["layers"] = flags.pop("lora_layers", "attention")
+    return adapt_unet(unet, dtype=dtype, **flags)
 
 
 def load_file_into(unet, path):
@@ -280,7 +265,7 @@ def test_an_adapter_of_another_base_or_form_is_refused(tmp_path, base):
         adapted(base, torch.bfloat16, lora_layers="to_v, to_q,to_k,to_out.0"), tmp_path / "unet"
     )
     for flags, said in [
-        ({"sha256": "x"}, "another base"),
+        ({"base": "x"}, "another base"),
         ({"rank": 2}, "r 4 -> 2, lora_alpha 4 -> 2"),
         ({"lora_alpha": 8}, "lora_alpha 4 -> 8"), ({"use_dora": True}, "use_dora False -> True"),
         ({"lora_layers": "to_q"}, r"target_modules \['to_k', .*\] -> \['to_q'\]"),

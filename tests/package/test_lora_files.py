@@ -3,13 +3,12 @@
 Files for other programs contain only keys that those programs read.
 """
 
-import argparse
 import json
 
 import peft
 import pytest
 import torch
-from conftest import make_models, make_sdxl
+from conftest import adapt_unet, make_models, make_sdxl
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.training_utils import _collate_lora_metadata
 from other_programs import apply_as_comfy, comfy_names, list_applied, list_layers, sd_scripts_names
@@ -19,7 +18,6 @@ from test_lora import list_products
 from diffusion_training.families.known import load_family
 from diffusion_training.families.original_layout import rename_unet
 from diffusion_training.training.lora import (
-    add_lora,
     convert_to_kohya,
     list_adapter,
     list_further_layers,
@@ -36,23 +34,6 @@ FILE, KOHYA = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_kohya.sa
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("base"))
-
-
-def adapt(unet, layers="attention", seed=0, **flags):
-    """An adapter whose B matrices and magnitudes are random, as after training."""
-    flags = {"rank": 4, "lora_alpha": None, "lora_dropout": 0.0, "use_dora": False} | flags
-    args = argparse.Namespace(**{"lora_type": "lora", "lora_layers": layers} | flags)
-    torch.manual_seed(seed)
-    if isinstance(layers, str):
-        layers = FAMILY.choose_layers(unet, layers)
-    add_lora(unet, layers, "base", torch.float32, args)
-    with torch.no_grad():
-        for weight in list_lora_b({"unet": unet}):
-            weight.normal_(std=0.3)
-        for name, weight in unet.named_parameters():
-            if "magnitude" in name:
-                weight.mul_(torch.rand_like(weight) + 0.5)
-    return unet
 
 
 def open_unet(base):
@@ -93,7 +74,7 @@ def test_comfyui_and_sd_scripts_apply_all_layers_of_the_kohya_file_only(
     """So users notice if they load the wrong file."""
     with torch.device("meta"):
         unet = UNet2DConditionModel.from_config(known.config)
-        adapter = list_adapter(adapt(unet, which))
+        adapter = list_adapter(adapt_unet(unet, which))
         kohya = convert_to_kohya(adapter, unet, "lora_unet_")
     assert len(adapter) == 2 * layers and len(kohya) == 3 * layers
     applied, left_out = list_applied([f"unet.{name}" for name in adapter], comfy_names(known))
@@ -109,7 +90,7 @@ def test_comfyui_and_sd_scripts_apply_all_layers_of_the_kohya_file_only(
 def test_comfyui_computes_the_trained_model(tmp_path, base, flags, monkeypatch):
     """Without rounding to float16. ComfyUI divides magnitudes by the norm of the base."""
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)
-    trained = adapt(open_unet(base), **flags)
+    trained = adapt_unet(open_unet(base), **flags)
     save_lora({"unet": trained}, tmp_path, {})
     expected, without = predict(trained), predict(open_unet(base))
     found = predict(apply_as_comfy(open_unet(base), load_file(tmp_path / KOHYA)))
@@ -118,13 +99,13 @@ def test_comfyui_computes_the_trained_model(tmp_path, base, flags, monkeypatch):
 
 @pytest.mark.parametrize("alpha", [1, 1e-3])
 def test_lora_files_with_a_small_alpha_stay_exact_in_float16(tmp_path, base, alpha):
-    trained = adapt(open_unet(base), lora_alpha=alpha)
+    trained = adapt_unet(open_unet(base), lora_alpha=alpha)
     with torch.no_grad():
         for weight in list_lora_b({"unet": trained}):
             weight.mul_(1e-4)  # as after a few steps at a low rate
     save_lora({"unet": trained}, tmp_path, {})
     for name in (FILE, KOHYA):
-        read = load(adapt(open_unet(base), seed=1, lora_alpha=alpha), tmp_path / name)
+        read = load(adapt_unet(open_unet(base), seed=1, lora_alpha=alpha), tmp_path / name)
         for one, other in zip(list_products(trained), list_products(read), strict=True):
             assert (one - other).norm() < 1e-3 * one.norm()
 
@@ -174,14 +155,14 @@ def test_lora_files_of_peft_load_with_the_same_effect(tmp_path, base, settings, 
             tmp_path, unet_lora_layers=list_adapter(model.get_base_model()), **about
         )
     flags = {"use_dora": settings.get("use_dora", False)}
-    read = adapt(open_unet(base), ["to_q", "to_v"], seed=2, lora_alpha=3, **flags)
+    read = adapt_unet(open_unet(base), ["to_q", "to_v"], seed=2, lora_alpha=3, **flags)
     assert (predict(read) - predict(model)).abs().max() > 1e-3
     load(read, path)
     torch.testing.assert_close(predict(read), predict(model), rtol=1e-5, atol=1e-5)
 
 
 def test_adapter_checkpoints_open_in_peft_and_load_with_either_prefix(tmp_path, base):
-    trained = adapt(open_unet(base), "all", lora_alpha=3, use_dora=True)
+    trained = adapt_unet(open_unet(base), "all", lora_alpha=3, use_dora=True)
     save_adapter(trained, tmp_path / "unet")
     opened = peft.PeftModel.from_pretrained(open_unet(base), tmp_path / "unet").eval()
     torch.testing.assert_close(predict(opened), predict(trained))
@@ -190,20 +171,20 @@ def test_adapter_checkpoints_open_in_peft_and_load_with_either_prefix(tmp_path, 
         if strip:
             weights = load_file(path).items()
             save_file({name.removeprefix("base_model.model."): x for name, x in weights}, path)
-        read = load(adapt(open_unet(base), "all", seed=1, use_dora=True), path)
+        read = load(adapt_unet(open_unet(base), "all", seed=1, use_dora=True), path)
         torch.testing.assert_close(predict(read), predict(trained), rtol=1e-5, atol=1e-5)
 
 
 def test_a_plain_lora_can_continue_as_dora_but_not_the_reverse(tmp_path, base):
-    trained = adapt(open_unet(base))
+    trained = adapt_unet(open_unet(base))
     path = save_peft(trained, tmp_path / "lora", {"r": 4, "lora_alpha": 4})
-    read = load(adapt(open_unet(base), seed=1, use_dora=True), path)
+    read = load(adapt_unet(open_unet(base), seed=1, use_dora=True), path)
     torch.testing.assert_close(predict(read), predict(trained), rtol=1e-5, atol=1e-5)
-    dora = adapt(open_unet(base), use_dora=True)
+    dora = adapt_unet(open_unet(base), use_dora=True)
     save_lora({"unet": dora}, tmp_path, {})
     other = save_peft(dora, tmp_path / "dora", {"r": 4, "lora_alpha": 4})
     for path in (other, tmp_path / FILE, tmp_path / KOHYA):
-        assert "it is a DoRA: add --use_dora" in refused(adapt(open_unet(base)), path)
+        assert "it is a DoRA: add --use_dora" in refused(adapt_unet(open_unet(base)), path)
 
 
 def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
@@ -231,7 +212,7 @@ def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
     layers = FAMILY.choose_layers(unet, "all")
     further = list_further_layers(unet, layers, tmp_path, "unet", FAMILY.convert_lora)  # its folder
     assert {name.split(".")[-1] for name in further} == {"time_emb_proj", "conv"}
-    read = load(adapt(unet, [*layers, *further], lora_alpha=8), path)
+    read = load(adapt_unet(unet, [*layers, *further], lora_alpha=8), path)
     merged = open_unet(base)
     with torch.no_grad():
         for name, delta in deltas.items():
@@ -241,7 +222,7 @@ def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
 
 def test_sdxl_kohya_files_have_names_that_comfyui_knows(tmp_path):
     folder = make_sdxl(tmp_path)
-    unet = adapt(open_unet(folder), "all")
+    unet = adapt_unet(open_unet(folder), "all")
     save_lora({"unet": unet}, tmp_path, {})
     plain = open_unet(folder)
     for names in (comfy_names(plain), sd_scripts_names(plain)):
@@ -257,7 +238,7 @@ KOHYA_LAYER = f"lora_unet_{LAYER.replace('.', '_')}"
 
 @pytest.fixture(scope="module")
 def unet(base):
-    return adapt(open_unet(base))
+    return adapt_unet(open_unet(base))
 
 
 @pytest.fixture(scope="module")
@@ -327,13 +308,13 @@ def test_rename_unet_gives_the_published_names_of_layers():
 
 
 def test_dora_scales_per_input_are_refused_and_text_encoders_skipped(tmp_path, base, capsys):
-    save_lora({"unet": adapt(open_unet(base), use_dora=True)}, tmp_path, {})
+    save_lora({"unet": adapt_unet(open_unet(base), use_dora=True)}, tmp_path, {})
     path = tmp_path / KOHYA
     weights = load_file(path)
     save_file({**weights, "lora_te_text_model_x.lora_down.weight": torch.zeros(4)}, path)
-    load(adapt(open_unet(base), use_dora=True), path)
+    load(adapt_unet(open_unet(base), use_dora=True), path)
     assert "1 weights for text encoders are skipped" in capsys.readouterr().out
     key = f"{KOHYA_LAYER}.dora_scale"
     save_file({**weights, key: weights[key].view(1, -1).contiguous()}, path)
-    said = refused(adapt(open_unet(base), use_dora=True), path)
+    said = refused(adapt_unet(open_unet(base), use_dora=True), path)
     assert f"{LAYER} has a dora_scale for each input" in said

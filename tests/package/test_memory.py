@@ -25,7 +25,7 @@ class FullGpu:
 
 @pytest.mark.parametrize("device, said", [("gpu", True), ("cpu", False)])
 def test_a_vae_decodes_on_the_cpu_if_a_gpu_lacks_the_memory(device, said, capsys):
-    plain = tiny_pipelines.make_vae().eval()
+    plain = tiny_pipelines.make_shifting_vae().eval()
     plain.enable_slicing()
     vae = type("Vae", (FullGpu, type(plain)), {}).from_config(plain.config).eval()
     vae.load_state_dict(plain.state_dict())

@@ -17,7 +17,7 @@ import tokenize
 import tomllib
 
 import pytest
-from conftest import ROOT, needs
+from conftest import ROOT, find_parser, needs
 
 import diffusion_training
 
@@ -168,6 +168,78 @@ def test_every_module_has_a_docstring():
     for name, path in MODULES.items():
         first = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
         assert len(first) > 20 and first.endswith("."), name
+
+
+# Modules without a test file of their name: the file that covers them, if it does not import them
+# with a word that does (a name, or a flag).
+COVERED = {
+    "batches": "package/test_records.py",
+    "data.captioned_images": "package/test_references.py",
+    "data.class_names": "scripts/test_classes.py",
+    "data.texts": "package/test_captions.py",
+    "data.transforms": "package/test_references.py",
+    "families.base": "scripts/test_new_family.py",
+    "families.class_labels": "scripts/test_classes.py",
+    "families.flux2": "package/test_families.py flux2-klein",
+    "families.known": "package/test_families.py",
+    "families.names": "package/test_families.py",
+    "families.opening": "package/test_recorded.py",
+    "families.original_layout": "package/test_lora_files.py",
+    "families.prx": "package/test_families.py prx",
+    "families.qwen_image": "package/test_families.py qwen-image",
+    "families.stable_diffusion": "package/test_families.py sdxl",
+    "families.z_image": "package/test_families.py z-image",
+    "families.recorded.calls": "package/test_recorded.py",
+    "families.recorded.family": "package/test_recorded.py",
+    "families.recorded.findings": "package/test_recorded.py",
+    "families.recorded.layout": "package/test_recorded.py has_the_bits_of_the_pipeline",
+    "families.recorded.modular": "scripts/test_modular_pipelines.py has_the_bits_of_its_blocks",
+    "families.recorded.pipeline_run": "package/test_recorded.py",
+    "families.recorded.tape": "package/test_recorded.py",
+    "families.recorded.text_tensors": "package/test_recorded.py",
+    "families.recorded.trial": "package/test_recorded.py two_lengths",
+    "faults": "package/test_errors.py",
+    "latents.batch_inputs": "scripts/test_several_captions.py read_prompts",
+    "latents.cache_flags": "scripts/test_precompute_latents.py --rows_per_shard",
+    "latents.fetch": "package/test_stream.py",
+    "latents.passes": "package/test_remote_cache.py",
+    "latents.plan": "package/test_cache.py",
+    "latents.published": "scripts/test_classes.py --import_latents",
+    "latents.shards": "package/test_reader.py",
+    "latents.shared": "scripts/test_argument_files.py",
+    "latents.source": "package/test_reader.py",
+    "pillow": "package/test_images.py decode_image",
+    "printing": "package/test_errors.py",
+    "stop_signals": "package/test_errors.py",
+    "training.best": "scripts/test_save_best.py",
+    "training.captioned_samples": "scripts/test_edits.py",
+    "training.checkpoint_copy": "scripts/test_checkpoints_beside.py",
+    "training.denoiser": "package/test_models.py",
+    "training.distances": "benchmarks/test_evaluate_samples.py",
+    "training.hub": "package/test_run_folder.py",
+    "training.lora_flags": "scripts/test_train_lora.py --rank",
+    "training.metadata": "scripts/test_train_lora.py modelspec",
+    "training.metric_flags": "scripts/test_metrics.py",
+    "training.networks": "scripts/test_metrics.py",
+    "training.pipelines": "package/test_run_folder.py",
+    "training.prior": "scripts/test_preserve_prior.py",
+    "training.quantization": "scripts/test_base_precision.py",
+    "training.samples": "package/test_run_folder.py",
+    "training.state": "scripts/test_checkpoints_beside.py",
+}
+
+
+def test_every_module_has_a_test_file_of_its_name_or_a_file_that_covers_it():
+    tests = ROOT / "tests"
+    named = {path.stem for room in ("package", "scripts") for path in tests.glob(f"{room}/test_*")}
+    unnamed = {name for name in MODULES if f"test_{name.split('.')[-1]}" not in named}
+    assert unnamed - {"__init__"} == COVERED.keys()
+    for name, covered in COVERED.items():
+        file, _, word = covered.partition(" ")
+        room, _, leaf = f"diffusion_training.{name}".rpartition(".")
+        text = (tests / file).read_text()
+        imported = rf"from {room}\.{leaf} import|from {room} import .*\b{leaf}\b|\b{room}\.{leaf}\b"
+        assert re.search(re.escape(word) if word else imported, text), f"{file} has no {name}"
 
 
 def definitions(path):
@@ -351,26 +423,12 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def find_parser(script):
-    """The parser that a script's parse_args builds."""
-    found = []
-
-    def catch(parser, *args):
-        found.append(parser)
-        raise InterruptedError
-
-    with pytest.MonkeyPatch.context() as m, pytest.raises(InterruptedError):
-        m.setattr(argparse.ArgumentParser, "parse_args", catch)
-        importlib.import_module(script).parse_args([])
-    return found[0]
-
-
 @needs("ray")
 def test_flags_of_the_same_name_are_equal_in_all_scripts():
     """In the scripts that train or make caches. The download has other flags."""
     seen, differ = {}, set()
     for script in SCRIPTS[1:]:
-        for action in find_parser(script)._actions:
+        for action in find_parser(importlib.import_module(script).parse_args)._actions:
             for option in action.option_strings:
                 kind = getattr(action.type, "bounds", action.type)
                 means = type(action), kind, action.nargs, tuple(action.choices or ()), action.help
@@ -386,7 +444,7 @@ def test_flags_of_the_same_name_are_equal_in_all_scripts():
     [pytest.param(name, marks=needs("ray")) if name in ON_RAY else name for name in SCRIPTS],
 )
 def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
-    parser = find_parser(script)
+    parser = find_parser(importlib.import_module(script).parse_args)
     chapters = [group.title for group in parser._action_groups[2:]]
     assert len(chapters) >= 3
     assert (ROOT / re.search(r"Documentation: (\S+)", parser.format_help())[1]).is_file()

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import json
 import math
 import time
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_laws import LAUNCH, law
+from test_laws import LAUNCH, check_epochs, law, take_rows
 
 from diffusion_training.latents.ranges import Ranges
 from diffusion_training.order import Order, step_batches
@@ -40,37 +39,10 @@ def plan_until(end, ranges, *where):
 def test_ranges_give_every_row_once_per_epoch_with_any_number_of_resumes(
     shards, order, data, parts
 ):
-    """`parts` are launches in sequence, each killed after some steps.
-
-    They differ in batch size, accumulation and number of processes.
-    """
     total = sum(shards)
     held_out = data.draw(st.sets(st.integers(0, total - 1), max_size=total - 1)) if data else set()
-    state, seen, num_epochs = {"global_step": 0, "data_step": 0, "images_seen": 0}, [], 2
-    for (batch_size, accumulation, num_processes), steps in [*parts, (parts[-1][0], math.inf)]:
-        ranges = Ranges(shards, *order, sorted(held_out))
-        rows, num_images = Order(ranges, order[0]), len(ranges)
-        progress = Progress(
-            json.loads(json.dumps(state)),
-            num_images,
-            batch_size * num_processes,
-            accumulation,
-            rows,
-        )
-        ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
-        while progress.images_seen < num_epochs * num_images and steps > 0:
-            steps -= 1
-            _, _, images, micro_batches = progress.next_step()
-            keys = [key for batches in ranks for _ in range(micro_batches) for key in next(batches)]
-            seen += [key[:2] for key in keys if key[2]]
-            assert math.isclose(sum(key[2] for key in keys), num_processes, rel_tol=1e-9)
-            progress.advance(images, stepped=True)
-            assert len(seen) == progress.images_seen
-        state = progress.state()
-    rows = [row for row in range(total) if row not in held_out]
-    assert collections.Counter(seen) == collections.Counter(
-        itertools.product(range(num_epochs), rows)
-    )
+    make_order = lambda: Order(Ranges(shards, *order, sorted(held_out)), order[0])
+    check_epochs(parts, make_order, [row for row in range(total) if row not in held_out], 2)
 
 
 @law(100)
@@ -78,19 +50,9 @@ def test_ranges_give_every_row_once_per_epoch_with_any_number_of_resumes(
 def test_order_of_ranges_depends_on_seed_and_epoch_not_on_processes(
     shards, order, images_seen, one, other
 ):
-    def take(batch_size, accumulation, num_processes):
+    def take(*launch):
         ranges = Ranges(shards, *order)
-        state = {"global_step": 0, "data_step": 0, "images_seen": images_seen}
-        rows, count, taken = Order(ranges, order[0]), 2 * len(ranges), []
-        progress = Progress(state, len(ranges), batch_size * num_processes, accumulation, rows)
-        ranks = [step_batches(rows, progress, rank, num_processes) for rank in range(num_processes)]
-        while len(taken) < count:
-            _, _, images, micro_batches = progress.next_step()
-            for _ in range(micro_batches):
-                turns = itertools.zip_longest(*[next(batches) for batches in ranks])
-                taken += [key[:2] for keys in turns for key in keys if key and key[2]]
-            progress.advance(images, stepped=True)
-        return taken[:count]
+        return take_rows(Order(ranges, order[0]), len(ranges), images_seen, *launch)
 
     assert take(*one) == take(*other)
 

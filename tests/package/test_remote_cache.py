@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from conftest import read_files
 from fsspec.implementations.memory import MemoryFileSystem
-from test_cache import contents, encode_rows, make_args, make_cache, open_cache
+from test_cache import encode_rows, make_args, make_cache, open_cache
 
 from diffusion_training.cluster import remote_cache as module
 from diffusion_training.latents.passes import write_each
@@ -33,7 +34,7 @@ def test_a_shard_has_the_same_bytes_on_a_disk_and_at_an_address(folder, tmp_path
     (tmp_path / "one/unfinished").mkdir(parents=True)
     record = write_shard(tmp_path / "one/data.arrow", encode_rows(0, 7))
     assert write_shard(f"{folder}/data.arrow", encode_rows(0, 7)) == record
-    assert objects(folder) == contents(tmp_path / "one")
+    assert objects(folder) == read_files(tmp_path / "one")
 
 
 def test_a_shard_whose_encoding_fails_is_not_written_to_an_address(folder):
@@ -70,7 +71,7 @@ def test_a_cache_at_an_address_is_begun_once_and_uploaded_in_order(tmp_path, mon
     fs.pipe_file(f"{root}/unfinished/data-0.arrow.json", b"{}")
     (tmp_path / "again").mkdir()
     assert module.fetch_cache(url, tmp_path / "again")
-    assert set(contents(tmp_path / "again")) == {
+    assert set(read_files(tmp_path / "again")) == {
         "cache.json",
         "run.args",
         "unfinished/data-0.arrow.json",
@@ -84,7 +85,7 @@ def test_a_cache_at_an_address_is_begun_once_and_uploaded_in_order(tmp_path, mon
     assert sent[-1] == f"{url}/state.json" and len(sent) == 6
     small = {
         name: data
-        for name, data in contents(tmp_path / "whole").items()
+        for name, data in read_files(tmp_path / "whole").items()
         if not name.endswith(".arrow")
     }
     assert objects(url) == {**small, "data-0.arrow": shard}  # nothing unfinished

@@ -3,11 +3,10 @@
 import os
 import pickle
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import make_captioned, replace
+from conftest import make_captioned, replace, save_as_parquet
 
 import precompute_latents
 from diffusion_training.cluster import remote_rows as module
@@ -20,25 +19,12 @@ COUNT = 26
 def folder(tmp_path):
     """Three files of parquet in row groups of three, as download_images.py writes them."""
     make_captioned(tmp_path / "images", COUNT, [f"No. {i} \U0001f600" for i in range(COUNT)])
-    rows = datasets.load_dataset(
-        str(tmp_path / "images"), split="train", cache_dir=str(tmp_path / "hub")
-    )
-    rows = rows.cast_column("image", datasets.Image(decode=False))
-    items = [
-        {**row, "image": {"bytes": open(row["image"]["path"], "rb").read(), "path": None}}
-        for row in rows
-    ]
-    (tmp_path / "parquet/sub").mkdir(parents=True)
-    (tmp_path / "parquet/__download__").mkdir()
-    for k, name in enumerate(("data-0", "data-1", "sub/data-2")):
-        part = datasets.Dataset.from_list(items[10 * k : 10 * k + 10])
-        part = part.cast_column("image", datasets.Image(decode=False)).add_column(
-            "other", [k] * len(part)
-        )
-        part.to_parquet(str(tmp_path / f"parquet/{name}.parquet"), batch_size=3)
+    names = ("data-0", "data-1", "sub/data-2")
+    folder = save_as_parquet(tmp_path / "images", tmp_path / "parquet", names)
+    (folder / "__download__").mkdir()
     for name in ("__download__/urls.parquet", ".hidden.parquet", "notes.txt"):  # no data
-        (tmp_path / "parquet" / name).write_bytes(b"nothing to read")
-    return tmp_path / "parquet"
+        (folder / name).write_bytes(b"nothing to read")
+    return folder
 
 
 def open_rows(folder, *argv):

@@ -61,16 +61,7 @@ def test_tables_of_all_formats_give_the_same_rows(tmp_path):
     for name in ("a.csv", "a.jsonl"):
         with gzip.open(tmp_path / f"{name}.gz", "wb") as file:
             file.write((tmp_path / name).read_bytes())
-    names = [
-        "a.csv",
-        "a.csv.gz",
-        "a.json",
-        "a.jsonl",
-        "a.jsonl.gz",
-        "a.ndjson",
-        "a.parquet",
-        "a.tsv",
-    ]
+    names = "a.csv a.csv.gz a.json a.jsonl a.jsonl.gz a.ndjson a.parquet a.tsv".split()
     assert [path.split("/")[-1] for path in list_tables(tmp_path)] == names
     found = {name: copy_table(tmp_path / name, tmp_path) for name in names}
     for name, opened in found.items():
@@ -155,14 +146,7 @@ def test_find_invalid_lists_rows_that_are_not_utf_8(tmp_path):
 
 
 def test_list_tables_accepts_a_file_a_folder_or_a_glob(tmp_path):
-    named = [
-        "b.parquet",
-        "a.csv",
-        "sub/c.jsonl",
-        ".hidden.parquet",
-        "_metadata.parquet",
-        "d.parquet.gz",
-    ]
+    named = "b.parquet a.csv sub/c.jsonl .hidden.parquet _metadata.parquet d.parquet.gz".split()
     for name in (*named, "sub/.ipynb_checkpoints/c.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()

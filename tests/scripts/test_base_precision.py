@@ -10,6 +10,7 @@ import torch
 from conftest import (
     MODELS,
     Script,
+    adapt_unet,
     make_captioned,
     make_models,
     make_z_image,
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Prepared
 from diffusion_training.families.known import load_family
+from diffusion_training.launch import check_quantization
 from diffusion_training.models import (
     copy_trained,
     hash_weights,
@@ -41,7 +43,7 @@ from diffusion_training.training.costs import (
     count_memory,
     describe_trained,
 )
-from diffusion_training.training.lora import add_lora, list_lora_b, load_network_weights
+from diffusion_training.training.lora import load_network_weights
 from diffusion_training.training.quantization import (
     list_quantizable,
     load_quantized,
@@ -58,14 +60,6 @@ NF4 = pytest.param(
 PRECISIONS = pytest.mark.parametrize("base_precision", ["int8", NF4])
 FILE = "pytorch_lora_weights.safetensors"
 CPU = torch.device("cpu")
-FLAGS = {
-    "rank": 4,
-    "lora_alpha": None,
-    "lora_layers": "attention",
-    "lora_dropout": 0.0,
-    "use_dora": False,
-    "lora_type": "lora",
-}
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +116,8 @@ def load_unet(inputs, base_precision, dtype=torch.float32):
     )
 
 
-def adapt(unet, base_hash, dtype=torch.float32, **flags):
-    """A U-Net with an adapter whose B are random, as after training."""
-    torch.manual_seed(0)
-    flags = argparse.Namespace(**FLAGS | flags)
-    layers = load_family("sd").choose_layers(unet, flags.lora_layers)
-    add_lora(unet, layers, base_hash, dtype, flags)
-    with torch.no_grad():
-        for weight in list_lora_b({"unet": unet}):
-            weight.normal_(std=0.3)
-    return unet
+def adapt(unet, base_hash, dtype=torch.float32, lora_layers="attention", **flags):
+    return adapt_unet(unet, lora_layers, base=base_hash, dtype=dtype, **flags)
 
 
 def predict(unet):
@@ -386,7 +372,7 @@ def test_runs_keep_their_base_precision_and_refuse_unsupported_flags(
         said = "--base_precision nf4 can't be compiled: leave --compile out"
         assert said in train.refused(*flags, "--compile")
     with pytest.raises(SystemExit, match=f"{base_precision} computes in bfloat16 or float32: use"):
-        quantization.check_quantization(base_precision, "fp16", None)
+        check_quantization(base_precision, "fp16", None)
     again = list_flags(
         inputs, "sd", base_precision, tmp_path / "more", *few, f"--network_weights={out / FILE}"
     )

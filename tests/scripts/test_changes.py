@@ -45,7 +45,7 @@ from diffusers import (
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_pipelines import MAKE, make_vae_8
+from tiny_pipelines import MAKE, make_shifting_vae
 from torchvision.transforms.functional import pil_to_tensor
 
 import train_text_to_image
@@ -147,9 +147,9 @@ def root(tmp_path_factory):
     make_sdxl(folder / "xl")
     for base in ("sd", "xl/sdxl"):  # a ControlNet takes 8 x 8 pixels per latent
         shutil.copytree(folder / base, folder / f"{base}-8")
-        make_vae_8(shift_factor=None).save_pretrained(folder / f"{base}-8/vae")
+        make_shifting_vae(depth=4, shift_factor=None).save_pretrained(folder / f"{base}-8/vae")
     for base in ("sd3", "flux"):
-        make_vae_8().save_pretrained(MAKE[base](folder / base) / "vae")
+        make_shifting_vae(depth=4).save_pretrained(MAKE[base](folder / base) / "vae")
     make_images(folder / "labels", 8)
     for i in range(8):  # one folder per class
         (folder / f"labels/{i % 3}").mkdir(exist_ok=True)

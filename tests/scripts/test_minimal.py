@@ -11,6 +11,7 @@ import sys
 import time
 import tokenize
 import tomllib
+import zlib
 
 import datasets
 import numpy as np
@@ -126,6 +127,14 @@ def train(run, name, folder, flags, num_processes=1, **options):
     assert set(finish(pids)) == {0}, log.read_text()
 
 
+def train_big(name, inputs, flags, num_processes=1):
+    """Train with the big script, once with the same flags; returns the folder."""
+    folder = inputs / f"big-{zlib.crc32(repr((name, flags, num_processes)).encode())}"
+    if not folder.exists():
+        train(run_big, name, folder, flags, num_processes)
+    return folder
+
+
 def saved_by_big(folder, step):
     """{name: tensor} of everything that a checkpoint of a big script trains."""
     tensors = {}
@@ -184,7 +193,9 @@ QUICK = [
 ]
 SLOW = [
     (UNCONDITIONAL, ONE, [*BF16, *EPSILON, "--lr_scheduler=linear"]),
+    (UNCONDITIONAL, ONE, ["grey"]),
     (TEXT, TWO, [*DROPOUT, *V_PREDICTION, "--lr_scheduler=cosine"]),
+    (TEXT, ONE, ["pretrained"]),
     (FLOW, TWO, [*DROPOUT, "--shift=3", "--lr_scheduler=cosine"]),
 ]  # fmt: skip
 SLOWER = [
@@ -211,11 +222,14 @@ def test_minimal_twin_trains_to_the_same_bits_as_its_big_script(
         monkeypatch.setattr(captions, "MULTIPLE", 2)
         text = text.replace("+ 31) // 32 * 32", "+ 1) // 2 * 2")
         assert text != PATHS[name].read_text()
-    flags = [*data_flags(name, inputs), *EXACT, *sizes, *flags]
-    train(run_big, name, tmp_path / "big", flags, num_processes)
+    data = data_flags(name, inputs, pretrained="pretrained" in flags)
+    if "grey" in flags:  # a U-Net with one channel: JPEGs give their own brightness
+        data.append(f"--model_config_name_or_path={inputs / 'grey-unet'}")
+    flags = [*data, *EXACT, *sizes, *(flag for flag in flags if flag.startswith("--"))]
+    big = train_big(name, inputs, flags, num_processes)
     train(run_twin, name, tmp_path / "twin", flags, num_processes, text=text)
     for step in (2, 4, 5):
-        assert_same_bits(tmp_path / "big", tmp_path / "twin", step)
+        assert_same_bits(big, tmp_path / "twin", step)
     assert_pipeline_has_the_average(tmp_path / "twin")
 
 
@@ -235,24 +249,6 @@ def assert_pipeline_has_the_average(folder):
     if "transformer" in pipeline.components:
         options["use_resolution_binning"] = False
     assert pipeline(**options).images.shape[1:3] == (16, 16)
-
-
-@pytest.mark.ci
-def test_minimal_twin_trains_alike_on_grey_images(tmp_path, inputs):
-    """A U-Net with one channel: JPEGs give their own brightness."""
-    flags = [*data_flags(UNCONDITIONAL, inputs), *EXACT, *ONE[1]]
-    flags += [f"--model_config_name_or_path={inputs / 'grey-unet'}"]
-    train(run_big, UNCONDITIONAL, tmp_path / "big", flags)
-    train(run_twin, UNCONDITIONAL, tmp_path / "twin", flags)
-    assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
-
-
-@pytest.mark.ci
-def test_minimal_twin_trains_a_pretrained_unet_alike(tmp_path, inputs):
-    flags = [*data_flags(TEXT, inputs, pretrained=True), *EXACT, *ONE[1]]
-    train(run_big, TEXT, tmp_path / "big", flags)
-    train(run_twin, TEXT, tmp_path / "twin", flags)
-    assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
 
 
 @pytest.mark.parametrize(
@@ -287,15 +283,14 @@ def test_minimal_demo_has_as_many_steps_as_the_big_scripts():
 
 def test_bit_comparison_detects_a_change_in_the_last_bits(tmp_path, inputs):
     """weight * (clamp / snr) differs from weight * clamp / snr in the last bits only."""
-    flags = [*data_flags(TEXT, inputs), *EXACT, *ONE[1], *EPSILON]
+    flags = [*data_flags(TEXT, inputs), *EXACT, *ONE[1], *DROPOUT, *EPSILON]
     right = "weight * snr.clamp(max=args.snr_gamma) / snr"
     wrong = "weight * (snr.clamp(max=args.snr_gamma) / snr)"
     text = PATHS[TEXT].read_text()
     assert text.count(right) == 1
-    train(run_big, TEXT, tmp_path / "big", flags)
     train(run_twin, TEXT, tmp_path / "twin", flags, text=text.replace(right, wrong))
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(tmp_path / "big", tmp_path / "twin", 5)
+        assert_same_bits(train_big(TEXT, inputs, flags), tmp_path / "twin", 5)
 
 
 # --------------------------------------------------------------------- kills, signals and resume
@@ -322,36 +317,27 @@ def kill_and_resume(name, folder, flags, num_processes, moments):
 
 
 @pytest.mark.parametrize(
-    "name, num_processes",
+    "name, num_processes, kills",
     [
-        pytest.param(UNCONDITIONAL, 2, marks=pytest.mark.long),
-        pytest.param(TEXT, 1, marks=pytest.mark.long),
-        pytest.param(FLOW, 1, marks=pytest.mark.ci),
+        pytest.param(FLOW, 1, 2, marks=pytest.mark.ci),
+        *(pytest.param(name, n, 20, marks=pytest.mark.long) for name in BIG for n in (1, 2)),
     ],
 )
 def test_minimal_twin_killed_at_random_ends_with_the_same_bits(
-    tmp_path, inputs, name, num_processes
+    tmp_path, inputs, name, num_processes, kills
 ):
-    sizes = ["--train_batch_size=3", "--gradient_accumulation_steps=2", "--max_train_steps=16"]
-    flags = [*data_flags(name, inputs), *EXACT, *sizes, "--checkpointing_steps=4"]
-    train(run_big, name, tmp_path / "big", flags, num_processes)
-    moments = np.random.default_rng(num_processes).uniform(0, 0.1, 2)
+    steps = 8 * kills
+    sizes = [
+        "--train_batch_size=3",
+        "--gradient_accumulation_steps=2",
+        f"--max_train_steps={steps}",
+    ]
+    every = "--checkpointing_steps=4" if kills < 10 else "--checkpointing_steps=1"
+    flags = [*data_flags(name, inputs), *EXACT, *sizes, every]
+    moments = np.random.default_rng(num_processes if kills < 10 else None).uniform(0, 0.1, kills)
     kill_and_resume(name, tmp_path / "twin", flags, num_processes, moments)
-    assert_same_bits(tmp_path / "big", tmp_path / "twin", 16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("name", BIG)
-def test_minimal_twin_killed_many_times_ends_with_the_same_bits(
-    tmp_path, inputs, name, num_processes
-):
-    sizes = ["--train_batch_size=3", "--gradient_accumulation_steps=2", "--max_train_steps=100"]
-    flags = [*data_flags(name, inputs), *EXACT, *sizes, "--checkpointing_steps=1"]
-    train(run_big, name, tmp_path / "big", flags, num_processes)
-    moments = np.random.default_rng().uniform(0, 0.1, 20)
-    kill_and_resume(name, tmp_path / "twin", flags, num_processes, moments)
-    assert_same_bits(tmp_path / "big", tmp_path / "twin", 100)
+    big = train_big(name, inputs, flags, num_processes)
+    assert_same_bits(big, tmp_path / "twin", steps)
 
 
 @pytest.mark.parametrize(

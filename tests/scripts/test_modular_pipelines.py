@@ -90,6 +90,7 @@ def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path, name, 
         assert torch.equal(ours, velocity.reshape(noise.shape))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["flux3", pytest.param("anima", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("without_figures")
 def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path, name):

@@ -16,22 +16,8 @@ import tiny_pipelines
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import (
-    MODELS,
-    Script,
-    assert_same_weights,
-    checkpoints,
-    make_captioned,
-    make_masked,
-    metrics,
-)
-from diffusers import (
-    AutoencoderKL,
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
+from conftest import Script, assert_same_weights, checkpoints, make_captioned, make_masked, metrics
+from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -116,50 +102,19 @@ class StableDiffusion3(Family):
 
 def make_sd3(folder):
     """A pipeline of 20,000 weights; its text encoders differ in width."""
-    tokenizer = transformers.CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
+    tokenizer = tiny_pipelines.make_clip_tokenizer()
     torch.manual_seed(0)
-    text_encoders = []
-    for width, projection in ((32, 8), (16, 12)):
-        config = transformers.CLIPTextConfig.from_pretrained(
-            MODELS / "text_encoder",
-            hidden_size=width,
-            projection_dim=projection,
-            num_hidden_layers=3,
-        )
-        text_encoders.append(transformers.CLIPTextModelWithProjection(config))
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        norm_num_groups=4,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        scaling_factor=1.5,
-        shift_factor=0.25,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
-    transformer = SD3Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=WIDTH,
-        caption_projection_dim=16,
-        pooled_projection_dim=20,
-        out_channels=4,
-        pos_embed_max_size=8,
-    )
+    options = {"joint_attention_dim": WIDTH, "pos_embed_max_size": 8}
     StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=text_encoders[0],
+        text_encoder=tiny_pipelines.make_clip(32, 8, 3),
         tokenizer=tokenizer,
-        text_encoder_2=text_encoders[1],
+        text_encoder_2=tiny_pipelines.make_clip(16, 12, 3),
         tokenizer_2=tokenizer,
         text_encoder_3=None,
         tokenizer_3=None,
+        vae=tiny_pipelines.make_shifting_vae(use_quant_conv=False, use_post_quant_conv=False),
+        transformer=tiny_pipelines.make_sd3_transformer(**options),
+        scheduler=tiny_pipelines.make_scheduler(),
     ).save_pretrained(folder)
     return folder
 
@@ -408,6 +363,7 @@ def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, nu
     assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
 
 
+@pytest.mark.ci
 def test_a_new_familys_pipeline_redraws_the_last_validation_samples(tmp_path, cached):
     """The run also computes its costs, its curves and the held-out loss."""
     prompts = ["a digit one", "a digit two"]

@@ -13,7 +13,6 @@ import shutil
 import signal
 import time
 import weakref
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -30,6 +29,7 @@ from conftest import (
     make_captioned,
     make_images,
     patch,
+    read_files,
     start,
     wait_until,
 )
@@ -56,15 +56,6 @@ def flags(tmp_path):
         f"--pretrained_model_name_or_path={MODELS}",
         "--rows_per_shard=3",
     )
-
-
-def contents(folder):
-    """Every file of a cache with its bytes."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in Path(folder).rglob("*")
-        if path.is_file()
-    }
 
 
 def load_models():
@@ -342,7 +333,7 @@ def test_rows_with_infinite_latents_are_skipped(tmp_path, flags, monkeypatch):
 def test_a_killed_cache_run_resumes_to_the_same_bytes(tmp_path, flags, num_processes):
     flags = [*flags, "--random_flip", "--rows_per_shard=1", "--batch_size=1", "--latents=sample"]
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    whole = contents(tmp_path / "whole")
+    whole = read_files(tmp_path / "whole")
     assert sorted(whole) == sorted(
         [f"data-{i:05d}-of-00010.arrow" for i in range(10)]
         + [
@@ -378,7 +369,7 @@ def test_a_killed_cache_run_resumes_to_the_same_bytes(tmp_path, flags, num_proce
     assert finish(start(run, num_processes, log=tmp_path / "log")) == [0] * num_processes, (
         tmp_path / "log"
     ).read_text()
-    assert contents(tmp_path / "out") == whole
+    assert read_files(tmp_path / "out") == whole
     redone = sum(path.stat().st_ino != inode for path, inode in before.items())
     assert redone <= num_processes  # only shards that were renamed but not recorded
 
@@ -417,14 +408,14 @@ def test_a_second_run_encodes_only_damaged_and_missing_shards(tmp_path, flags, c
     (tmp_path / "images/4.png").write_bytes(b"no image")
     flags.append("--max_skipped=0.2")
     precompute(*flags)
-    whole = contents(tmp_path / "out")
+    whole = read_files(tmp_path / "out")
     encoded = []
     encode = script.encode
     monkeypatch.setattr(
         script, "encode", lambda batch, *rest: encoded.append(batch["row"]) or encode(batch, *rest)
     )
     precompute(*flags)
-    assert encoded == [] and contents(tmp_path / "out") == whole
+    assert encoded == [] and read_files(tmp_path / "out") == whole
     for damage in ("flip", "truncate", "delete"):
         path = tmp_path / "out/data-00001-of-00004.arrow"
         data = bytearray(path.read_bytes())
@@ -444,13 +435,13 @@ def test_a_second_run_encodes_only_damaged_and_missing_shards(tmp_path, flags, c
         said = capfd.readouterr().out
         assert f"data-00001-of-00004.arrow is {'gone' if damage == 'delete' else 'damaged'}" in said
         assert encoded == [range(3, 5), range(5, 6)] or encoded == [[3, 4], [5]]
-        assert contents(tmp_path / "out") == whole
+        assert read_files(tmp_path / "out") == whole
 
 
 def test_cache_refuses_other_models_data_and_precision(tmp_path, flags):
     """test_cache.py tests that each setting is compared."""
     precompute(*flags)
-    whole = contents(tmp_path / "out")
+    whole = read_files(tmp_path / "out")
     vae, text_encoder, _ = load_models()
     shutil.copytree(MODELS, tmp_path / "models")
     with torch.no_grad():
@@ -477,12 +468,12 @@ def test_cache_refuses_other_models_data_and_precision(tmp_path, flags):
         settings = error.split("; ")[-1]  # after the flags
         assert all(name in error for name in names), (change, error)
         assert settings.count(" -> ") == len(names), (change, error)
-        assert {k: v for k, v in contents(tmp_path / "out").items() if k != ".lock"} == whole
+        assert {k: v for k, v in read_files(tmp_path / "out").items() if k != ".lock"} == whole
     # The folder of the models and flags that do not change the numbers may differ.
     precompute(
         *flags, f"--pretrained_model_name_or_path={tmp_path / 'models'}", "--max_skipped=0.5"
     )
-    now = contents(tmp_path / "out")
+    now = read_files(tmp_path / "out")
     assert str(tmp_path / "models") in now["run.args"].decode()  # the last command
     assert now | {"run.args": b""} == whole | {"run.args": b""}
 
@@ -502,7 +493,7 @@ def test_accelerate_launch_with_two_processes_writes_the_same_cache(tmp_path, fl
     done = launch(*argv, f"--output_dir={tmp_path / 'two'}", env={"ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Done: 10 rows, 0 skipped") == 1
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert read_files(tmp_path / "one") == read_files(tmp_path / "two")
 
 
 @pytest.mark.long
@@ -635,7 +626,7 @@ def test_run_args_file_makes_the_same_cache_again(tmp_path, flags):
     precompute(*flags, "--max_skipped=0.5")
     again = [f"@{tmp_path / 'out/run.args'}", f"--output_dir={tmp_path / 'again'}"]
     precompute(*again)
-    assert contents(tmp_path / "out") == contents(tmp_path / "again")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "again")
 
 
 def test_the_device_does_not_wait_while_a_shard_is_written(tmp_path, flags, monkeypatch):
@@ -694,7 +685,7 @@ def test_rows_lost_in_an_outage_are_read_by_the_next_run(tmp_path, flags, capfd,
     capfd.readouterr()
     precompute(*flags, "--max_skipped=0.1")
     assert capfd.readouterr().out.count("lacks rows that could not be read: making it again") == 2
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert read_files(tmp_path / "out") == read_files(tmp_path / "whole")
 
 
 def test_dry_run_prints_the_cache_size_and_writes_nothing(tmp_path, flags, capsys, monkeypatch):

@@ -18,7 +18,8 @@ from conftest import (
     start,
     wait_until,
 )
-from test_precompute_latents import contents, precompute
+from conftest import read_files as contents
+from test_precompute_latents import precompute
 
 import precompute_latents as script
 from diffusion_training.data.images import decode_image

@@ -130,10 +130,14 @@ def list_unconditional(folder):
         "fp16": Run(
             UNCONDITIONAL, [*base, *STEPS, "--mixed_precision=fp16"], [wait_for_scaler(path)]
         ),
-        "range": Run(
-            UNCONDITIONAL, [*base, *STEPS, "--find_lr", "--find_lr_steps=10"], [wait_for_loss()]
-        ),
-        "auto": Run(UNCONDITIONAL, [*base, *STEPS, "--train_batch_size=auto"], None),
+    }
+
+
+def list_searches(folder):
+    base = list_unconditional(folder)["fp16"].flags[:-1]
+    return {
+        "range": Run(UNCONDITIONAL, [*base, "--find_lr", "--find_lr_steps=10"], [wait_for_loss()]),
+        "auto": Run(UNCONDITIONAL, [*base, "--train_batch_size=auto"], None),
     }
 
 
@@ -375,6 +379,7 @@ def find_products(products, left_out=IN_FLOAT32):
 QUICK = {"unconditional": list_unconditional}
 SLOW = {  # marked `ci`
     "prx": list_prx,
+    "searches": list_searches,
     "twins": list_twins,
 }
 SLOWER = {  # marked `long`
@@ -435,7 +440,8 @@ def test_ddp_neither_mixes_devices_nor_waits_in_a_steady_step(tmp_path):
 @pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(
-    "name", ["unconditional", "stable diffusion", "sdxl", "prx", "z-image", "qwen-image"]
+    "name",
+    ["unconditional", "searches", "stable diffusion", "sdxl", "prx", "z-image", "qwen-image"],
 )
 def test_every_run_ends_on_a_device_like_a_macs(tmp_path, name):
     runs = (QUICK | SLOW | SLOWER)[name](tmp_path)
