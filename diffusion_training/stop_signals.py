@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -29,9 +30,18 @@ def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
         yield
         return
     handlers = {number: signal.signal(number, handler) for number in list_stop_signals()}
+    hook = sys.unraisablehook
+
+    def report(lost: Any) -> None:
+        # Python prints an exception of a destructor and goes on; see `end_if_stopped`
+        if not (SIGNALS and isinstance(lost.exc_value, SystemExit)):
+            hook(lost)
+
+    sys.unraisablehook = report
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, previous in handlers.items():
             signal.signal(number, previous)
 

@@ -335,6 +335,8 @@ def test_published_latents_become_the_cache_that_their_images_would(tmp_path):
     for name in ("latents", "latents_flip"):
         save_file(tensors | {name: tensors[name].roll(1, dims=0).flip(1)}, first)
         assert f"does not reproduce the {name} of {first}" in precompute.refused(*flags)
+    save_file(tensors | {"labels": torch.tensor(3)}, first)
+    assert "published latents (labels has the shape [], not [N])" in precompute.refused(*flags)
 
 
 def train_classifier(images, labels):
