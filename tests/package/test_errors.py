@@ -162,12 +162,11 @@ def test_a_signal_in_a_destructor_is_reported_once(capsys, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     lost = []
-    hook = lost.append
-    monkeypatch.setattr(sys, "unraisablehook", hook)
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
     with pytest.raises(SystemExit) as stop:
         in_one_sentence(lambda args: Ends() and None)(None)
     assert stop.value.code == 143 and "Stopped by SIGTERM" in capsys.readouterr().out
-    assert not lost and sys.unraisablehook is hook
+    assert not lost
 
 
 def test_printing_non_ascii_to_an_ascii_terminal_does_not_fail(monkeypatch):
