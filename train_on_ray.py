@@ -188,7 +188,7 @@ try:
     from ray.train.backend import Backend
     from ray.train.collective import broadcast_from_rank_zero
     from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.util.queue import Empty, Queue
+    from ray.util.queue import Queue
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError:
     sys.exit(
@@ -495,9 +495,10 @@ def read_last_record(output_dir: Path) -> dict[str, float]:
 def next_event(events: Queue) -> Event | None:
     """The next event, or None if none comes within a second."""
     try:
-        return events.get(timeout=1)
-    except Empty:
-        return None
+        # `get` with a timeout leaves an error that Ray prints if a signal ends it
+        if events.empty():
+            time.sleep(1)
+        return None if events.empty() else events.get()
     finally:
         end_if_stopped()  # Ray may have swallowed a signal's exception
 

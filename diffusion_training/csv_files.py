@@ -58,8 +58,11 @@ def find_csv_fault(url: str) -> str | None:
                     spanning.append(begin)
                 begin = reader.line_num + 1
         except (csv.Error, ValueError) as error:
+            reason = str(error)
+            if "field limit" in reason:
+                reason = f"a value has more than {MAX_VALUE:,} characters, the most that is read"
             raise ValueError(
-                f"the row that begins in line {begin} can't be read: {error}. A value that begins "
+                f"the row that begins in line {begin} can't be read: {reason}. A value that begins "
                 'with a quote must end with one, and a quote inside it must be doubled: ""'
             ) from None
     if not spanning:

@@ -81,7 +81,8 @@ def listen_to_machines(timeout: timedelta) -> None:
                     print(
                         f"\n{Path(sys.argv[0]).name}: machine {machine} ({host}) has been silent "
                         f"for {MAX_SILENT * BEAT:.0f} seconds; saved files are complete, "
-                        "and the same command continues from there",
+                        "and the same command continues from there (of a trainer, with "
+                        "--resume_from_checkpoint latest)",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -1,5 +1,8 @@
 """Read image files with Pillow alone, in workers without torch: limits, orientation, deep grey."""
 
+import struct
+from typing import IO
+
 import numpy as np
 from PIL import Image
 
@@ -14,12 +17,41 @@ def check_scans(image: Image.Image, data: bytes | bytearray) -> None:
 
 
 def read_orientation(image: Image.Image) -> int:
-    """Return an image's EXIF orientation, 1 (upright) to 8; 1 if it is missing or broken."""
+    """Return the EXIF orientation in which an image has to be turned, 1 (upright) to 8.
+
+    It is 1 if the EXIF is missing or broken. For a TIFF it is 1 too, because Pillow turns these
+    itself, and their `size` is that of the turned image. The pixels are decoded only for a PNG that
+    has its EXIF after them; then Pillow's error is raised if they are damaged.
+    """
+    if image.format == "TIFF":
+        return 1
+    if image.format == "PNG" and image.fp and has_late_exif(image.fp):
+        image.load()
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        # `PngImageFile.getexif` would decode the pixels. Its error would be lost here, and a second
+        # `load` of the same image raises none.
+        orientation = Image.Image.getexif(image).get(0x0112, 1)
     except Exception:  # the image itself may be good
         return 1
     return orientation if orientation in range(1, 9) else 1
+
+
+def has_late_exif(file: IO[bytes]) -> bool:
+    """Whether a PNG has EXIF or XMP after its pixels. The position in the file stays."""
+    position = file.tell()
+    place = 8  # of the first chunk
+    is_after = is_late = False
+    file.seek(place)
+    while not is_late and len(head := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if is_after and kind in (b"tEXt", b"zTXt", b"iTXt"):
+            is_late = file.read(21).startswith((b"Raw profile type exif", b"XML:com.adobe.xmp"))
+        is_late |= is_after and kind == b"eXIf"
+        is_after |= kind == b"IDAT"
+        place += length + 12
+        file.seek(place)
+    file.seek(position)
+    return is_late
 
 
 def is_deep_grey(image: Image.Image) -> bool:

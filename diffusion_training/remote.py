@@ -177,8 +177,9 @@ def persist(
                 raise FileNotFoundError(None, "no such file", path) from error
             if wait is None or is_a(error, "ImportError", *hopeless):
                 fail(
-                    f"{path} can't be read ({explain(error)}): saved files are complete, "
-                    "and the same command continues when it can be read",
+                    f"{path} can't be read ({explain(error)}): saved files are complete; when it "
+                    "can be read, the same command continues (of a trainer, with "
+                    "--resume_from_checkpoint latest)",
                     alone=True,
                 )
             time.sleep(wait)

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 # signals since `main` began, kept here because a library can swallow their exceptions
 SIGNALS: list[int] = []
@@ -52,12 +52,16 @@ def holding_signals() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """A signal handler that ends the program.
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """A signal handler that ends the program; from a destructor, at the next `end_if_stopped`.
 
     Complete files stay. Incomplete files are deleted now or at the next start.
     """
     SIGNALS.append(number)
+    while frame:
+        if frame.f_code.co_name == "__del__":
+            return  # Python would print an exception with its traceback, and go on
+        frame = frame.f_back
     raise SystemExit(128 + number)
 
 

@@ -63,7 +63,11 @@ def is_intact(record: Path, folder: Path) -> bool:
         return False
     if record.stat().st_mtime > BEGUN:
         return True
-    return json.loads(record.read_text()) == checksum_files(folder)
+    try:
+        known = json.loads(record.read_text())
+    except ValueError:  # it is damaged itself
+        return False
+    return known == checksum_files(folder)
 
 
 def cache_images(

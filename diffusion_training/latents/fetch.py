@@ -5,6 +5,7 @@ import collections
 import contextlib
 import errno
 import heapq
+import json
 import math
 import re
 import shutil
@@ -97,6 +98,10 @@ class Fetcher:
             except OSError as error:
                 if error.errno in DISK_ERRORS or error.filename == str(unfinished):
                     fail(f"--shards_dir {self.folder} can't be written to ({error})", alone=True)
+                check_cache(fs, location, digest)
+                raise
+            except ValueError:
+                check_cache(fs, location, digest)
                 raise
             finally:
                 unfinished.unlink(missing_ok=True)
@@ -208,6 +213,21 @@ class Fetcher:
                 self.jobs.remove((shard, future))
             elif future.done() and not future.exception():
                 future.result().unlink(missing_ok=True)
+
+
+def check_cache(fs: AbstractFileSystem, location: str, digest: str) -> None:
+    """End the program if the cache at an address no longer has a shard with this SHA-256."""
+    folder = location.rpartition("/")[0]
+    try:
+        shards = json.loads(fs.cat_file(f"{folder}/cache.json"))["shards"]
+    except Exception:  # the address may fail for all files
+        return
+    if digest not in shards["sha256"]:
+        fail(
+            f"{fs.unstrip_protocol(folder)} holds another cache than when the run began: put the "
+            "old one back to resume, or begin a new run",
+            alone=True,
+        )
 
 
 def make_fetch_folder(folder: Path) -> Path:

@@ -51,7 +51,8 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
     groups = group_by_checksum(list_columns(cache))
     own = pa.schema([field for field in schema if field.name not in groups])
-    if missing := set(own.names) - set(rows.column_names):
+    # without checksums, rows of another VAE could not be told from the cache's
+    if missing := {*own.names, "checksum"} - {*rows.column_names}:
         fail(f"the rows have no column {min(missing)!r}, which {like} has")
     known = np.concatenate([batch["checksum"].to_numpy() for batch in opened.shards])
 
@@ -66,7 +67,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
         delete(path)
     write_file(output_dir / "cache.json", BEGUN)
     (output_dir / "unfinished").mkdir()
-    rows = rows.select_columns([*own.names, *{"checksum"} & {*rows.column_names}])
+    rows = rows.select_columns([*own.names, "checksum"])
     rows = rows.with_format("arrow")
     per_shard = cache["rows_per_shard"]
     for number, first in enumerate(range(0, len(rows), per_shard)):
@@ -74,7 +75,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
             table = rows[first : first + per_shard]
             row = first
             with explained(f"the columns differ from those of {like}"):
-                before = table["checksum"] if "checksum" in table.column_names else None
+                before = table["checksum"]
                 table = pa.table({name: table[name] for name in own.names}).cast(own)
             for batch in table.combine_chunks().to_batches():
                 columns = {name: batch[name] for name in own.names}
@@ -87,15 +88,14 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
                         for row in range(len(batch))
                     ]
                     columns[checksum] = pa.array(sums, schema.field(checksum).type)
-                if before is not None:
-                    now = columns["checksum"].to_numpy()
-                    was = before[row - first : row - first + len(batch)].to_numpy()
-                    is_foreign = (was.astype(now.dtype) == now) & ~np.isin(now, known)
-                    if is_foreign.any():
-                        fail(
-                            f"row {row + int(is_foreign.argmax())} is of another cache than "
-                            f"{like}: give --like the cache that it was chosen from"
-                        )
+                now = columns["checksum"].to_numpy()
+                was = before[row - first : row - first + len(batch)].to_numpy()
+                is_foreign = (was.astype(now.dtype) == now) & ~np.isin(now, known)
+                if is_foreign.any():
+                    fail(
+                        f"row {row + int(is_foreign.argmax())} is of another cache than "
+                        f"{like}: give --like the cache that it was chosen from"
+                    )
                 row += len(batch)
                 add(LatentRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
     empty_prompt = {
@@ -128,6 +128,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 @in_one_sentence
 def main(args: argparse.Namespace) -> None:
     with explained(f"{args.rows} is not a folder of save_to_disk"):
+        state = Path(args.rows, "state.json")  # of one split
+        if state.is_file() and not json.loads(state.read_text())["_data_files"]:
+            raise ValueError("it holds no rows")  # `datasets` can't load it
         rows = datasets.load_from_disk(args.rows)
         if not isinstance(rows, datasets.Dataset):
             raise ValueError(f"it holds several splits: {', '.join(rows)}. Give one split's folder")

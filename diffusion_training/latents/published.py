@@ -32,10 +32,12 @@ def open_published(args: Namespace) -> ImageRows:
     columns: dict[str, list] = {"file": [], "number": [], args.class_column: []}
     for path in sorted(map(str, Path(source).glob("[!.]*.safetensors"))):
         with explained(f"{path} can't be read as published latents"):
-            labels = safe_open(path, "pt").get_tensor(args.class_column).tolist()
+            labels = safe_open(path, "pt").get_tensor(args.class_column)
+            if labels.ndim != 1:
+                raise ValueError(f"{args.class_column} has the shape {[*labels.shape]}, not [N]")
         columns["file"] += [path] * len(labels)
         columns["number"] += range(len(labels))
-        columns[args.class_column] += labels
+        columns[args.class_column] += labels.tolist()
     if not columns["file"]:
         fail(f"{source} holds no published latents (.safetensors)")
     rows = datasets.Dataset.from_dict(columns)

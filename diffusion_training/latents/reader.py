@@ -35,6 +35,7 @@ from diffusion_training.latents.columns import (
 from diffusion_training.latents.fetch import Fetcher
 from diffusion_training.latents.shards import OpenShard, Shards, name_repair
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
+from diffusion_training.printing import printable
 from diffusion_training.remote import read_bytes
 
 CHOOSE = "diffusion_training.latents.filtered"
@@ -76,10 +77,8 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
                 f"{FORMAT_VERSION}: make the cache again"
             )
         if unknown := set(cache["features"]) - list_features():
-            fail(
-                f"{folder} holds {', '.join(sorted(unknown))}, which this version can't read: "
-                "install a newer one"
-            )
+            names = printable(", ".join(sorted(unknown)))
+            fail(f"{folder} holds {names}, which this version can't read: install a newer one")
         empty_prompt = {}
         for name, file in name_empty_files(cache).items():
             content = read_bytes(f"{folder}/{file}.npy")

@@ -79,6 +79,8 @@ class Shards:
         path = Path(path or self.locate(number))
         digest = xxhash.xxh3_128()
         try:
+            if path.exists() and not path.is_file():
+                raise ValueError("it is not a file")  # a pipe might never end
             batches = [
                 batch for batch in pa.ipc.open_stream(pa.memory_map(str(path))) if len(batch)
             ]

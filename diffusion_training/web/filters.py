@@ -7,7 +7,7 @@ import operator
 import pyarrow as pa
 import pyarrow.compute as pc
 
-TEXT = pa.string(), pa.large_string()
+TEXT = pa.string(), pa.large_string(), pa.string_view()
 COMPARE = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,

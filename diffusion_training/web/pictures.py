@@ -87,14 +87,14 @@ def check_image(
         if width * height * weight > Image.MAX_IMAGE_PIXELS:
             raise Failure(f"too many pixels: {width} x {height}")
         check_scans(image, data)
-        if read_orientation(image) >= 5:  # EXIF: rotated by 90 degrees
-            width, height = height, width
-        short_side, long_side = sorted(image.size)
-        if short_side < args.min_size:
-            raise Failure(f"too small: {width} x {height}")
-        if long_side > (args.max_aspect_ratio or float("inf")) * short_side:
-            raise Failure(f"aspect ratio: {width} x {height}")
         with alone if width * height > LARGE else NO_LOCK:
+            if read_orientation(image) >= 5:  # EXIF: rotated by 90 degrees
+                width, height = height, width
+            short_side, long_side = sorted(image.size)
+            if short_side < args.min_size:
+                raise Failure(f"too small: {width} x {height}")
+            if long_side > (args.max_aspect_ratio or float("inf")) * short_side:
+                raise Failure(f"aspect ratio: {width} x {height}")
             if args.resize_to is not None and short_side > args.resize_to:
                 return shrink_file(image, width, height, args)
             image.draft(image.mode, (max(1, width // 8), max(1, height // 8)))

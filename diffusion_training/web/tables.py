@@ -204,14 +204,30 @@ def copy_table(source: str, digest: str, **options: Any) -> dict[str, Any]:
 
 
 def select_columns(schema: pa.Schema, columns: list[str]) -> pa.Schema:
-    """The schema of some columns. Raises ValueError if one is missing or occurs twice."""
+    """The schema of some columns. Raises ValueError if one is missing or occurs twice.
+
+    string_view becomes string, since pyarrow can't filter or pick rows of it.
+    """
     for name in columns:
         if schema.names.count(name) != 1:
             count = "two columns" if name in schema.names else "no column"
             flags = "--url_column, --caption_column, --keep_columns and --where"
             known = ", ".join(map(repr, schema.names))  # quoted: a name may begin with a space
             raise ValueError(f"{count} {name!r} among {known}: see {flags}")
-    return pa.schema([schema.field(name).remove_metadata() for name in columns])
+    fields = [schema.field(name).remove_metadata() for name in columns]
+    for number, field in enumerate(fields):
+        if "string_view" in str(field.type):
+            fields[number] = field.with_type(simplify_type(field.type))
+    return pa.schema(fields)
+
+
+def simplify_type(kind: pa.DataType) -> pa.DataType:
+    """string for large_string, string_view and categories of text, also in lists."""
+    if pa.types.is_dictionary(kind) and kind.value_type in TEXT:
+        return pa.string()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(simplify_type(kind.value_type))
+    return pa.string() if kind in TEXT else kind
 
 
 @contextlib.contextmanager
@@ -252,7 +268,7 @@ def open_table(
             batches = pa_csv.open_csv(file, read, parse, convert)
             schema = batches.schema
         schema = select_columns(schema, columns)
-        yield schema, (batch.select(columns) for batch in batches)
+        yield schema, (batch.select(columns).cast(schema) for batch in batches)
 
 
 def list_json_rows(url: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
@@ -366,14 +382,8 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
     It has the metadata of `datasets`, which then reads the column `image` as images, not as
     structs. Ends the program if the columns can't be used.
     """
-    schema = tables[0]["schema"]
-    for table in tables[1:]:
-        if table["schema"] != schema:
-            fail(
-                f"the columns of {table['source']} and {tables[0]['source']} differ in type: "
-                "make them the same"
-            )
-    url, text, *kept = schema
+    sources = {table["schema"]: table["source"] for table in tables}
+    url, text, *kept = [unify_field(sources, place) for place in range(len(tables[0]["schema"]))]
     # categories (dictionary-encoded columns) of text are text
     if (url.type.value_type if pa.types.is_dictionary(url.type) else url.type) not in TEXT:
         fail(f"--url_column {args.url_column} holds {url.type}, not text")
@@ -401,6 +411,26 @@ def make_schema(tables: list[dict], args: Namespace) -> pa.Schema:
     except ValueError as error:
         fail(f"--keep_columns {' '.join(args.keep_columns)}: `datasets` has no such type ({error})")
     return datasets.Features({"image": datasets.Image(), **features}).arrow_schema
+
+
+def unify_field(sources: dict[pa.Schema, str], place: int) -> pa.Field:
+    """The field at a place in tables with several schemas. sources: {schema: a table with it}.
+
+    Text of any kind is one type, and columns without any value fit all types. Ends the program if
+    types differ otherwise.
+    """
+    name = next(iter(sources)).names[place]
+    kinds = {schema.field(place).type: source for schema, source in sources.items()}
+    if len(kinds) > 1:
+        kinds.pop(pa.null(), None)
+    simplified = {simplify_type(kind): (kind, source) for kind, source in kinds.items()}
+    if len(simplified) > 1:
+        (kind, source), (other, other_source), *_ = simplified.values()
+        fail(
+            f"column {name!r} has the type {kind} in {source}, but {other} in {other_source}: make "
+            "them the same"
+        )
+    return pa.field(name, next(iter(kinds if len(kinds) == 1 else simplified)))
 
 
 def list_items(tables: list[dict], rows_per_shard: int) -> list[dict]:

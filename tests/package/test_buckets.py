@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from PIL import Image
 
 from diffusion_training.data import buckets as module
+from diffusion_training.data.images import decode_image
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.order import Order
 from diffusion_training.training.progress import Progress
@@ -100,6 +101,17 @@ def test_read_sizes_respects_exif_rotation_and_bad_images_count_as_square(tmp_pa
         (40, 20),
     ]
     assert module.choose_sizes(None, rows, settings(48, None), 0) is None
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_read_sizes_gives_the_size_of_the_decoded_image(orientation, format):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    Image.new("RGB", (30, 20)).save(file, format, exif=exif)
+    source = {"bytes": file.getvalue(), "path": None}
+    (size,) = module.read_sizes({"photo": [source]}, "photo")["size"]
+    assert size == tuple(decode_image(source, 3).shape[1:])
 
 
 def test_read_sizes_raises_memory_errors(monkeypatch):

@@ -154,6 +154,21 @@ def test_a_signal_ends_the_run_even_if_its_exception_is_swallowed(capsys):
         assert stop.value.code == 143 and "Stopped by SIGTERM" in said.out and not said.err
 
 
+def test_a_signal_in_a_destructor_is_reported_once(capsys, monkeypatch):
+    """Python would print the traceback of its exception, and the run would go on."""
+
+    class Ends:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    with pytest.raises(SystemExit) as stop:
+        in_one_sentence(lambda args: Ends() and None)(None)
+    assert stop.value.code == 143 and "Stopped by SIGTERM" in capsys.readouterr().out
+    assert not lost
+
+
 def test_printing_non_ascii_to_an_ascii_terminal_does_not_fail(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)

@@ -89,7 +89,8 @@ def test_filtered_rows_that_do_not_fit_the_cache_are_refused(tmp_path, capfd):
     make_cache(tmp_path / "other", seed=1)
     for chosen, said in [
         (rows.remove_columns("latents"), "no column 'latents'"),
-        (rows.select([]), "chosen is not a folder of save_to_disk"),
+        (rows.select([]), "chosen is not a folder of save_to_disk (it holds no rows)"),
+        (datasets.load_from_disk(other).remove_columns("checksum"), "no column 'checksum'"),
         (change(rows, "latents", lambda numbers: None), "'latents' has missing values: leave"),
         (change(rows, "latents", lambda numbers: [math.nan] * len(numbers)), "are not finite: le"),
         (datasets.load_from_disk(other), "row 0 is of another cache than"),

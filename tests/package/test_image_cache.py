@@ -79,6 +79,7 @@ def test_several_processes_make_the_same_image_cache(args):
     lambda path: path.write_bytes(path.read_bytes()[:3000] + b"x" * 10 + path.read_bytes()[3010:]),
     lambda path: path.with_name("more.arrow").write_bytes(b"more"),
     lambda path: path.parent.with_suffix(".json").write_text("{}"),
+    lambda path: path.parent.with_suffix(".json").write_text(""),
     lambda path: path.parent.with_suffix(".json").unlink(),
     lambda path: path.unlink(),
 ])  # fmt: skip

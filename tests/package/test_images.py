@@ -1,9 +1,11 @@
 """Images: every kind is decoded correctly, faults have a reason, and keys determine the crops."""
 
+import argparse
 import contextlib
 import io
 import ntpath
 import os
+import random
 import struct
 import zlib
 from pathlib import PureWindowsPath
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.data import images
 from diffusion_training.data.images import (
@@ -23,6 +26,8 @@ from diffusion_training.data.images import (
     plan_crop,
     shrink,
 )
+from diffusion_training.pillow import read_orientation
+from diffusion_training.web.pictures import FORMATS, Failure, check_image
 
 
 def encoded(image, format, **options):
@@ -325,3 +330,94 @@ def test_jpegs_with_thousands_of_scans_are_refused():
     scan = data.rindex(b"\xff\xda")
     with pytest.raises(ValueError, match="it has 5[0-9]{3} scans"):
         decode_image({"bytes": data[:scan] + data[scan:-2] * 5000 + data[-2:], "path": None}, 3)
+
+
+@pytest.mark.parametrize("format, options", [
+    ("PNG", {}), ("PNG", {"bits": 2}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}),
+    ("WEBP", {"lossless": True}), ("AVIF", {}), ("GIF", {}), ("BMP", {}), ("TIFF", {}),
+    ("TIFF", {"compression": "tiff_adobe_deflate"}), ("JPEG2000", {}), ("QOI", {}), ("TGA", {}),
+])  # fmt: skip
+def test_files_with_a_flipped_bit_are_refused_if_pillow_refuses_them(format, options):
+    """By trainers and by downloads, whether these keep the file or shrink it."""
+    picture = Image.linear_gradient("L").resize((64, 48)).rotate(30).convert("RGB")
+    if "bits" in options:
+        picture = picture.quantize(4)
+    data = encoded(picture, format, **options)["bytes"]
+    flags = {"min_size": 0, "max_aspect_ratio": None, "jpeg_quality": 95}
+    downloads = [argparse.Namespace(**flags, resize_to=side) for side in (None, 16)]
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(data)
+        damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        try:
+            Image.open(io.BytesIO(damaged)).load()
+        except Exception:
+            is_good = False
+            refused += 1
+        else:
+            is_good = True
+        with contextlib.nullcontext() if is_good else pytest.raises(Exception):
+            decode_image({"bytes": bytes(damaged), "path": None}, 3)
+        for args in downloads if format in FORMATS else ():
+            with contextlib.nullcontext() if is_good else pytest.raises(Failure):
+                check_image(damaged, args)
+    assert refused > 40 or format != "PNG"
+
+
+def test_a_png_with_a_block_of_zeros_is_refused():
+    """As a failing disk leaves it. Its header, its length and its end are good."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    data = bytearray(encoded(Image.fromarray(noise), "PNG")["bytes"])
+    data[4096:8192] = bytes(4096)
+    with pytest.raises(OSError):
+        decode_image({"bytes": bytes(data), "path": None}, 3)
+
+
+def move_to_end(data, kind):
+    """A PNG with its chunks of a kind after the pixels."""
+    chunks, place = [], 8
+    while place < len(data):
+        end = place + 12 + struct.unpack(">I", data[place : place + 4])[0]
+        chunks.append(data[place:end])
+        place = end
+    late = [chunk for chunk in chunks if chunk[4:8] == kind]
+    assert late
+    rest = [chunk for chunk in chunks if chunk[4:8] != kind]
+    return data[:8] + b"".join([*rest[:-1], *late, rest[-1]])
+
+
+@pytest.mark.parametrize("kind", [b"eXIf", b"zTXt", b"iTXt"])
+def test_pngs_are_rotated_by_exif_and_xmp_after_the_pixels(kind):
+    """As some programs write it. Other texts there cause no decoding of the pixels."""
+    exif, texts = Image.Exif(), PngInfo()
+    exif[0x0112] = 6
+    if kind == b"zTXt":
+        raw = exif.tobytes()
+        text = f"\nexif\n{len(raw):8}\n{raw.hex()}\n"
+        texts.add_text("Raw profile type exif", text, zip=True)
+    elif kind == b"iTXt":
+        texts.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    options = {"exif": exif} if kind == b"eXIf" else {"pnginfo": texts}
+    early = encoded(photo(), "PNG", **options)["bytes"]
+    for data in (early, move_to_end(early, kind)):
+        image = Image.open(io.BytesIO(data))
+        assert read_orientation(image) == 6
+        expected = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+        pixels = decode_image({"bytes": data, "path": None}, 3)
+        assert expected.shape == (12, 8, 3)
+        assert pixels.permute(1, 2, 0).numpy().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_read_orientation_decodes_no_pixels(format, monkeypatch):
+    data = encoded(photo(), format)["bytes"]
+    if format == "PNG":
+        texts = PngInfo()
+        texts.add_text("date:create", "2026-11-26")  # as ImageMagick writes it
+        data = move_to_end(encoded(photo(), "PNG", pnginfo=texts)["bytes"], b"tEXt")
+    image = Image.open(io.BytesIO(data))
+    loads = []
+    for kind in (Image.Image, type(image)):
+        monkeypatch.setattr(kind, "load", lambda self: loads.append(self))
+    assert read_orientation(image) == 1 and not loads

@@ -211,14 +211,22 @@ def test_check_image_raises_machine_faults_instead_of_failing_the_image(monkeypa
         module.check_image(data, make_args())
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_check_image_measures_images_as_exif_displays_them(orientation):
+def test_images_are_measured_and_shrunk_as_exif_displays_them(orientation, kind):
+    """Pillow turns a TIFF by itself; of the others it gives the stored size."""
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encode(photograph(), "JPEG", exif=exif)
-    assert module.check_image(data, make_args())[1:] == (
-        (300, 200) if orientation < 5 else (200, 300)
-    )
+    data = encode(photograph(), kind, exif=exif)
+    width, height = (300, 200) if orientation < 5 else (200, 300)
+    assert module.check_image(data, make_args())[1:] == (width, height)
+    stored, *size = module.check_image(data, make_args("--resize_to", 100, "--jpeg_quality", 100))
+    assert size == [width // 2, height // 2]
+    pixels = decode_image({"bytes": stored, "path": None}, 3)
+    expected = shrink(decode_image({"bytes": data, "path": None}, 3), 100)
+    assert pixels.shape == expected.shape
+    difference = compare(pixels, expected)
+    assert difference.mean() < 1 and difference.max() < 16
 
 
 def test_resized_grey_images_stay_grey_and_white_stays_white():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 
 import datasets
@@ -423,6 +424,18 @@ def test_a_cache_whose_settings_do_not_fit_its_columns_is_refused(cache):
         refused(cache, "is damaged", said[1])
         rewrite(cache, lambda content, change=change, old=old: content.update({change: old}))
     assert len(open_caches(cache)) == NUM_ROWS - 1
+
+
+def test_a_shard_that_is_a_pipe_is_refused(cache):
+    shard = next(cache.glob("data-*"))
+    shard.unlink()
+    os.mkfifo(shard)
+    refused(cache, f"{shard} is damaged (it is not a file)")
+
+
+def test_names_of_unknown_features_are_printable(cache):
+    rewrite(cache, lambda content: content["features"].append("\x1b[31mred"))
+    refused(cache, "?[31mred", "which this version can't read")
 
 
 def test_a_cache_of_another_format_version_is_refused(cache):

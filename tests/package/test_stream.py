@@ -1,6 +1,7 @@
 """Caches of any size: their order, and which shards are opened, fetched and kept."""
 
 import hashlib
+import json
 import math
 import threading
 import time
@@ -444,6 +445,21 @@ def test_a_shard_with_a_wrong_hash_leaves_no_partial_file(tmp_path):
     with pytest.raises(SystemExit, match="can't be read .its SHA-256 is not the one in cache.json"):
         bucket.fetcher.path(0)
     assert {path.name for path in bucket.folder.iterdir()} <= {".0.lock"}
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_cache_that_was_replaced_ends_the_run_at_once(tmp_path, monkeypatch, is_gone):
+    """With a sentence of its own: the same command would not continue with another cache."""
+    monkeypatch.setattr(remote, "WAITS", (600,))
+    bucket = Bucket(tmp_path / "shards", 2, 10**6)
+    if is_gone:
+        MemoryFileSystem().rm("/bucket/0")
+    else:
+        MemoryFileSystem().pipe("/bucket/0", b"other bytes")
+    manifest = {"shards": {"sha256": [hashlib.sha256(b"other bytes").hexdigest()]}}
+    MemoryFileSystem().pipe("/bucket/cache.json", json.dumps(manifest).encode())
+    with pytest.raises(SystemExit, match="memory://.*bucket holds another cache than when the run"):
+        bucket.fetcher.path(0)
 
 
 def test_shard_sizes_are_estimated_if_the_server_gives_none(address, monkeypatch, tmp_path):

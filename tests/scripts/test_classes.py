@@ -1,10 +1,13 @@
 """Class labels in place of captions: --class_column, a cache of it, training, and its pipeline."""
 
+import io
 import json
 import shutil
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from conftest import MODELS, ROOT, Script, assert_same_weights, make_images, mak
 from diffusers import AutoencoderKL, DiffusionPipeline
 from fashion import NAMES as FASHION
 from fashion import fetch_fashion, write_images
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -148,13 +152,56 @@ def test_names_of_classes_come_from_the_column():
     for feature, labels in (
         (datasets.Value("float32"), [1.0]),
         (datasets.List(text), [["a"], ["b"]]),
-        (number, [None]),
     ):
         with pytest.raises(SystemExit, match="it holds neither numbers nor names"):
             list_names(feature, labels, "it")
     for feature, labels in ((number, [10**6]), (text, map(str, range(10**4 + 1)))):
         with pytest.raises(SystemExit, match="has more than 10,000 classes"):
             list_names(feature, labels, "it")
+
+
+def name_labels(folder, column):
+    """(captions, names) of images whose classes are a column of a parquet file."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    images = [{"bytes": file.getvalue(), "path": None}] * len(column)
+    folder.mkdir()
+    pq.write_table(pa.table({"image": images, "label": column}), folder / "rows.parquet")
+    flags = ["--class_column=label", f"--train_data_dir={folder}", VAE]
+    args = precompute.module.parse_args([*flags, "--output_dir=out"])
+    rows, names = name_classes(load_rows(args, others=["label"]), args)
+    return rows.rows[args.caption_column][:], names
+
+
+def test_classes_may_be_text_of_any_kind(tmp_path):
+    """pandas 3 and polars write large_string."""
+    labels = pa.array(["b", "a", None, "b"])
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        found = name_labels(tmp_path / str(kind), labels.cast(kind))
+        assert found == (["b", "a", None, "b"], ["a", "b"])
+    found = name_labels(tmp_path / "categories", labels.dictionary_encode())
+    assert found == (["b", "a", None, "b"], ["a", "b"])
+
+
+def test_blanks_around_names_of_classes_do_not_count(tmp_path):
+    """Captions are stripped, so classes that differ only in blanks would have no images."""
+    found = name_labels(tmp_path / "text", pa.array([" a", "a", "a ", "b", " "]))
+    assert found == (["a", "a", "a", "b", None], ["a", "b"])
+    label = datasets.ClassLabel(names=[" a", "b", ""])
+    assert list_names(label, [0, 1], "it") == ["a", "b", ""]
+    label = datasets.ClassLabel(names=["a", "b", "a "])
+    with pytest.raises(SystemExit, match="it has classes whose names differ only in blanks, such"):
+        list_names(label, [0, 1], "it")
+
+
+def test_labels_without_a_class_and_classes_without_an_image_are_named(tmp_path, capsys):
+    for number, labels in enumerate(([-1, -2], [None, -1], ["", " "], [None, ""])):
+        with pytest.raises(SystemExit, match="has no class for any image: all labels are missing"):
+            name_labels(tmp_path / str(number), pa.array(labels))
+    name_labels(tmp_path / "few", pa.array([0, 9]))
+    assert "8 of 10 classes have no images" in capsys.readouterr().out
+    name_labels(tmp_path / "all", pa.array([0, 1]))
+    assert "have no images" not in capsys.readouterr().out
 
 
 def test_an_empty_name_is_no_class(tmp_path):
@@ -288,6 +335,8 @@ def test_published_latents_become_the_cache_that_their_images_would(tmp_path):
     for name in ("latents", "latents_flip"):
         save_file(tensors | {name: tensors[name].roll(1, dims=0).flip(1)}, first)
         assert f"does not reproduce the {name} of {first}" in precompute.refused(*flags)
+    save_file(tensors | {"labels": torch.tensor(3)}, first)
+    assert "published latents (labels has the shape [], not [N])" in precompute.refused(*flags)
 
 
 def train_classifier(images, labels):

@@ -232,7 +232,7 @@ class Recorded(Family):
         """
         findings = settings["recorded"]
         found = Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
-        _ = found.own_calls, found.guided, findings["own"]
+        _ = found.own_calls, found.guided, dict(findings["own"])
         return found
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
