@@ -33,7 +33,6 @@ from diffusion_training.data.images import make_time_ids
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents import encoding
 from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
@@ -398,7 +397,7 @@ def test_vae_with_force_upcast_stays_in_float32(tmp_path, flags, images, force_u
         dtypes.append(encoders.vae.dtype)
         return encode_images(encoders, pixel_values)
 
-    for module in (precompute_latents, encoding):
+    for module in (precompute_latents, train.module):
         monkeypatch.setattr(module, "encode_images", record_dtype)
     make_cache(tmp_path, "--mixed_precision=bf16")
     assert len(dtypes) >= 2
