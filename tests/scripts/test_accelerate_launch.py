@@ -24,11 +24,12 @@ from conftest import (
     free_port,
     launch,
     make_captioned,
+    make_models,
     metrics,
     start,
     weights,
 )
-from diffusers import DiffusionPipeline, UNet2DConditionModel
+from diffusers import DiffusionPipeline
 from filelock import FileLock
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -68,19 +69,8 @@ FSDP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min
 def flags(tmp_path, unet_config):
     """{script: flags of a run that takes a second}."""
     make_captioned(tmp_path / "images", 6)
-    shutil.copytree(ROOT / "demo/models", tmp_path / "sd")
-    UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        cross_attention_dim=32,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).save_pretrained(tmp_path / "sd/unet")
     data = [f"--train_data_dir={tmp_path / 'images'}", "--center_crop"]
-    models = f"--pretrained_model_name_or_path={tmp_path / 'sd'}"
+    models = f"--pretrained_model_name_or_path={make_models(tmp_path)}"
     more = {
         "unconditional": ["--num_train_epochs=1", f"--model_config_name_or_path={unet_config}"],
         "precompute": [models],
