@@ -295,10 +295,10 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
 
 from diffusion_training.csv_files import get_suffix
-from diffusion_training.errors import CHANGED, explained, fail, in_one_sentence
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.printing import hide_secrets
+from diffusion_training.errors.sentences import CHANGED, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
-from diffusion_training.printing import hide_secrets
 from diffusion_training.remote import has_file, open_folder, reading, remove, writing
 from diffusion_training.web.image_shards import (
     choose_items,

@@ -113,7 +113,8 @@ from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import load_rows, read_items
 from diffusion_training.data.streams import StreamedRows
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors.sentences import explained, fail, in_one_sentence
+from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.cache import (
@@ -149,7 +150,6 @@ from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
 from diffusion_training.order import KEYS, step_seed
-from diffusion_training.stop_signals import end_if_stopped
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -159,10 +159,12 @@ from diffusion_training.data.captions import (
 )
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.rows import ImageRows, load_rows
-from diffusion_training.errors import Refused, explained, fail, in_one_sentence
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import Refused, explained, fail, in_one_sentence
+from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
-from diffusion_training.faults import explain
 from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
@@ -177,9 +179,7 @@ from diffusion_training.latents.passes import LatentRows, try_batch_sizes, write
 from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import move
-from diffusion_training.printing import amount
 from diffusion_training.remote import reading, remove
-from diffusion_training.stop_signals import end_if_stopped
 from precompute_latents import TransformedRows, describe_encoders, encode, encode_all
 
 try:

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 import diffusers
 
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.files import check_output_dir, saving
 from diffusion_training.models import NOT_FINITE, is_component, is_finite, raise_for_keys
 from diffusion_training.training.posthoc import (

@@ -220,7 +220,7 @@ from diffusion_training.batches import (
     StepSums,
     TextToImageBatch,
 )
-from diffusion_training.errors import explained, in_one_sentence
+from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving

@@ -55,10 +55,16 @@ from typing import Any, NamedTuple
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number, parse_demo
 from diffusion_training.cluster.connection import Gauges, check_kept, connect, list_own_modules
 from diffusion_training.cluster.supervisor import save_and_end, start_trainer, wait_until_free
-from diffusion_training.errors import PEER_ENDED, Refused, explained, fail, in_one_sentence
-from diffusion_training.faults import explain
-from diffusion_training.printing import amount
-from diffusion_training.stop_signals import end_if_stopped
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import (
+    PEER_ENDED,
+    Refused,
+    explained,
+    fail,
+    in_one_sentence,
+)
+from diffusion_training.errors.stop_signals import end_if_stopped
 
 # The command line without arguments
 DEMO = "--cpu --max_workers 2 train_unconditional.py"

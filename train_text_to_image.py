@@ -188,7 +188,7 @@ from diffusion_training.batches import (
     TextToImageBatch,
 )
 from diffusion_training.data.images import make_time_ids
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving

@@ -253,13 +253,13 @@ from diffusion_training.data.folders import get_source
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
-from diffusion_training.errors import explained, fail, in_one_sentence
-from diffusion_training.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import check_shapes, compile_model, freeze_on_device, load_weights
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
-from diffusion_training.printing import amount
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import (

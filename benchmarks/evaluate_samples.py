@@ -40,7 +40,7 @@ import train_text_to_image
 import train_unconditional
 from diffusion_training.arguments import Flags, list_values, number
 from diffusion_training.data.rows import load_rows
-from diffusion_training.errors import explained
+from diffusion_training.errors.sentences import explained
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
 from diffusion_training.training.distances import average, measure_fid, measure_kid

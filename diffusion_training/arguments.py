@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion_training.printing import hide_secrets
+from diffusion_training.errors.printing import hide_secrets
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}

@@ -14,8 +14,8 @@ import xxhash
 from filelock import BaseFileLock, FileLock, Timeout
 
 from diffusion_training.arguments import list_values
-from diffusion_training.errors import Refused, explained, fail, status_of
-from diffusion_training.faults import explain, is_loaders_end, name_finally
+from diffusion_training.errors.faults import explain, is_loaders_end, name_finally
+from diffusion_training.errors.sentences import Refused, explained, fail, status_of
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_training.errors import PEER_ENDED, is_local_main
+from diffusion_training.errors.sentences import PEER_ENDED, is_local_main
 
 BEAT = 2.0  # seconds
 # beats until a machine counts as lost; then the job ends within a minute

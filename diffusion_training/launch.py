@@ -26,13 +26,13 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 
-from diffusion_training.errors import CHANGED, explained, fail, surviving
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import CHANGED, explained, fail, surviving
+from diffusion_training.errors.stop_signals import SIGNALS, handling
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
-from diffusion_training.printing import amount
-from diffusion_training.stop_signals import SIGNALS, handling
 
 # of processes that wait for each other, for example while the first one checks a model
 TIMEOUT = timedelta(hours=2)

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from accelerate.utils import send_to_device
 
-from diffusion_training.errors import Refused
+from diffusion_training.errors.sentences import Refused
+from diffusion_training.errors.stop_signals import holding_signals, list_stop_signals
 from diffusion_training.library_fixes import exit_if_sending_fails
 from diffusion_training.memory import is_gpu
-from diffusion_training.stop_signals import holding_signals, list_stop_signals
 
 Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`

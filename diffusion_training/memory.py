@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 
-from diffusion_training.stop_signals import end_if_stopped
+from diffusion_training.errors.stop_signals import end_if_stopped
 
 # torch rounds the size of pinned memory up to a power of two, so that other sizes would waste some
 BLOCK = 2**30  # bytes

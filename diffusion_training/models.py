@@ -23,7 +23,7 @@ from torch.nn import Linear
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from diffusion_training.batches import Models, Predict
-from diffusion_training.errors import explained
+from diffusion_training.errors.sentences import explained
 from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 

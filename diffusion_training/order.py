@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from datasets.distributed import split_dataset_by_node
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 
 Key = tuple[int | None, int, float]  # epoch (None for held-out rows), row, weight
 # Version of the keys. A checkpoint or a cache of another version can't be resumed.

@@ -14,8 +14,8 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.arguments import is_address
-from diffusion_training.errors import fail
-from diffusion_training.faults import explain, is_a
+from diffusion_training.errors.faults import explain, is_a
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import name_unfinished, write_out
 
 Result = TypeVar("Result")

@@ -56,7 +56,7 @@ from diffusion_training.batches import HeldOutLoss, Objective, Prepared
 from diffusion_training.data.folders import get_source
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
-from diffusion_training.errors import in_one_sentence
+from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.files import saving
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches

@@ -48,8 +48,8 @@ from tiny_pipelines import make_chat_tokenizer, make_klein, make_qwen_image, mak
 from tqdm import tqdm  # noqa: E402
 
 from diffusion_training import models as package_models  # noqa: E402
+from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
-from diffusion_training.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.training import lora  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
 

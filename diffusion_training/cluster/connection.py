@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_training.errors import explained
-from diffusion_training.stop_signals import end_at_once, end_if_stopped, list_stop_signals
+from diffusion_training.errors.sentences import explained
+from diffusion_training.errors.stop_signals import end_at_once, end_if_stopped, list_stop_signals
 
 # Ray reads these when it is imported. The first silences a warning about a future change for GPUs.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 
 from diffusion_training.arguments import is_address
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.latents.cache import writing_shard
 from diffusion_training.remote import list_files, upload
 

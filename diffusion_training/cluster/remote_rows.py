@@ -14,8 +14,8 @@ import fsspec
 import pyarrow.parquet as pq
 
 from diffusion_training.arguments import list_values
-from diffusion_training.errors import explained, fail
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
 from diffusion_training.remote import list_data
 

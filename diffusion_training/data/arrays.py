@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import torch
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
 
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from diffusion_training.data.images import open_image
 from diffusion_training.data.transforms import Transform
-from diffusion_training.faults import is_machines_fault
+from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.pillow import read_orientation
 
 SIZES = datasets.Features({"size": datasets.List(datasets.Value("int32"), length=2)})

@@ -21,12 +21,12 @@ from diffusion_training.data.texts import (
     list_captions,
 )
 from diffusion_training.data.transforms import Transform
-from diffusion_training.errors import explained
+from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.printing import printable
+from diffusion_training.errors.sentences import explained
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.families.class_labels import get_token
-from diffusion_training.faults import explain, is_machines_fault
 from diffusion_training.order import draw_choices
-from diffusion_training.printing import printable
 
 MULTIPLE = 32  # tokens; see `choose_length`
 

@@ -9,9 +9,9 @@ import datasets
 from diffusion_training.data.folders import get_source
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.texts import strip_caption
-from diffusion_training.errors import fail
+from diffusion_training.errors.printing import amount, print_once, printable
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import hash_values
-from diffusion_training.printing import amount, print_once, printable
 
 MAX_CLASSES = 10_000  # the embedding of a class has as many numbers as there are classes
 TEXT = ("string", "large_string", "string_view")  # pandas 3 and polars write the second

@@ -13,10 +13,10 @@ import datasets
 import numpy as np
 from PIL import Image
 
-from diffusion_training.errors import fail
-from diffusion_training.faults import suppressing_row_errors
+from diffusion_training.errors.faults import suppressing_row_errors
+from diffusion_training.errors.printing import print_once, printable
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import hash_values
-from diffusion_training.printing import print_once, printable
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip")
 MASK = ".mask"  # photo.mask.png beside photo.jpg

@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 
 from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.errors import fail
-from diffusion_training.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import checksum_files, delete, hash_values, saving
 
 BEGUN = psutil.Process().create_time()  # of this process, in seconds

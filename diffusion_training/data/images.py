@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 from PIL import Image, ImageOps
 
+from diffusion_training.errors.printing import printable
 from diffusion_training.pillow import (
     check_scans,
     is_deep_grey,
@@ -22,7 +23,6 @@ from diffusion_training.pillow import (
     read_deep_grey,
     read_orientation,
 )
-from diffusion_training.printing import printable
 
 try:
     from torchcodec.decoders import decode_jpeg  # up to twice as fast as Pillow

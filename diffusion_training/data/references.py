@@ -25,10 +25,10 @@ from diffusion_training.data.folders import (
 )
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.transforms import Transform
-from diffusion_training.errors import explained, fail
-from diffusion_training.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.printing import amount, print_once
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
-from diffusion_training.printing import amount, print_once
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 

@@ -40,8 +40,9 @@ from diffusion_training.data.folders import (
 from diffusion_training.data.images import name_image
 from diffusion_training.data.references import add_references, leave_out_missing
 from diffusion_training.data.streams import identify_stream
-from diffusion_training.errors import explained, fail
-from diffusion_training.faults import suppressing_row_errors
+from diffusion_training.errors.faults import suppressing_row_errors
+from diffusion_training.errors.printing import amount, print_once
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
 from diffusion_training.library_fixes import (
     end_streams_at_once,
@@ -50,7 +51,6 @@ from diffusion_training.library_fixes import (
     skip_captions_that_are_not_utf_8,
     stream_tars_from_storage,
 )
-from diffusion_training.printing import amount, print_once
 from diffusion_training.remote import list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset

@@ -11,8 +11,8 @@ from typing import Any
 
 import datasets
 
-from diffusion_training.errors import fail
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import hash_values, write_file
 
 

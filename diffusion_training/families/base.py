@@ -14,9 +14,9 @@ from typing import Any, TypedDict
 import torch
 from safetensors.torch import load_file
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import fail
 from diffusion_training.models import load_weights
-from diffusion_training.printing import amount
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
 

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 import transformers
 
-from diffusion_training.errors import fail
-from diffusion_training.printing import printable
+from diffusion_training.errors.printing import printable
+from diffusion_training.errors.sentences import fail
 
 
 def list_tokens(names: Sequence[str], clean: Callable[[str], str]) -> list[list[str]]:

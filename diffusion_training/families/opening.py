@@ -14,7 +14,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS

@@ -17,7 +17,8 @@ from filelock import BaseFileLock
 from diffusion_training import __version__
 from diffusion_training.arguments import format_args
 from diffusion_training.data.images import describe_decoder
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.printing import hide_secrets
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import (
     check_output_dir,
     delete,
@@ -33,7 +34,6 @@ from diffusion_training.files import (
 from diffusion_training.latents.columns import name_empty_files
 from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import PlannedCache, compare_settings, name_shard
-from diffusion_training.printing import hide_secrets
 
 # Size of a record batch. A trainer opens all batches; the script that writes them holds one.
 BATCH_BYTES = 2**26

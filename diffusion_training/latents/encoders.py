@@ -13,7 +13,7 @@ import diffusers
 import torch
 
 from diffusion_training.data.captions import tokenize
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
 from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
 from diffusion_training.latents.columns import EMPTY

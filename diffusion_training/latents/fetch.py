@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from fsspec import AbstractFileSystem
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import digest_file, name_unfinished
 from diffusion_training.latents.ranges import Window
 from diffusion_training.remote import persist

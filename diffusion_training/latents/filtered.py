@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from diffusion_training.arguments import PATH, make_parser
-from diffusion_training.errors import explained, fail, in_one_sentence
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.files import clean, delete, lock_folder, write_file
 from diffusion_training.latents.cache import finish_cache, writing_shard
 from diffusion_training.latents.columns import (
@@ -26,7 +27,6 @@ from diffusion_training.latents.columns import (
 from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.reader import load_cache
-from diffusion_training.printing import amount
 from diffusion_training.remote import read_bytes
 
 # entries that `finish_cache` makes anew, or that are true only of the other cache

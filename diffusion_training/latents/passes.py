@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 from accelerate import Accelerator
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Encoders
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import find_largest

@@ -17,7 +17,7 @@ from diffusion_training.data.folders import is_shared
 from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.transforms import Transform, make_transform
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Encoders, Family
 from diffusion_training.files import find_differences
 from diffusion_training.latents.columns import EXTRA_COLUMNS, Column, list_columns, name_feature

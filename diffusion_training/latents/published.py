@@ -17,7 +17,7 @@ from diffusion_training.arguments import list_values
 from diffusion_training.data.folders import describe_files, get_source
 from diffusion_training.data.rows import ImageRows, limit_rows
 from diffusion_training.data.transforms import Transform
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Encoders
 from diffusion_training.files import hash_values
 from diffusion_training.latents.encoders import describe_latents, encode_images

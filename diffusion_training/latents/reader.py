@@ -21,7 +21,8 @@ from diffusion_training.batches import LatentBatch
 from diffusion_training.data.captions import tokenize_batch, tokenize_longest
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import CaptionChoice
-from diffusion_training.errors import fail
+from diffusion_training.errors.printing import printable
+from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.files import hash_values
 from diffusion_training.latents.cache import fingerprint_cache
@@ -35,7 +36,6 @@ from diffusion_training.latents.columns import (
 from diffusion_training.latents.fetch import Fetcher
 from diffusion_training.latents.shards import OpenShard, Shards, name_repair
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
-from diffusion_training.printing import printable
 from diffusion_training.remote import read_bytes
 
 CHOOSE = "diffusion_training.latents.filtered"

@@ -13,7 +13,7 @@ import xxhash
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import Text
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.latents.columns import (
     Column,

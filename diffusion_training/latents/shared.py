@@ -18,13 +18,13 @@ from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import count_references, name_shared_folder
 from diffusion_training.data.rows import load_rows
-from diffusion_training.errors import fail
+from diffusion_training.errors.printing import amount, print_once
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import hash_values
 from diffusion_training.latents.cache_flags import add_cache_flags
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
-from diffusion_training.printing import amount, print_once
 
 # Flags that change nothing in the cache
 WITHOUT_EFFECT = ("cache_dir", "dataloader_num_workers")

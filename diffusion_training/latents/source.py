@@ -29,7 +29,8 @@ from diffusion_training.data.references import list_reference_columns, read_refe
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts
 from diffusion_training.families.names import FACTS
 from diffusion_training.latents.encoders import (
@@ -51,7 +52,6 @@ from diffusion_training.latents.stream import Storage, StoredLatents, open_laten
 from diffusion_training.launch import Launch
 from diffusion_training.memory import move
 from diffusion_training.models import put_on_device
-from diffusion_training.printing import amount
 
 MOST_CLASS_PROMPTS = 32
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.arguments import is_address
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.latents.fetch import Fetcher, make_fetch_folder
 from diffusion_training.latents.ranges import Ranges
 from diffusion_training.latents.reader import Cache, CachedLatents

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import HostMemory, is_gpu, measure_free
 from diffusion_training.models import is_adapted

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training import __version__
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.models import is_adapted
 from diffusion_training.order import KEYS

@@ -23,8 +23,8 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
-from diffusion_training.errors import CHANGED, explained, fail
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.sentences import CHANGED, explained, fail
 from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist, writing
 from diffusion_training.training.checkpoints import (

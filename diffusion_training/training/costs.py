@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models, Objective, Prepared
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_memory
 from diffusion_training.models import (

@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 
 from diffusion_training.batches import Models, Predict
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch

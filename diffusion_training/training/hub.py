@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import create_repo, repo_info, upload_folder
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.training.pipelines import name_source
 
 

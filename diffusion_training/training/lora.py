@@ -11,7 +11,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail, is_local_main
+from diffusion_training.errors.sentences import explained, fail, is_local_main
 from diffusion_training.families.base import MAGNITUDE
 from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import (

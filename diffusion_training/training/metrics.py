@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import saving
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches

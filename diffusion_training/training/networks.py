@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 from diffusion_training.models import hash_weights, is_finite, raise_for_keys
 
 # a classifier of ImageNet, converted from TensorFlow, with which FID is defined

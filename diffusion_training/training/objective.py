@@ -13,7 +13,7 @@ from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
 from diffusion_training.batches import HeldOutLoss, Models, Objective, Predict, Prepared
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 
 
 def objective_flags(args: Namespace) -> dict[str, Any]:

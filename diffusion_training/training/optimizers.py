@@ -9,7 +9,7 @@ from diffusers.optimization import get_scheduler
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.models import is_block_matrix, list_parameters
 
 # Options that a resumed run takes from its own flags, if its optimizer has them; all others are

@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from safetensors.torch import save_file
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import saving, sort_header
 from diffusion_training.models import is_finite
 

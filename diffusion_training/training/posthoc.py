@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from diffusion_training.batches import Models
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import delete, saving, sort_header
 from diffusion_training.memory import HostMemory, is_gpu
 from diffusion_training.models import AveragedWeights, start_average

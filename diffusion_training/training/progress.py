@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 from diffusion_training.order import Order
 
 

@@ -12,7 +12,7 @@ from accelerate import init_empty_weights
 from diffusers.models.modeling_utils import no_init_weights
 from safetensors import safe_open
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 from diffusion_training.models import (
     NOT_FINITE,
     combine_hashes,

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, Prepared, StepSums
-from diffusion_training.errors import explained, fail, surviving
+from diffusion_training.errors.sentences import explained, fail, surviving
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.models import is_adapted

@@ -6,7 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from diffusion_training.batches import Models
-from diffusion_training.errors import fail
+from diffusion_training.errors.sentences import fail
 
 
 def list_replicas(models: Models, averaged: Models) -> dict[str, torch.Tensor]:

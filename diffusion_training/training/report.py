@@ -22,9 +22,9 @@ import numpy as np
 from PIL import Image
 
 from diffusion_training.arguments import list_values
-from diffusion_training.faults import explain
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.printing import amount, hide_secrets
 from diffusion_training.files import write_file
-from diffusion_training.printing import amount, hide_secrets
 from diffusion_training.training.best import read_best
 from diffusion_training.training.checkpoints import find_samples
 from diffusion_training.training.metric_flags import CLIP_METRICS, METRICS, SET_METRICS

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from filelock import BaseFileLock
 
 from diffusion_training.arguments import RUN_ARGS, Flags, format_args
-from diffusion_training.errors import UNDO, explained, fail, surviving
+from diffusion_training.errors.printing import hide_secrets
+from diffusion_training.errors.sentences import UNDO, explained, fail, surviving
 from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
 from diffusion_training.launch import Launch
-from diffusion_training.printing import hide_secrets
 from diffusion_training.training.best import restore_best
 from diffusion_training.training.checkpoints import (
     find_checkpoint,

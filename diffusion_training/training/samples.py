@@ -8,7 +8,7 @@ import numpy as np
 from accelerate import Accelerator
 from PIL import Image, ImageDraw, ImageFont
 
-from diffusion_training.errors import surviving
+from diffusion_training.errors.sentences import surviving
 from diffusion_training.files import saving
 
 

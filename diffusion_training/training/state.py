@@ -20,7 +20,8 @@ from accelerate.utils import gather_object
 
 from diffusion_training import __version__
 from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
-from diffusion_training.errors import CHANGED, fail
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import CHANGED, fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.models import (
     AveragedWeights,
@@ -30,7 +31,6 @@ from diffusion_training.models import (
     start_average,
     update_ema,
 )
-from diffusion_training.printing import amount
 from diffusion_training.training.best import keep_best
 from diffusion_training.training.card import save_model_card
 from diffusion_training.training.checkpoint_copy import make_checkpoint_copy

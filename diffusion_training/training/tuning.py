@@ -14,7 +14,9 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
-from diffusion_training.errors import fail
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import fail
+from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.files import saving
 from diffusion_training.launch import Launch
 from diffusion_training.memory import find_largest
@@ -25,8 +27,6 @@ from diffusion_training.models import (
     start_average,
 )
 from diffusion_training.order import Order
-from diffusion_training.printing import amount
-from diffusion_training.stop_signals import end_if_stopped
 from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.progress import NextStep, Progress
 from diffusion_training.training.run_folder import RunFolder

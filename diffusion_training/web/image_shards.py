@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import digest_file, fits
 from diffusion_training.remote import remove, writing
 from diffusion_training.web.tables import find_invalid

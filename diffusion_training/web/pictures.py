@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from diffusion_training.faults import is_machines_fault
+from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.pillow import (
     check_scans,
     is_deep_grey,

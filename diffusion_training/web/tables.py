@@ -24,8 +24,8 @@ from diffusion_training.csv_files import (
     find_csv_fault,
     get_suffix,
 )
-from diffusion_training.errors import explained, fail
-from diffusion_training.printing import print_once
+from diffusion_training.errors.printing import print_once
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.remote import expand, has_file, open_folder, writing
 from diffusion_training.web.filters import TEXT, find_columns, find_non_number, make_filter
 

@@ -19,7 +19,7 @@ from diffusion_training.arguments import (
     number,
     parse_demo,
 )
-from diffusion_training.errors import in_one_sentence
+from diffusion_training.errors.sentences import in_one_sentence
 
 
 def test_garbage_is_not_collected_between_the_flags_of_a_script_and_its_main(parser, monkeypatch):

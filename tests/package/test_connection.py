@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, free_port
 
 from diffusion_training.cluster import connection as module
-from diffusion_training.errors import Refused
+from diffusion_training.errors.sentences import Refused
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
 import download_images  # noqa: E402

@@ -18,7 +18,9 @@ from diffusers import DDPMScheduler
 from transformers import AutoModel
 
 from diffusion_training.arguments import Flags
-from diffusion_training.errors import (
+from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.printing import printable
+from diffusion_training.errors.sentences import (
     PEER_ENDED,
     UNDO,
     describe_expected,
@@ -26,9 +28,7 @@ from diffusion_training.errors import (
     fail,
     in_one_sentence,
 )
-from diffusion_training.faults import explain, is_machines_fault
-from diffusion_training.printing import printable
-from diffusion_training.stop_signals import end_if_stopped, holding_signals
+from diffusion_training.errors.stop_signals import end_if_stopped, holding_signals
 
 TRAINER = argparse.Namespace(train_batch_size=1)
 
@@ -302,7 +302,7 @@ def test_holding_signals_delays_a_signal_to_the_end_of_the_block(capsys, error):
 def test_nothing_stays_frozen_at_exit_where_triton_would_report_leaks(with_triton):
     code = f"""if True:
         import argparse, atexit, gc, sys
-        from diffusion_training.errors import in_one_sentence
+        from diffusion_training.errors.sentences import in_one_sentence
         sys.modules |= {{"triton": None}} if {with_triton} else {{}}
         gc.disable()  # as from the flags on, see `Parser.parse_known_args`
         in_one_sentence(lambda args: print(gc.get_freeze_count() > 0))(argparse.Namespace())

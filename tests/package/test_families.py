@@ -39,7 +39,7 @@ import train_flow
 import train_text_to_image
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.images import make_time_ids
-from diffusion_training.errors import Refused
+from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import FACTS, FamilyFacts

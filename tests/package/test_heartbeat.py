@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from conftest import finish, kill, patch, reset, start, wait_until
 
 from diffusion_training.arguments import Flags
-from diffusion_training.errors import PEER_ENDED
+from diffusion_training.errors.sentences import PEER_ENDED
 from diffusion_training.launch import accelerator_options, make_launch
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 import train_unconditional
 from diffusion_training.arguments import Flags
-from diffusion_training.errors import PEER_ENDED, fail, in_one_sentence
+from diffusion_training.errors.sentences import PEER_ENDED, fail, in_one_sentence
 from diffusion_training.launch import (
     Launch,
     Meeting,

@@ -13,7 +13,7 @@ import torch
 from conftest import finish, kill, start, wait_until
 
 from diffusion_training import loading
-from diffusion_training.errors import fail, in_one_sentence
+from diffusion_training.errors.sentences import fail, in_one_sentence
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 
 CPU = torch.device("cpu")

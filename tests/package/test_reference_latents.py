@@ -11,7 +11,7 @@ from test_recorded import draw_noise, in_order, predict_as_pipeline
 
 import precompute_latents
 from diffusion_training.data.captions import tokenize
-from diffusion_training.errors import Refused
+from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 

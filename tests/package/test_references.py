@@ -23,7 +23,7 @@ from diffusion_training.data.references import (
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.data.transforms import make_transform
-from diffusion_training.errors import Refused
+from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import load_text_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache

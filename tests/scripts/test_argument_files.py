@@ -36,7 +36,7 @@ from filelock import FileLock
 from PIL import Image
 
 from diffusion_training.data.folders import name_shared_folder
-from diffusion_training.errors import in_one_sentence
+from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.latents import shared
 from diffusion_training.latents.reader import load_cache
 

@@ -23,7 +23,7 @@ from conftest import (
 )
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.printing import hide_secrets
+from diffusion_training.errors.printing import hide_secrets
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train = Script("train_unconditional")

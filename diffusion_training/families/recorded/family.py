@@ -25,7 +25,7 @@ import transformers
 from accelerate import PartialState
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
-from diffusion_training.errors import explained, fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.recorded.calls import DenoiserCalls, find_difference
 from diffusion_training.families.recorded.findings import (

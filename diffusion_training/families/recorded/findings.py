@@ -21,7 +21,8 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from diffusion_training.errors import fail
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import fail
 from diffusion_training.families.recorded.calls import PROBED_SIDES
 from diffusion_training.families.recorded.pipeline_run import (
     SWITCHED_OFF,
@@ -42,7 +43,6 @@ from diffusion_training.families.recorded.text_tensors import (
     stack_rows,
     take_rows,
 )
-from diffusion_training.printing import amount
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
 PROBED_SCALE = 4.0

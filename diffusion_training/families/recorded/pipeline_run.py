@@ -19,10 +19,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
+from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.families.recorded.modular import get_pipeline_class, silencing
 from diffusion_training.families.recorded.reference_latents import ReferenceShapes, encode_reference
 from diffusion_training.families.recorded.tape import Unrecordable
-from diffusion_training.faults import explain, is_machines_fault
 from diffusion_training.models import is_component
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise

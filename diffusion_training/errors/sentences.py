@@ -12,9 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from diffusion_training.faults import explain, is_a, is_loaders_end, is_peers_end, lacks_memory
-from diffusion_training.printing import outlasting_the_terminal
-from diffusion_training.stop_signals import SIGNALS, end_at_once, end_if_stopped, handling
+from diffusion_training.errors.faults import (
+    explain,
+    is_a,
+    is_loaders_end,
+    is_peers_end,
+    lacks_memory,
+)
+from diffusion_training.errors.printing import outlasting_the_terminal
+from diffusion_training.errors.stop_signals import SIGNALS, end_at_once, end_if_stopped, handling
 
 # Exit status of a process that ends only because another one of its group has ended.
 PEER_ENDED = 75
