@@ -606,6 +606,52 @@ class Script:
         return said
 
 
+@pytest.fixture(scope="session")
+def sd_inputs(tmp_path_factory):
+    """sd_inputs(number of images, *flags of the cache): a folder that the tests share.
+
+    It holds a base in `sd`, and images and their cache in `images` and `cache`.
+    """
+    precompute = Script("precompute_latents")
+
+    @functools.cache
+    def make(num_images, *flags):
+        folder = tmp_path_factory.mktemp("sd")
+        make_models(folder)
+        make_captioned(folder / "images", num_images)
+        precompute(
+            *precompute.flags(
+                folder / "cache",
+                f"--train_data_dir={folder / 'images'}",
+                f"--pretrained_model_name_or_path={MODELS}",
+                f"--cache_dir={folder / 'datasets'}",
+                *flags,
+            )
+        )
+        return folder
+
+    return make
+
+
+def list_sd_flags(inputs, output_dir, *more):
+    """Flags of a run of train_text_to_image.py on the cache of `sd_inputs`."""
+    base, cache = inputs / "sd", inputs / "cache"
+    return Script("train_text_to_image").flags(
+        output_dir, f"--pretrained_model_name_or_path={base}", f"--latents_dir={cache}", *more
+    )
+
+
+def list_unconditional_flags(folder, num_images, *more):
+    """Make images and a U-Net's config; returns the flags of train_unconditional.py for them."""
+    make_images(folder / "images", num_images)
+    return Script("train_unconditional").flags(
+        folder / "out",
+        f"--train_data_dir={folder / 'images'}",
+        f"--model_config_name_or_path={make_unet_config(folder)}",
+        *more,
+    )
+
+
 def launch(*argv, env=None):
     """Run a command line of the README in a separate process.
 

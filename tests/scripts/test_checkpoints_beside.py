@@ -18,8 +18,8 @@ from conftest import (
     finish,
     has_ended,
     kill,
+    list_unconditional_flags,
     make_captioned,
-    make_images,
     make_models,
     metrics,
     patch,
@@ -39,15 +39,8 @@ STEPS = ("--max_train_steps=6", "--checkpointing_steps=2")
 
 
 @pytest.fixture
-def flags(tmp_path, unet_config):
-    make_images(tmp_path / "images", 8)
-    return UNCONDITIONAL.flags(
-        tmp_path / "out",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--model_config_name_or_path={unet_config}",
-        "--save_model_epochs=100",
-        *STEPS,
-    )
+def flags(tmp_path):
+    return list_unconditional_flags(tmp_path, 8, "--save_model_epochs=100", *STEPS)
 
 
 @pytest.fixture

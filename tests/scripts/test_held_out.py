@@ -14,8 +14,8 @@ from conftest import (
     assert_same_weights,
     checkpoints,
     finish,
+    list_unconditional_flags,
     make_captioned,
-    make_images,
     metrics,
     patch,
     start,
@@ -35,13 +35,11 @@ train_text_to_image = Script("train_text_to_image")
 
 
 @pytest.fixture
-def flags(tmp_path, unet_config):
+def flags(tmp_path):
     """6 steps on 12 images, 4 of which are held out."""
-    make_images(tmp_path / "images", 12)
-    return train.flags(
-        tmp_path / "out",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--model_config_name_or_path={unet_config}",
+    return list_unconditional_flags(
+        tmp_path,
+        12,
         "--train_batch_size=2",
         "--max_train_steps=6",
         "--holdout=4",

@@ -17,11 +17,11 @@ from conftest import (
     SIZES,
     SMALL,
     Script,
+    list_sd_flags,
     make_captioned,
     make_clip,
     make_dino,
     make_images,
-    make_models,
     make_moments,
     make_prx,
     make_unet_config,
@@ -48,32 +48,21 @@ unconditional, flow = Script("train_unconditional"), Script("train_flow")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A base in `sd`, networks, 12 images with captions, and a cache of them."""
-    folder = tmp_path_factory.mktemp("inputs")
-    make_models(folder)
+def inputs(sd_inputs):
+    """`sd_inputs` with networks."""
+    folder = sd_inputs(12)
     make_clip(folder / "clip")
     make_dino(folder / "dino")
     make_moments(folder / "moments.pt")
-    make_captioned(folder / "images", 12)
-    precompute(
-        *precompute.flags(
-            folder / "cache",
-            f"--train_data_dir={folder / 'images'}",
-            f"--pretrained_model_name_or_path={MODELS}",
-            f"--cache_dir={folder / 'datasets'}",
-        )
-    )
     return folder
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """A LoRA of 4 steps, with a checkpoint at every second one; later flags override these."""
-    return train.flags(
+    return list_sd_flags(
+        inputs,
         tmp_path / "out",
-        f"--pretrained_model_name_or_path={inputs / 'sd'}",
-        f"--latents_dir={inputs / 'cache'}",
         "--rank=2",
         "--train_batch_size=2",
         "--learning_rate=1e-2",

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Script, checkpoints, finish, make_images, start
+from conftest import Script, checkpoints, finish, list_unconditional_flags, start
 
 from diffusion_training.training.replicas import check_replicas, list_replicas, sum_bits
 from diffusion_training.training.state import Training
@@ -15,13 +15,11 @@ train = Script("train_unconditional")
 
 
 @pytest.fixture
-def flags(tmp_path, unet_config):
+def flags(tmp_path):
     """6 steps, with a checkpoint at every second one, which replaces the previous one."""
-    make_images(tmp_path / "images", 12)
-    return train.flags(
-        tmp_path / "out",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--model_config_name_or_path={unet_config}",
+    return list_unconditional_flags(
+        tmp_path,
+        12,
         "--max_train_steps=6",
         "--checkpointing_steps=2",
         "--checkpoints_total_limit=1",

@@ -6,7 +6,14 @@ import os
 
 import diffusers
 import pytest
-from conftest import Script, assert_same_weights, make_captioned, make_images, make_models, patch
+from conftest import (
+    Script,
+    assert_same_weights,
+    list_unconditional_flags,
+    make_captioned,
+    make_models,
+    patch,
+)
 
 import train_unconditional as script
 from diffusion_training.training import best
@@ -18,13 +25,11 @@ LOSSES = [0.9, 0.4, 0.3, 0.6, 0.35, 0.7]  # of the steps 1 to 6
 
 
 @pytest.fixture
-def flags(tmp_path, unet_config):
+def flags(tmp_path):
     """6 steps, all measured, with a checkpoint at every second one."""
-    make_images(tmp_path / "images", 12)
-    return train.flags(
-        tmp_path / "out",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--model_config_name_or_path={unet_config}",
+    return list_unconditional_flags(
+        tmp_path,
+        12,
         "--train_batch_size=2",
         "--max_train_steps=6",
         "--holdout=4",

@@ -268,49 +268,6 @@ def test_flow_pipeline_redraws_the_last_validation_samples(tmp_path, cached, num
         assert np.abs(grid[y : y + 64, x : x + 64] - image).max() <= 1
 
 
-EXACT = [
-    "--num_train_epochs=3",
-    "--checkpointing_steps=2",
-    "--checkpoints_total_limit=2",
-    "--train_batch_size=2",
-    "--lr_scheduler=cosine",
-    "--random_flip",
-    "--caption_dropout=0.3",
-    "--holdout=1",
-]
-
-
-@pytest.mark.parametrize(
-    "source, optimizer, num_processes", [("images", "adamw", 1), ("cache", "muon", 2)]
-)
-def test_flow_run_killed_and_resumed_is_bit_identical(
-    tmp_path, flags, source, optimizer, num_processes, monkeypatch
-):
-    monkeypatch.setattr(captions, "MULTIPLE", 2)  # so batches differ in their number of tokens
-    make_captioned(tmp_path / "images", 8, CAPTIONS + ["one", "a digit"])
-    flags = [*flags, *EXACT, f"--optimizer={optimizer}"]
-    if source == "cache":
-        make_cache(tmp_path, "--random_flip")
-        flags += [f"--latents_dir={tmp_path / 'cache'}"]
-    else:
-        flags += [
-            f"--train_data_dir={tmp_path / 'images'}",
-            "--resolution=16",
-            "--dataloader_num_workers=1",
-        ]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resuming = [*flags, "--resume_from_checkpoint=latest"]
-    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
-    train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes)
-    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
-    assert checkpoints(whole) == checkpoints(killed) != set()
-    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
-    for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
-        assert_same_weights(whole / part, killed / part)
-    moments = [(folder / last / "optimizer.bin").read_bytes() for folder in (whole, killed)]
-    assert moments[0] == moments[1] and losses(whole) == losses(killed)
-
-
 @pytest.mark.parametrize("text_cache", ["embeddings", "ids"])
 def test_flow_cache_trains_like_its_images(tmp_path, images, flags, text_cache, monkeypatch):
     """Captions are padded to the longest of their batch."""
@@ -925,37 +882,6 @@ def test_mismatched_flow_models_or_caches_give_a_one_sentence_error(tmp_path, ca
     error = train.refused(*cached, *wrong)
     assert f"--model_family prx does not fit {base}, a ZImagePipeline: leave it out" in error
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (
-            ["--latents_dir=x"],
-            "give --pretrained_model_name_or_path, or both --vae_name_or_path and",
-        ),
-        (
-            ["--latents_dir=x", "--vae_name_or_path=v", "--text_encoder_name_or_path=t"],
-            "--transformer_config_name_or",
-        ),
-        (
-            ["--latents_dir=x", "--pretrained_model_name_or_path=p", "--output_kohya_format"],
-            "there is no flag --output_kohya_format",
-        ),
-        (["--latents_dir=x", "--pretrained_model_name_or_path=p", "--logit_std=0"], "--logit_std"),
-        (
-            [
-                "--latents_dir=x",
-                "--pretrained_model_name_or_path=p",
-                "--resolution=8",
-                "--center_crop",
-            ],
-            "does nothing with",
-        ),
-    ],
-)
-def test_bad_flow_arguments_end_in_one_line(argv, sentence):
-    assert sentence in train.refused(*argv, status=2)
 
 
 # ------------------------------------------------------------------- launching, and the demo

@@ -26,8 +26,7 @@ from conftest import (
     Script,
     checkpoints,
     launch,
-    make_captioned,
-    make_models,
+    list_sd_flags,
     metrics,
     open_pipeline,
     patch,
@@ -59,30 +58,16 @@ os.umask(UMASK)
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A base in `sd`, and a cache of 7 images, so that some steps are short."""
-    folder = tmp_path_factory.mktemp("inputs")
-    make_models(folder)
-    make_captioned(folder / "images", 7)
-    precompute(
-        *precompute.flags(
-            folder / "cache",
-            f"--train_data_dir={folder / 'images'}",
-            f"--pretrained_model_name_or_path={MODELS}",
-            f"--cache_dir={folder / 'datasets'}",
-            "--random_flip",
-        )
-    )
-    return folder
+def inputs(sd_inputs):
+    return sd_inputs(7, "--random_flip")  # some steps are short
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """A run of 4 steps; later flags override these."""
-    return train.flags(
+    return list_sd_flags(
+        inputs,
         tmp_path / "out",
-        f"--pretrained_model_name_or_path={inputs / 'sd'}",
-        f"--latents_dir={inputs / 'cache'}",
         "--rank=2",
         "--train_batch_size=2",
         "--learning_rate=1e-2",

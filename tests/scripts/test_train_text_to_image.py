@@ -6,10 +6,7 @@ Training from a cache equals training from images.
 import itertools
 import json
 import math
-import os
-import shlex
 import shutil
-import signal
 import time
 from types import SimpleNamespace
 
@@ -23,15 +20,12 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    finish,
     launch,
     make_captioned,
     make_models,
     metrics,
     patch,
     replace,
-    start,
-    wait_until,
     weights,
 )
 from diffusers import (
@@ -55,7 +49,7 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import Latents, load_text_encoders
 from diffusion_training.latents.source import choose_captions
 from diffusion_training.order import step_seed
-from diffusion_training.training.checkpoints import find_checkpoints, load_start
+from diffusion_training.training.checkpoints import load_start
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -281,13 +275,6 @@ def test_diffusers_text_to_image_flags_keep_defaults_or_are_explained(tmp_path):
         assert f"`--{name}`" in table, name
 
 
-def test_text_to_image_demo_prints_its_command_and_flags_override_it(tmp_path, capsys):
-    args = script.parse_args(["--num_train_epochs", "3", "--output_dir", str(tmp_path)])
-    printed = capsys.readouterr().out.strip().split("\n")[-1]
-    assert args.num_train_epochs == 3 and len(args.validation_prompts) == 10
-    assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
-
-
 def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path):
     quick = [
         "--max_train_steps=2",
@@ -420,36 +407,6 @@ EXACT = [
 
 
 @pytest.mark.parametrize(
-    "source, num_processes", [pytest.param("images", 1, marks=pytest.mark.long), ("cache", 2)]
-)
-def test_text_to_image_run_killed_and_resumed_is_bit_identical(
-    tmp_path, flags, source, num_processes
-):
-    """With 7 images, some steps and batches are short."""
-    make_captioned(tmp_path / "images", 7)
-    if source == "cache":
-        make_cache(tmp_path, "--random_flip")
-        flags = [*flags, *EXACT, f"--latents_dir={tmp_path / 'cache'}"]
-    else:
-        flags = [*flags, *EXACT, f"--train_data_dir={tmp_path / 'images'}", "--resolution=16",
-                 "--dataloader_num_workers=1"]  # fmt: skip
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resuming = [*flags, "--resume_from_checkpoint=latest"]
-    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
-    train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes)
-    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
-    assert checkpoints(whole) == checkpoints(killed) != set()
-    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
-    for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(whole / part, killed / part)
-    shown = [
-        [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(folder)]
-        for folder in (whole, killed)
-    ]
-    assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(7 / (2 * num_processes))
-
-
-@pytest.mark.parametrize(
     "optimizer, num_processes",
     [("adafactor", 1), pytest.param("adamw8bit", 2, marks=pytest.mark.long)],
 )
@@ -474,78 +431,6 @@ def test_adafactor_and_8bit_adamw_resume_bit_identically(
         assert_same_weights(whole / part, rest / part)
     moments = [(folder / "checkpoint-4/optimizer.bin").read_bytes() for folder in (whole, rest)]
     assert moments[0] == moments[1]
-
-
-def test_text_to_image_resume_draws_samples_that_a_kill_prevented(tmp_path, cached, monkeypatch):
-    cached = [*cached, "--checkpointing_steps=2", "--validation_steps=2", "--max_train_steps=4",
-              "--validation_prompts", "a digit one", "--no-validate_first"]  # fmt: skip
-    train(*cached, f"--output_dir={tmp_path / 'whole'}")
-
-    def die(*args):
-        wait_until((tmp_path / "out/checkpoint-2").exists)
-        os._exit(9)
-
-    with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", die)
-        train.fork(*cached, status=9)
-    assert (
-        checkpoints(tmp_path / "out") == {"checkpoint-2"}
-        and not (tmp_path / "out/samples").exists()
-    )
-    train(*cached, "--resume_from_checkpoint=latest")
-    for path in (tmp_path / "whole/samples").iterdir():
-        assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
-    assert len(list((tmp_path / "out/samples").iterdir())) == 2
-
-
-def test_text_to_image_signal_finishes_the_step_and_saves(tmp_path, cached):
-    pids = start(lambda: train(*cached, "--num_train_epochs=400"), log=tmp_path / "log")
-    path = tmp_path / "out/metrics.jsonl"
-    wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > 3)
-    os.kill(pids[-1], signal.SIGTERM)
-    assert finish(pids) == [143], (tmp_path / "log").read_text()
-    checkpoint = find_checkpoints(tmp_path / "out")[-1].name
-    said = f"Stopped by SIGTERM after step {checkpoint.split('-')[1]} of"
-    assert said in (tmp_path / "log").read_text()
-
-
-def test_two_processes_split_the_cache_rows_and_draw_different_noise(tmp_path, cached, monkeypatch):
-    """The loss records the rows of each process: 6 rows in steps of 2 x 2, for two epochs."""
-    compute_loss, prepare_batch, rows = script.compute_loss, script.prepare_batch, []
-
-    def record_rows(data, caption_dropout, batch):
-        rows[:] = batch["latents"].double().mean(1).tolist()
-        return prepare_batch(data, caption_dropout, batch)
-
-    def record(*given):
-        with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
-            file.write(json.dumps([rows, given[-1].tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(*given)
-
-    monkeypatch.setattr(script, "prepare_batch", record_rows)
-    monkeypatch.setattr(script, "compute_loss", record)
-    argv = [
-        *cached,
-        "--train_batch_size=2",
-        "--num_train_epochs=2",
-        "--scale_lr",
-        "--learning_rate=1e-4",
-    ]
-    train.fork(*argv, num_processes=2)
-    ranks = [
-        [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
-        for r in range(2)
-    ]
-    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps per epoch
-    for epoch in (0, 2):
-        seen = [row for rank in ranks for found, _, _ in rank[epoch : epoch + 2] for row in found]
-        assert len(seen) == len(set(seen)) == 6
-    seeds = [seed for rank in ranks for _, _, seed in rank]
-    assert len(set(seeds)) == len(seeds) == 8
-    given = [weight for rank in ranks for _, found, _ in rank for weight in found]
-    assert sorted(set(given)) == [0.5, 1.0]  # steps of 4 rows and of 2, averaged over two processes
-    # Scaled by 2 processes and 2 rows
-    assert metrics(tmp_path / "out")[-1]["lr"] == pytest.approx(4e-4)
 
 
 @pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
@@ -923,45 +808,6 @@ def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags
     assert f"lies in --pretrained_model_name_or_path {models}" in error
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-        (
-            ["--train_data_dir=.", "--dataset_name=a"],
-            "--dataset_name and --train_data_dir can't be combined",
-        ),
-        (
-            ["--latents_dir=a", "--max_train_samples=3"],
-            "--max_train_samples does nothing with --latents_dir",
-        ),
-        (["--latents_dir=a", "--center_crop"], "--center_crop does nothing with"),
-        (["--latents_dir=a", "--min_size=19"], "--min_size does nothing with --latents_dir"),
-        (["--latents_dir=s3://b/c"], "give --shards_dir, a local folder for copies of its shards"),
-        (["--latents_dir=a", "--train_data_dir=."], "--latents_dir can't be combined"),
-        (["--latents_dir=a", "--latents_weights", "1", "2"], "for each --latents_dir: 1, not 2"),
-        (
-            ["--latents_dir", "a", "b", "./a", "--latents_weights", "1", "2", "3"],
-            "--latents_dir names a cache twice",
-        ),
-        (
-            ["--train_data_dir=.", "--latents_weights=1"],
-            "needs a value for each --latents_dir: 0, not 1",
-        ),
-        (["--latents_dir=a", "--latents_weights=0"], "0 is not between 0.001 and"),
-        (["--latents_dir=a", "--latents_weights=nan"], "nan is not between 0.001"),
-        (["--caption_dropout=2", "--train_data_dir=."], "2 is not between 0 and 1"),
-        (["--train_batch_size=0", "--train_data_dir=."], "0 is not between 1 and"),
-        (["--lr_scheduler=piecewise_constant", "--latents_dir=a"], "needs --lr_step_rules"),
-    ],
-)
-def test_bad_text_to_image_arguments_end_in_one_line(argv, sentence):
-    error = train.refused("--pretrained_model_name_or_path=sd", *argv, status=2)
-    assert sentence in error.splitlines()[-1]
-    error = train.refused("--latents_dir=a", status=2)
-    assert "--pretrained_model_name_or_path is needed" in error
-
-
 @pytest.mark.long
 def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeypatch):
     """Training from a cache spends at most 4 % of the main thread's time outside the model.
@@ -1020,21 +866,3 @@ def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeyp
     # Other programs disturbed the fastest one least.
     duration, outside = min(steps, key=lambda step: step[1])
     assert duration > 0.1 and outside < 0.04 * duration, steps
-
-
-def test_text_to_image_training_keeps_dropout_after_sampling(tmp_path, cached, monkeypatch):
-    training, compute_loss = [], script.compute_loss
-
-    def record_mode(args, noise_scheduler, objective, models, prepared, weight):
-        training.append(models["unet"].training)
-        return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
-
-    monkeypatch.setattr(script, "compute_loss", record_mode)
-    train(
-        *cached,
-        "--no-use_ema",
-        "--validation_prompts=a digit",
-        "--validation_steps=1",
-        "--max_train_steps=3",
-    )
-    assert training == [True] * 3

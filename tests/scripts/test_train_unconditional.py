@@ -21,15 +21,12 @@ from conftest import (
     Script,
     assert_same_weights,
     checkpoints,
-    finish,
     launch,
     make_images,
     metrics,
     patch,
     replace,
     reset,
-    start,
-    wait_until,
     weights,
 )
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DModel
@@ -42,7 +39,6 @@ from diffusion_training.launch import StopSignal
 from diffusion_training.models import update_ema
 from diffusion_training.order import step_seed
 from diffusion_training.training import held_out, pipelines, replicas
-from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -155,15 +151,6 @@ def test_train_unconditional_has_diffusers_flags_and_defaults(tmp_path, capsys):
         "mixed_precision",
     ):
         assert f"--{flag}" in printed, flag
-
-
-def test_unconditional_demo_prints_its_command_and_flags_override_it(tmp_path, capsys):
-    args = script.parse_args(["--num_epochs", "3", "--output_dir", str(tmp_path)])
-    printed = capsys.readouterr().out.strip().split("\n")[-1]
-    assert args.num_train_epochs == 3 and args.train_batch_size == 64
-    same = script.parse_args(printed.split("train_unconditional.py ")[1].split())
-    assert vars(same) == vars(args)
-    assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
 
 
 def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flags, monkeypatch):
@@ -323,105 +310,6 @@ def test_tensorboard_and_hub_get_the_pipeline_and_no_secrets(tmp_path, flags, mo
 
 # ------------------------------------------------------------------- exactness
 
-EXACT = [
-    "--train_batch_size=2",
-    "--num_epochs=3",
-    "--random_flip",
-    "--checkpointing_steps=1",
-    "--checkpoints_total_limit=2",
-    "--dataloader_num_workers=1",
-    "--save_model_epochs=1",
-]
-
-
-@pytest.mark.parametrize(
-    "num_processes, accumulation", [pytest.param(1, 3, marks=pytest.mark.long), (2, 1)]
-)
-def test_unconditional_run_killed_and_resumed_is_bit_identical(
-    tmp_path, flags, accumulation, num_processes
-):
-    """With 11 images, some steps and batches are short."""
-    make_images(tmp_path / "images", 11)
-    flags = [*flags, *EXACT, f"--gradient_accumulation_steps={accumulation}"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    resuming = [*flags, "--resume_from_checkpoint=latest"]
-    train.fork(*flags, f"--output_dir={whole}", num_processes=num_processes)
-    for _ in range(3 - num_processes):
-        train.kill_after_checkpoint(killed, *resuming, num_processes=num_processes)
-    train.fork(*resuming, f"--output_dir={killed}", num_processes=num_processes)
-    assert checkpoints(whole) == checkpoints(killed) != set()
-    last = max(checkpoints(whole), key=lambda name: int(name.split("-")[1]))
-    for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(whole / part, killed / part)
-    shown = [
-        [(r["step"], r["epoch"], r["loss"], r["lr"], r["grad_norm"]) for r in metrics(folder)]
-        for folder in (whole, killed)
-    ]
-    assert shown[0] == shown[1] and len(shown[0]) == 3 * math.ceil(
-        11 / (2 * accumulation * num_processes)
-    )
-    assert not list(killed.glob(".tmp-*"))
-
-
-@pytest.mark.parametrize(
-    "num_processes, number, code", [(1, signal.SIGINT, 130), (2, signal.SIGTERM, 143)]
-)
-def test_signal_finishes_the_step_saves_and_prints_how_to_resume(
-    tmp_path, flags, number, code, num_processes
-):
-    """One process gets the signal; all of them stop after the same step."""
-    flags = [*flags, "--num_epochs=400", "--dataloader_num_workers=1"]
-    pids = start(lambda: train(*flags), num_processes, tmp_path / "log")
-    path = tmp_path / "out/metrics.jsonl"
-    wait_until(lambda: path.is_file() and len(path.read_text().splitlines()) > 3)
-    os.kill(pids[-1], number)
-    assert set(finish(pids)) == {code}, (tmp_path / "log").read_text()
-    checkpoint = find_checkpoints(tmp_path / "out")[-1].name
-    said = (
-        rf"Stopped by {signal.Signals(number).name} after step {checkpoint.split('-')[1]} of "
-        ".*--resume_from_checkp"
-    )
-    assert re.search(said, (tmp_path / "log").read_text())
-
-
-def test_unconditional_resume_draws_samples_that_a_kill_prevented(tmp_path, flags, monkeypatch):
-    """The checkpoint is written meanwhile, because samples may take minutes.
-
-    Samples that are missing then are drawn when the run is resumed.
-    """
-    flags = [*flags, "--checkpointing_steps=2", "--validation_steps=2"]
-    train(*flags, f"--output_dir={tmp_path / 'whole'}")
-
-    def die(*args):
-        wait_until((tmp_path / "out/checkpoint-2").exists)
-        os._exit(9)
-
-    with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", die)
-        train.fork(*flags, status=9)
-    assert (
-        checkpoints(tmp_path / "out") == {"checkpoint-2"}
-        and not (tmp_path / "out/samples").exists()
-    )
-    log_validation = script.log_validation
-
-    def stop_and_draw(*args):
-        os.kill(os.getpid(), signal.SIGTERM)
-        log_validation(*args)
-
-    # Killed again while the missing samples are drawn: no step may be trained before them
-    with monkeypatch.context() as killed:
-        killed.setattr(script, "log_validation", stop_and_draw)
-        train.fork(*flags, "--resume_from_checkpoint=latest", status=143)
-    assert (
-        checkpoints(tmp_path / "out") == {"checkpoint-2"}
-        and not (tmp_path / "out/samples").exists()
-    )
-    train(*flags, "--resume_from_checkpoint=latest")
-    for path in (tmp_path / "whole/samples").iterdir():
-        assert path.read_bytes() == (tmp_path / "out/samples" / path.name).read_bytes()
-    assert len(list((tmp_path / "out/samples").iterdir())) == 3
-
 
 def test_signal_before_the_first_step_keeps_files_of_an_earlier_run(tmp_path, flags, monkeypatch):
     train(*flags)
@@ -515,42 +403,6 @@ def test_more_epochs_continue_a_finished_run_and_fewer_change_nothing(tmp_path, 
     train(*flags, "--train_batch_size=4", *elsewhere, tmp_path / "out/checkpoint-12")
     assert [record["step"] for record in metrics(tmp_path / "new")] == [*range(1, 15)]
     assert_same_weights(tmp_path / "out/unet", tmp_path / "new/unet")
-
-
-def test_two_processes_split_the_images_and_draw_different_noise(tmp_path, flags, monkeypatch):
-    """The loss records the images of each process.
-
-    8 images, one of them broken, are trained on in steps of 2 x 2 for two epochs.
-    """
-    make_images(tmp_path / "images", 7)
-    (tmp_path / "images/7.png").write_bytes(b"not an image")
-    compute_loss = script.compute_loss
-
-    def record(args, noise_scheduler, objective, models, prepared, weight):
-        means = prepared.clean.mean(dim=(1, 2, 3))
-        levels = ((means + 1) * 127.5 / 20).floor()[weight > 0].tolist()
-        with (tmp_path / f"rank{os.environ['RANK']}").open("a") as file:
-            file.write(json.dumps([levels, weight.tolist(), torch.initial_seed()]) + "\n")
-        return compute_loss(args, noise_scheduler, objective, models, prepared, weight)
-
-    monkeypatch.setattr(script, "compute_loss", record)
-    said = train.fork(*flags, "--train_batch_size=2", "--num_epochs=2", num_processes=2)
-    ranks = [
-        [json.loads(line) for line in (tmp_path / f"rank{r}").read_text().splitlines()]
-        for r in range(2)
-    ]
-    assert len(ranks[0]) == len(ranks[1]) == 4  # two steps per epoch
-    for epoch in (0, 2):
-        seen = [
-            level for rank in ranks for levels, _, _ in rank[epoch : epoch + 2] for level in levels
-        ]
-        assert sorted(seen) == [0, 1, 2, 3, 4, 5, 6]
-    # The second epoch has a different order
-    assert [batch[0] for batch in ranks[0][:2]] != [batch[0] for batch in ranks[0][2:]]
-    seeds = [seed for rank in ranks for _, _, seed in rank]
-    assert len(set(seeds)) == len(seeds) == 8
-    assert said.count("images/7.png") == 1  # reported once
-    assert metrics(tmp_path / "out")[-1]["skipped_images"] == 1
 
 
 def test_another_seed_gives_other_weights(tmp_path, flags):
@@ -851,40 +703,6 @@ def test_nonfinite_loss_stops_the_run_before_saving(tmp_path, flags, monkeypatch
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out/unet").values())
 
 
-@pytest.mark.parametrize(
-    "argv, sentence",
-    [
-        (["--train_data_dir=nowhere"], "--train_data_dir nowhere is not a folder"),
-        (["--resolution=0"], "argument --resolution: 0 is not between 2 and 16384"),
-        (["--streaming"], "--streaming needs --max_train_steps"),
-        (["--streaming", "--max_train_steps=1", "--cache_images"], "--cache_images"),
-        (
-            ["--streaming", "--max_train_steps=1", "--holdout=2"],
-            "leave --holdout or --streaming out",
-        ),
-        (["--streaming", "--max_train_steps=1", "--train_batch_size=auto"], "give a number"),
-        (["--cache_images", "--preserve_input_precision"], "--cache_images can't be combined"),
-        (["--lr_scheduler=piecewise_constant"], "needs --lr_step_rules"),
-        (
-            ["--dataloader_num_workers=2147483648"],
-            "--dataloader_num_workers: 2147483648 is not between 0 and 1024",
-        ),
-        (
-            ["--model_config_name_or_path=a", "--pretrained_model_name_or_path=b"],
-            "can't be combined",
-        ),
-        (
-            ["--dataset_name=a", "--train_data_dir=."],
-            "--dataset_name and --train_data_dir can't be combined",
-        ),
-    ],
-)
-def test_bad_unconditional_arguments_end_in_one_line_and_write_nothing(argv, sentence, tmp_path):
-    error = train.refused(f"--output_dir={tmp_path / 'out'}", *argv, status=2)
-    assert sentence in error.splitlines()[-1]
-    assert not (tmp_path / "out").exists()
-
-
 def test_unusable_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, unet_config):
     def make(*argv, of=script.make_unet):
         return of(script.parse_args([*flags, *map(str, argv)]))
@@ -926,18 +744,6 @@ def test_unusable_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, 
     make(base, "--validation_scheduler=ddpm", of=scheduler)
     with pytest.raises(SystemExit, match="pipeline can't draw samples .sigmoid is not implemented"):
         make(base, "--validation_scheduler=ddim", of=scheduler)
-
-
-def test_unconditional_training_keeps_dropout_after_sampling(tmp_path, flags, monkeypatch):
-    training, compute_loss = [], script.compute_loss
-
-    def record_mode(args, noise_scheduler, objective, models, *others):
-        training.append(models["unet"].training)
-        return compute_loss(args, noise_scheduler, objective, models, *others)
-
-    monkeypatch.setattr(script, "compute_loss", record_mode)
-    train(*flags, "--no-use_ema", "--validation_steps=1", "--max_train_steps=3")
-    assert training == [True] * 3
 
 
 def test_unconditional_records_have_the_seconds_of_pauses(tmp_path, flags, monkeypatch):

@@ -4,7 +4,14 @@ import json
 
 import pytest
 import torch
-from conftest import MODELS, Script, assert_same_weights, make_captioned, make_images, metrics
+from conftest import (
+    MODELS,
+    Script,
+    assert_same_weights,
+    list_unconditional_flags,
+    make_captioned,
+    metrics,
+)
 from diffusers import UNet2DConditionModel
 
 import train_unconditional as script
@@ -14,12 +21,10 @@ train = Script("train_unconditional")
 
 
 @pytest.fixture
-def flags(tmp_path, unet_config):
-    make_images(tmp_path / "images", 12)
-    return train.flags(
-        tmp_path / "out",
-        f"--train_data_dir={tmp_path / 'images'}",
-        f"--model_config_name_or_path={unet_config}",
+def flags(tmp_path):
+    return list_unconditional_flags(
+        tmp_path,
+        12,
         "--train_batch_size=2",
         "--max_train_steps=2",
         "--learning_rate=1e-4",

@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from conftest import MODELS, Script, checkpoints, make_captioned, make_models, metrics, patch
+from conftest import Script, checkpoints, list_sd_flags, metrics, patch
 
 import train_text_to_image as script
 from diffusion_training.order import step_seed
@@ -18,29 +18,16 @@ FIRST = "samples/step-0000000.png"
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A pipeline in `sd`, and a cache of 6 images."""
-    folder = tmp_path_factory.mktemp("inputs")
-    make_models(folder)
-    make_captioned(folder / "images", 6)
-    precompute(
-        *precompute.flags(
-            folder / "cache",
-            f"--train_data_dir={folder / 'images'}",
-            f"--pretrained_model_name_or_path={MODELS}",
-            f"--cache_dir={folder / 'datasets'}",
-        )
-    )
-    return folder
+def inputs(sd_inputs):
+    return sd_inputs(6)
 
 
 @pytest.fixture
 def flags(tmp_path, inputs):
     """4 steps on 3 images; 3 more are held out."""
-    return train.flags(
+    return list_sd_flags(
+        inputs,
         tmp_path / "out",
-        f"--pretrained_model_name_or_path={inputs / 'sd'}",
-        f"--latents_dir={inputs / 'cache'}",
         "--rank=2",
         "--holdout=3",
         "--validation_prompts=a",
