@@ -19,6 +19,7 @@ from diffusion_training.memory import is_gpu, measure_memory
 from diffusion_training.models import (
     is_adapted,
     is_block_matrix,
+    is_swapped,
     list_quantized,
     list_scales,
     take_shapes,
@@ -189,18 +190,23 @@ def count_memory(
 ) -> dict[str, int]:
     """Return {kind: bytes} that a training step holds, without activations; see `Costs`."""
 
+    swaps = [model.block_swap for model in models.values() if is_swapped(model)]
+    on_host = {id(weight) for swap in swaps for weight in swap.list_weights()}
+
     def measure(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
         sizes = {}  # by id, because modules share tensors
         for module in modules:
             scales = [getattr(each, "absmax", each) for each in list_scales(module)]
             for tensor in (*module.parameters(), *module.buffers(), *scales):
-                sizes[id(tensor)] = tensor.nbytes
+                if id(tensor) not in on_host:
+                    sizes[id(tensor)] = tensor.nbytes
         return sizes
 
     own = measure(models.values())
     gradients, moments = count_trained(models, optimizer)
     return {
         "weights": sum(own.values()),
+        "two swapped blocks": sum(sum(sorted(swap.list_sizes())[-2:]) for swap in swaps),
         "averaged": sum((own | measure(averaged.values())).values()) - sum(own.values()),
         "gradients": gradients,
         "moments": moments,
@@ -259,6 +265,8 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
         # checkpointing repeats the forward pass, which is not counted as work of the model
         if is_checkpointed(model):
             model.disable_gradient_checkpointing()
+        if is_swapped(model):
+            model.block_swap.device = torch.device("meta")
     return copy.deepcopy(value, empty)  # `empty` holds the copies that were made above
 
 
