@@ -55,6 +55,7 @@ from diffusion_training.batches import Prepared
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
 from diffusion_training.models import call_unet, start_average
+from diffusion_training.training.block_swap import BlockSwap
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
 from diffusion_training.training.quantization import BLOCK, list_quantizable
@@ -200,6 +201,7 @@ class Way:
     optimizer: str = "adamw"
     use_ema: bool = True
     base_precision: str | None = None
+    swaps_blocks: bool = False  # --blocks_to_swap all
     half_side: bool = False  # half the usual resolution
     num_processes: int = 1  # several with --shard
 
@@ -224,6 +226,7 @@ LORA = (
     Way("bf16, GC", RANK),
     Way("bf16, GC, int8", RANK, base_precision="int8"),
     Way("bf16, GC, nf4", RANK, base_precision="nf4"),
+    Way("bf16, swap", RANK, swaps_blocks=True),
     Way("bf16, GC, nf4, half the side", RANK, base_precision="nf4", half_side=True),
 )
 SHARDED = tuple(
@@ -333,6 +336,8 @@ def count_held(name: str, way: Way) -> dict[str, int]:
             layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
         if way.rank:
             prepare_lora(model, denoiser, way.mixed_precision)
+        if way.swaps_blocks:
+            BlockSwap(denoiser, "all", torch.device("meta"))
         averaged = start_average({"model": denoiser}) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
         if way.num_processes > 1:
