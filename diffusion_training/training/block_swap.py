@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,10 @@ class BlockSwap:
     computes, the one that followed it last time is copied ahead, so that at most two are on the
     device.
 
-    A copy of the model (`copy_trained`) has a copy of this, with the same weights on the host.
+    Copies of the model (`copy_trained`), which have the same frozen weights, share this object.
 
     weights: of each block those on the host; none for a block that stays on the device.
-    device: where the blocks compute; set it to meta to call them as they are.
+    device: where the blocks compute. On meta they are called as they are.
     """
 
     def __init__(self, model: torch.nn.Module, number: int | str, device: torch.device) -> None:
@@ -71,6 +72,15 @@ class BlockSwap:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             model, [name for name, weight in own if id(weight) in ids]
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockSwap":
+        return self
+
+    def on_meta(self) -> "BlockSwap":
+        """For a copy of the model without values."""
+        copied = copy(self)
+        copied.device = torch.device("meta")
+        return copied
 
     def list_weights(self) -> list[torch.Tensor]:
         """All weights on the host, each once."""
@@ -166,7 +176,7 @@ class BlockSwap:
 
 @functools.cache
 def get_stream(device: torch.device) -> Any:
-    """The stream of copies; of all models, because models are copied and streams can't be."""
+    """The stream of copies to a device."""
     return torch.get_device_module(device).Stream(device)
 
 

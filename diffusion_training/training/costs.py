@@ -254,6 +254,8 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(weight)] = torch.nn.Parameter(shape, weight.requires_grad)
         for buffer in module.buffers():
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+        if is_swapped(module):
+            empty[id(module.block_swap)] = module.block_swap.on_meta()
         if is_sharded(module):
             empty[id(module)] = copy_empty(module)
         for layer in list_quantized(module):  # their products would not be counted
@@ -265,8 +267,6 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
         # checkpointing repeats the forward pass, which is not counted as work of the model
         if is_checkpointed(model):
             model.disable_gradient_checkpointing()
-        if is_swapped(model):
-            model.block_swap.device = torch.device("meta")
     return copy.deepcopy(value, empty)  # `empty` holds the copies that were made above
 
 
