@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
@@ -223,7 +222,7 @@ def check_memory(
     kind, source: the model's class, and where it is. number: of --blocks_to_swap.
     """
     config = kind.load_config(source, subfolder=subfolder, **options)
-    with init_empty_weights():
+    with torch.device("meta"):  # draws no random numbers, which would change the LoRA's
         model = kind.from_config(config)
     layers = list_quantizable(model) if base_precision else set()
     exact = launch.dtype.itemsize  # bytes per weight

@@ -109,9 +109,12 @@ def most(monkeypatch):
 
 
 def list_cases():
-    quick = {("flux", "int8", 1), ("sd", "float32", 2), ("z-image", "bf16", 1)}
+    # AuraFlow's constructor draws random numbers
+    quick = {("flux", "int8", 1), ("sd", "float32", 2), ("auraflow", "bf16", 1)}
     for name in MAKE:
         for kind in KINDS:
+            if name == "hunyuan_image" and kind != "float32":  # its norms need a GPU for that
+                continue
             for processes in (1, 2):
                 case = name, kind, processes
                 yield pytest.param(*case, marks=[] if case in quick else pytest.mark.long)
@@ -224,7 +227,7 @@ def test_gradients_are_the_same_also_of_shared_weights(most, number, is_shared):
     ]
     assert found[0].keys() == found[1].keys() and all(x.any() for x in found[0].values())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-    # The first steps learn the order. Then each pass copies each block once, but the one at its turn.
+    # The first steps learn the order. Then each pass copies each block, but the one at its turn.
     swapped = 4 if number == "all" else number
     assert len(most) == 2 * swapped + (2 * swapped - 1) + (2 * swapped - 2)
     assert max(most) == min(2, swapped)
