@@ -41,7 +41,8 @@ OWN = {
     "flux2-klein": make_klein,
     "qwen-image": make_qwen_image,
 }
-MAKE = OWN | tiny_pipelines.MAKE | tiny_pipelines.BLOCKS
+BLOCKS = {name: make for name, make in tiny_pipelines.BLOCKS.items() if "distilled" not in name}
+MAKE = OWN | tiny_pipelines.MAKE | BLOCKS  # a distilled one is refused
 SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32}
 KINDS = {"float32": [], "bf16": ["--mixed_precision=bf16"]}
 KINDS["int8"] = ["--mixed_precision=bf16", "--base_precision=int8"]
