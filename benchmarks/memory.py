@@ -34,6 +34,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,7 @@ from diffusion_training.batches import Prepared
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
 from diffusion_training.models import start_average
+from diffusion_training.training.block_swap import BlockSwap
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
 from diffusion_training.training.quantization import BLOCK, list_quantizable
@@ -124,6 +126,15 @@ QWEN3_VL_8B = {
     "vision_config": {"out_hidden_size": 4096},
     "tie_word_embeddings": False,
 }
+T5_XXL = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
 KL = {
     "block_out_channels": (128, 256, 512, 512),
     "layers_per_block": 2,
@@ -168,6 +179,8 @@ FLUX2_KL = ("AutoencoderKLFlux2", {})
 QWEN_KL = ("AutoencoderKLQwenImage", {})
 QWEN_VL = ("Qwen2_5_VLForConditionalGeneration", QWEN_VL_7B)
 QWEN3_VL = ("Qwen3VLForConditionalGeneration", QWEN3_VL_8B)
+QWEN3_VL_4B = (QWEN3_VL[0], {"text_config": QWEN3_4B, "vision_config": {"out_hidden_size": 2560}})
+T5 = ("T5EncoderModel", T5_XXL)
 QWEN_2_1_KL = ("AutoencoderKLQwenImage21", {})
 # To add a family: a line with its published configs. {}: the defaults of diffusers' class. Those of
 # Qwen-Image 2.1 give the sizes of the published files in 16 bits: 14.2 GB, the text encoder 17.5.
@@ -187,6 +200,11 @@ MODELS = {
         "flux2-klein", KLEIN_9B, FLUX2_KL, (("Qwen3ForCausalLM", QWEN3_8B),), 1024, 512
     ),
     "Qwen-Image": Published("qwen-image", {}, QWEN_KL, (QWEN_VL,), 1024, 512),
+    "FLUX.1-dev": Published(
+        "flux", {"guidance_embeds": True}, ("AutoencoderKL", FLUX_KL), (CLIP_L, T5), 1024, 512
+    ),
+    "FLUX.3 klein": Published("flux3", {}, FLUX2_KL, (QWEN3_VL_4B,), 1024, 512),
+    "Krea 2": Published("krea2", {}, QWEN_KL, (QWEN3_VL_4B,), 1024, 512),
     "Qwen-Image 2.1": Published("qwen-image-2.1", {}, QWEN_2_1_KL, (QWEN3_VL,), 1024, 512),
 }
 
@@ -202,6 +220,7 @@ class Way:
     optimizer: str = "adamw"
     use_ema: bool = True
     base_precision: str | None = None
+    swaps_blocks: bool = False  # --blocks_to_swap all
     half_side: bool = False  # half the usual resolution
     num_processes: int = 1  # several with --shard
 
@@ -226,7 +245,9 @@ LORA = (
     Way("bf16, GC", RANK),
     Way("bf16, GC, int8", RANK, base_precision="int8"),
     Way("bf16, GC, nf4", RANK, base_precision="nf4"),
+    Way("bf16, swap", RANK, swaps_blocks=True),
     Way("bf16, GC, nf4, half the side", RANK, base_precision="nf4", half_side=True),
+    Way("bf16, swap, half the side", RANK, swaps_blocks=True, half_side=True),
 )
 SHARDED = tuple(
     Way(f"{number} GPUs{'' if use_ema else ', no EMA'}", use_ema=use_ema, num_processes=number)
@@ -287,8 +308,71 @@ class QwenImage21(Family):
         return from_sequence(output[:, tokens:], noisy).float()
 
 
+@dataclass
+class Tokens(Family):
+    """A transformer that trainers record from its pipeline, and that takes a sequence of tokens.
+
+    channels: of a latent. axes: numbers of a token's place. further: other inputs, by their shapes
+    for one image. merged: whether a place of text and image is in one list.
+    """
+
+    model: str
+    channels: int = 64
+    axes: int = 3
+    pixels: int = 16  # on a side of a token
+    width: str = "joint_attention_dim"
+    further: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    layers: int = 0  # of the text encoder, whose embeddings are stacked
+    merged: bool = False
+
+    @property
+    def embeds_width(self) -> str:  # type: ignore[override]
+        return self.width
+
+    def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
+        return 3, self.channels
+
+    def downscale(self, vae: torch.nn.Module) -> int:
+        return self.pixels
+
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        channels = vae.config.get("latent_channels") or vae.config.z_dim
+        side = latents.shape[-1] * 2
+        unpacked = latents.new_zeros(len(latents), channels, side, side)
+        return unpacked.unsqueeze(2) if "z_dim" in vae.config else unpacked
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        embeds = prompts["prompt_embeds"]
+        tokens = noisy.shape[2] * noisy.shape[3]
+        texts = embeds.shape[1]
+        given = {name: noisy.new_zeros(len(noisy), *shape) for name, shape in self.further}
+        if self.layers:
+            embeds = embeds.unsqueeze(2).expand(-1, -1, self.layers, -1)
+        if self.merged:
+            given["position_ids"] = noisy.new_zeros(texts + tokens, self.axes)
+        else:
+            given["img_ids"] = noisy.new_zeros(tokens, self.axes)
+            given["txt_ids"] = noisy.new_zeros(texts, self.axes)
+        output = model(to_sequence(noisy), encoder_hidden_states=embeds, timestep=times, **given)
+        return from_sequence(output.sample, noisy).float()
+
+
+RECORDED = {
+    "qwen-image-2.1": QwenImage21,
+    "flux": partial(
+        Tokens, "FluxTransformer2DModel", further=(("pooled_projections", (768,)), ("guidance", ()))
+    ),
+    "flux3": partial(Tokens, "Flux3Transformer2DModel", channels=128, axes=4),
+    "krea2": partial(
+        Tokens, "Krea2Transformer2DModel", width="text_hidden_dim", layers=12, merged=True
+    ),
+}
+
+
 def find_family(name: str) -> Family:
-    return QwenImage21() if name == "qwen-image-2.1" else load_family(name)
+    return RECORDED[name]() if name in RECORDED else load_family(name)
 
 
 def predict(family: Family, model: Any, *inputs: Any) -> torch.Tensor:
@@ -342,6 +426,8 @@ def count_held(name: str, way: Way) -> dict[str, int]:
             layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
         if way.rank:
             prepare_lora(model, denoiser, way.mixed_precision)
+        if way.swaps_blocks:
+            BlockSwap(denoiser, "all", torch.device("meta"))
         averaged = start_average({"model": denoiser}) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
         if way.num_processes > 1:

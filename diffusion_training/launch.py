@@ -206,6 +206,8 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
         fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
     if "base_precision" in args and args.base_precision:
         check_quantization(args.base_precision, precision, backend)
+    if vars(args).get("blocks_to_swap") and backend:  # of the launch
+        fail("--blocks_to_swap can't be compiled: add --no-compile")
     accumulation_steps = choose_accumulation(accelerator, args)
     if device.type == "cpu":
         keep_memory()

@@ -189,11 +189,13 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     """Move a model; on CUDA, also use the memory layout that is fastest for convolutions.
 
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
+    What --blocks_to_swap keeps in the host's memory stays there.
     """
     is_for_video = any(weight.dim() == 5 for weight in model.parameters())
-    if is_gpu(device) and not is_for_video:
-        return model.to(device, memory_format=torch.channels_last)
-    return model.to(device)
+    with model.block_swap.hiding(model) if is_swapped(model) else contextlib.nullcontext():
+        if is_gpu(device) and not is_for_video:
+            return model.to(device, memory_format=torch.channels_last)
+        return model.to(device)
 
 
 def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:
@@ -208,11 +210,14 @@ def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:
 
 
 def checkpoint_gradients(models: Models) -> None:
-    """Turn on gradient checkpointing. Stops with an error if a model of diffusers has none."""
+    """Turn on gradient checkpointing. Stops with an error if a model of diffusers has none.
+
+    The blocks of --blocks_to_swap have it already.
+    """
     # diffusers' default, but with the named arguments that HunyuanImage passes
     function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
     for model in models.values():
-        if hasattr(model, "enable_gradient_checkpointing"):
+        if hasattr(model, "enable_gradient_checkpointing") and not is_swapped(model):
             with explained("--gradient_checkpointing can't be used"):
                 model.enable_gradient_checkpointing(function)
 
@@ -335,3 +340,8 @@ def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
 def is_adapted(model: torch.nn.Module) -> bool:
     """Return whether `add_lora` has added an adapter to a model."""
     return hasattr(model, "adapter")
+
+
+def is_swapped(model: torch.nn.Module) -> bool:
+    """Return whether --blocks_to_swap keeps weights of a model in the host's memory."""
+    return hasattr(model, "block_swap")

@@ -419,6 +419,9 @@ class Event:
 class Stream:
     """A queue of a GPU. All of them are done at once."""
 
+    def __init__(self, device=None):
+        pass
+
     def record_event(self):
         event = Event()
         event.record()

@@ -19,6 +19,7 @@ from diffusion_training.memory import is_gpu, measure_memory
 from diffusion_training.models import (
     is_adapted,
     is_block_matrix,
+    is_swapped,
     list_quantized,
     list_scales,
     take_shapes,
@@ -189,18 +190,23 @@ def count_memory(
 ) -> dict[str, int]:
     """Return {kind: bytes} that a training step holds, without activations; see `Costs`."""
 
+    swaps = [model.block_swap for model in models.values() if is_swapped(model)]
+    on_host = {id(weight) for swap in swaps for weight in swap.list_weights()}
+
     def measure(modules: Iterable[torch.nn.Module]) -> dict[int, int]:
         sizes = {}  # by id, because modules share tensors
         for module in modules:
             scales = [getattr(each, "absmax", each) for each in list_scales(module)]
             for tensor in (*module.parameters(), *module.buffers(), *scales):
-                sizes[id(tensor)] = tensor.nbytes
+                if id(tensor) not in on_host:
+                    sizes[id(tensor)] = tensor.nbytes
         return sizes
 
     own = measure(models.values())
     gradients, moments = count_trained(models, optimizer)
     return {
         "weights": sum(own.values()),
+        "two swapped blocks": sum(sum(sorted(swap.list_sizes())[-2:]) for swap in swaps),
         "averaged": sum((own | measure(averaged.values())).values()) - sum(own.values()),
         "gradients": gradients,
         "moments": moments,
@@ -248,6 +254,8 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(weight)] = torch.nn.Parameter(shape, weight.requires_grad)
         for buffer in module.buffers():
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+        if is_swapped(module):
+            empty[id(module.block_swap)] = module.block_swap.on_meta()
         if is_sharded(module):
             empty[id(module)] = copy_empty(module)
         for layer in list_quantized(module):  # their products would not be counted

@@ -13,6 +13,7 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import check_shapes, hash_weights, load_weights, read_precision
 from diffusion_training.training.lora import add_lora, list_further_layers, load_network_weights
 
@@ -50,8 +51,16 @@ def load_denoiser(
             with contextlib.nullcontext() if launch.has_weights else without_weights:
                 return kind.from_config(config), source, ""
         if args.rank:
+            if args.blocks_to_swap or is_gpu(launch.device):
+                from diffusion_training.training.block_swap import check_memory
+
+                check_memory(
+                    kind, source, launch, args.base_precision, args.blocks_to_swap, **options
+                )
+            # of a quantized base; what is not swapped is moved later
+            device = torch.device("cpu") if args.blocks_to_swap else launch.device
             model, base_hash = load_base(
-                kind, source, args.base_precision, launch.device, launch.dtype, **options
+                kind, source, args.base_precision, device, launch.dtype, **options
             )
             return model, source, base_hash
         return load_weights(kind, source, **options), source, ""
@@ -60,7 +69,10 @@ def load_denoiser(
 def adapt_denoiser(
     model: torch.nn.Module, base: Base, base_hash: str, launch: Launch, args: Namespace
 ) -> None:
-    """Freeze the denoiser and add the LoRA of --rank, with the weights of --network_weights."""
+    """Freeze the denoiser and add the LoRA of --rank, with the weights of --network_weights.
+
+    With --blocks_to_swap, most of its frozen weights stay in the host's memory from now on.
+    """
     family = base.family
     layers = family.choose_layers(model, args.lora_layers)
     network = args.network_weights
@@ -69,6 +81,11 @@ def adapt_denoiser(
     add_lora(model, layers, base_hash, launch.dtype, args)
     if network:
         load_network_weights(model, network, family.folder, family.convert_lora)
+    if args.blocks_to_swap:
+        from diffusion_training.training.block_swap import BlockSwap
+
+        swap = BlockSwap(model, args.blocks_to_swap, launch.device)
+        launch.accelerator.print(swap.describe())
 
 
 def check_denoiser(

@@ -236,7 +236,8 @@ def read_magnitude(module: torch.nn.Module, layer: str, file: LoraFile) -> torch
 
 def norm_rows(module: torch.nn.Module, adapted: bool) -> torch.Tensor:
     """The norm of a layer's weights for each output, float32 [out]. adapted: with the adapter."""
-    weight = module.base_layer.weight.float()
+    device = module.lora_A["default"].weight.device  # with --blocks_to_swap, not that of the base
+    weight = module.base_layer.weight.to(device).float()
     if adapted:
         a = module.lora_A["default"].weight.flatten(1)
         b = module.lora_B["default"].weight.flatten(1)

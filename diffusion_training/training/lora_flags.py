@@ -13,6 +13,7 @@ LORA_ONLY = (
     "use_dora",
     "network_weights",
     "base_precision",
+    "blocks_to_swap",
     "preserve_prior",
 )
 # flags that do nothing without --preserve_prior
@@ -77,6 +78,13 @@ def add_lora_flags(add: Add) -> None:
         "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
     )
     add(
+        "--blocks_to_swap",
+        type=number(1, 10**4, int, "all"),
+        help="with --rank, number of the denoiser's blocks, or all, whose frozen weights stay in "
+        "the host's memory, to save the GPU's: each is copied to the GPU when it computes; "
+        "includes gradient checkpointing",
+    )
+    add(
         "--preserve_prior",
         **SWITCH,
         help="keep what the base model predicts for --class_prompt, so that the LoRA changes only "
@@ -107,6 +115,17 @@ def add_lora_flags(add: Add) -> None:
         help="add the loss of --preserve_prior only every so many steps, multiplied by this "
         "number; such a step costs three more passes",
     )
+
+
+def check_swap_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the base can't be swapped as --blocks_to_swap asks."""
+    if args.blocks_to_swap and args.base_precision == "nf4":
+        parser.error(
+            "--blocks_to_swap can't be combined with --base_precision nf4: choose int8, or leave "
+            "it out"
+        )
+    if args.blocks_to_swap and args.compile:
+        parser.error("--blocks_to_swap can't be compiled: leave --compile out")
 
 
 def check_prior_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -139,11 +139,8 @@ def load_quantized(
     return model, combine_hashes(digests)
 
 
-def list_quantizable(model: torch.nn.Module) -> set[str]:
-    """Return the names of the linear layers in a model's repeated blocks, except small ones.
-
-    Layers outside the blocks stay exact: the embedders and the last layer.
-    """
+def list_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return {name: block} of a model's repeated blocks."""
     blocks = {
         name: block
         for name, block in model.named_modules()
@@ -153,8 +150,16 @@ def list_quantizable(model: torch.nn.Module) -> set[str]:
         for name, child in model.named_children():
             if isinstance(child, torch.nn.ModuleList):
                 blocks |= {f"{name}.{number}": block for number, block in enumerate(child)}
+    return blocks
+
+
+def list_quantizable(model: torch.nn.Module) -> set[str]:
+    """Return the names of the linear layers in a model's repeated blocks, except small ones.
+
+    Layers outside the blocks stay exact: the embedders and the last layer.
+    """
     names = set()
-    for block_name, block in blocks.items():
+    for block_name, block in list_blocks(model).items():
         for name, layer in block.named_modules(prefix=block_name):
             is_linear = isinstance(layer, torch.nn.Linear)
             # a scale of NF4 must not be shared by two rows

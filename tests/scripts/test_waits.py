@@ -264,6 +264,21 @@ def list_twins(folder):
     return {name: Run(f"minimal/{name}.py", more) for name, more in models.items()}
 
 
+def list_swapped(folder):
+    """Runs with --blocks_to_swap: copies of blocks neither wait nor mix devices."""
+    data = describe_images(folder)
+    unet = [f"--pretrained_model_name_or_path={make_models(folder)}", *data]
+    flux = [f"--pretrained_model_name_or_path={tiny_pipelines.MAKE['flux'](folder / 'base')}"]
+    Script(PRECOMPUTE)(*flux, *data, f"--output_dir={folder / 'latents'}")
+    flux.append(f"--latents_dir={folder / 'latents'}")
+    all_blocks = [*LORA, "--blocks_to_swap=all"]
+    return {
+        "dora": Run(TEXT, [*unet, *STEPS, *PRIOR, *SAMPLES, *all_blocks, "--use_dora"]),
+        "int8": Run(FLOW, [*flux, *TRAIN, *SAMPLES, *all_blocks, "--base_precision=int8"]),
+        "one": Run(FLOW, [*flux, *STEPS, *LORA, "--blocks_to_swap=1", "--logging_steps=1"], None),
+    }
+
+
 def list_nf4(folder):
     pytest.importorskip("bitsandbytes")
     base = make_models(folder)
@@ -303,6 +318,8 @@ def quantize(layer, weight, dtype, quantize_on_cpu=quantization.quantize):
 
     The moved one has its attributes.
     """
+    if isinstance(layer, quantization.Int8Linear):
+        return quantize_on_cpu(layer, weight, dtype)
     quantize_on_cpu(layer, weight.cpu(), dtype)
     exact = layer.weight
     exact.quant_state.to(fake_device.DEVICE)
@@ -380,6 +397,7 @@ QUICK = {"unconditional": list_unconditional}
 SLOW = {  # marked `ci`
     "prx": list_prx,
     "searches": list_searches,
+    "block swap": list_swapped,
     "twins": list_twins,
 }
 SLOWER = {  # marked `long`
