@@ -45,6 +45,7 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from hub import Hub, use_hub  # noqa: E402
 from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
@@ -266,6 +267,14 @@ PRX = {
     "depth": 2,
     "axes_dim": [4, 4],
 }
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that this process talks to, with an empty cache."""
+    with Hub() as hub:
+        use_hub(hub, tmp_path / "hf", monkeypatch)
+        yield hub
 
 
 def make_prx(folder, **changes):
