@@ -38,8 +38,8 @@ def explain(error: BaseException) -> str:
     that the file will have.
     """
     chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(cause)
+    for each in chain:  # it grows meanwhile; links can form a circle
+        chain += [x for x in (each.__cause__, each.__context__) if x and x not in chain]
     if any(is_a(each, "HFValidationError") for each in chain):  # for example /nowhere/model
         return "there is no such folder, and no model on the hub can have this name"
     if sentence := next(filter(None, map(explain_hub, chain)), None):
@@ -77,6 +77,13 @@ def explain_hub(error: BaseException) -> str | None:
     if is_a(error, "TransportError"):  # of httpx, which no other library here uses
         reason = str(error) or type(error).__name__
         return f"the hub can't be reached ({reason}): check the network, then run it again"
+    if is_a(error, "DatasetNotFoundError"):  # `datasets` has dropped the hub's own error
+        match = re.match(r"Dataset '(.+?)' (is a gated|doesn't exist)(.*)", str(error))
+        if not match:
+            return None
+        if match[2] == "is a gated":
+            return describe_gated(match[1], "must be authenticated" not in match[3])
+        return describe_unknown(match[1])
     if not is_a(error, "HfHubHTTPError") or is_a(error, "EntryNotFoundError"):
         return None
     response: Any = vars(error)["response"]
@@ -85,17 +92,9 @@ def explain_hub(error: BaseException) -> str | None:
     path = re.match(r"/(?:api/\w+/|datasets/)?([^/]+/[^/]+)", response.request.url.path)
     name = path[1] if path else "the repository"
     if is_a(error, "GatedRepoError"):
-        if status == 401:
-            return f"{name} is gated: accept its terms on its page, then run `hf auth login`"
-        return (
-            f"{name} is gated, and your token has no access to it: accept its terms on its page, "
-            "with the account of the token, and wait if its authors must agree"
-        )
+        return describe_gated(name, has_token=status != 401)
     if is_a(error, "RepositoryNotFoundError"):
-        return (
-            f"the hub has no {name}, or it is private and your token may not read it: check the "
-            "spelling, or run `hf auth login`"
-        )
+        return describe_unknown(name)
     if is_a(error, "RevisionNotFoundError"):
         return f"{name} has no such revision: see the branches and tags on its page"
     said = getattr(error, "server_message", None) or response.reason_phrase
@@ -110,6 +109,22 @@ def explain_hub(error: BaseException) -> str | None:
     if status >= 500:
         return f"the hub has a fault ({status} {said}): run it again later"
     return None
+
+
+def describe_gated(name: str, has_token: bool) -> str:
+    if not has_token:
+        return f"{name} is gated: accept its terms on its page, then run `hf auth login`"
+    return (
+        f"{name} is gated, and your token has no access to it: accept its terms on its page, with "
+        "the account of the token, and wait if its authors must agree"
+    )
+
+
+def describe_unknown(name: str) -> str:
+    return (
+        f"the hub has no {name}, or it is private and your token may not read it: check the "
+        "spelling, or run `hf auth login`"
+    )
 
 
 def name_finally(text: str) -> str:
@@ -138,7 +153,9 @@ def is_machines_fault(error: BaseException) -> bool:
     A bad row is skipped and listed. A fault of the machine ends the run or the task, and the same
     command tries the row again.
     """
-    if lacks_memory(error) or is_a(error, "TimeoutError", "ConnectionError", "TransportError"):
+    if lacks_memory(error) or is_a(
+        error, "TimeoutError", "ConnectionError", "TransportError", "LocalEntryNotFoundError"
+    ):
         return True
     if is_a(error, "HfHubHTTPError"):  # the hub, or the right to read it, unless a file is missing
         return not is_a(error, "EntryNotFoundError")

@@ -41,11 +41,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from hub import Hub, use_hub  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from hub import Hub, use_hub  # noqa: E402
 from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402

@@ -470,4 +470,3 @@ def use_hub(hub, folder, monkeypatch, token=None):
         monkeypatch.setenv("HF_TOKEN", token)
     else:
         monkeypatch.delenv("HF_TOKEN", raising=False)
-
