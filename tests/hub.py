@@ -180,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
         self.token = authorization and authorization.removeprefix("Bearer ")
         asked = Request(self.command, path, self.token, self.headers.get("Range"), self.host)
         self.hub.requests.append(asked)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.body = self.read_body()
         self.fault = self.hub.take_fault(self.command, path) or Fault("")
         if self.fault.then:
             self.fault.then()
@@ -197,6 +197,16 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(404, message="Sorry, we can't find the page you are looking for.")
         except Refusal as error:
             return self.send(error.status, {"error": error.message}, error.headers)
+
+    def read_body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
 
     def send(self, status, body=b"", headers=None):
         headers = dict(headers or {})

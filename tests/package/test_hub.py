@@ -5,13 +5,16 @@ import re
 import shutil
 
 import datasets
+import diffusers
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from conftest import MODELS, TRAINING, Script, assert_same_weights, make_images, make_unet_config
 from hub import Token
 from huggingface_hub import constants
 from PIL import Image
+from safetensors.torch import load_file
 
 import train_unconditional
 from diffusion_training.data.images import decode_image
@@ -72,8 +75,8 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     said, _ = fault_of(download, "org/open", "vae/config.json")
     assert said.startswith("vae/config.json of org/open is neither in a folder here nor in the ")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub.__exit__()
-    said, is_machines = fault_of(download, "org/open")
+    # nothing listens at this port
+    said, is_machines = fault_of(download, "org/open", endpoint="http://127.0.0.1:9")
     assert re.fullmatch(r"the hub can't be reached \(.*\): check the network.*", said)
     assert is_machines
 
@@ -161,3 +164,19 @@ def test_a_folder_of_images_on_the_hub_is_streamed_undecoded(hub, tmp_path):
     hub.fail("*.png", status=503, times=100)
     _, is_machines = fault_of(decode_image, found[0], 3)
     assert is_machines  # the row is not skipped as a bad one
+
+
+@pytest.mark.long
+def test_a_run_that_is_pushed_opens_by_its_id(hub, tmp_path, monkeypatch):
+    hub.tokens["hf_me"] = Token("me")
+    monkeypatch.setenv("HF_TOKEN", "hf_me")
+    make_images(tmp_path / "images", 2)
+    flags = [*UNCONDITIONAL, f"--model_config_name_or_path={make_unet_config(tmp_path)}"]
+    flags += [f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out"]
+    Script("train_unconditional")(*flags, "--push_to_hub", "--hub_private_repo")
+    assert hub.repositories["models", "me/out"].private
+    assert {"README.md", "model_index.json"} < set(hub.files("me/out"))
+    pipeline = diffusers.DDPMPipeline.from_pretrained("me/out")
+    trained = load_file(tmp_path / "out/unet/diffusion_pytorch_model.safetensors")
+    loaded = pipeline.unet.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
