@@ -167,6 +167,7 @@ def test_a_folder_of_images_on_the_hub_is_streamed_undecoded(hub, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's upload
 def test_a_run_that_is_pushed_opens_by_its_id(hub, tmp_path, monkeypatch):
     hub.tokens["hf_me"] = Token("me")
     monkeypatch.setenv("HF_TOKEN", "hf_me")
