@@ -133,7 +133,8 @@ def load_index(source: str, args: Namespace) -> dict[str, Any]:
         try:
             return convert_index(diffusers.ModularPipeline.load_config(source, **options))
         except OSError:
-            raise error from None  # it says what most sources lack
+            # it says what most sources lack
+            raise error from (error.__cause__ or error.__context__)
 
 
 def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[str, Any]:
