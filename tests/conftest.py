@@ -42,6 +42,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from hub import Hub, use_hub  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_pipelines import make_chat_tokenizer, make_klein, make_qwen_image, make_z_image, randomize  # noqa: E402, F401
@@ -289,6 +290,14 @@ PRX = {
     "depth": 2,
     "axes_dim": [4, 4],
 }
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that this process talks to, with an empty cache."""
+    with Hub() as hub:
+        use_hub(hub, tmp_path / "hf", monkeypatch)
+        yield hub
 
 
 def make_prx(folder, **changes):

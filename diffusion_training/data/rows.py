@@ -198,6 +198,8 @@ def open_builder(
                 print_once(find_csv_fault(path))
     with explained(f"{described} can't be loaded as a data set"):
         if streaming:
+            # `datasets` 5 would decode the images of a folder on the hub, which no cast undoes
+            builder.config.decode_num_threads = 0
             return builder, builder.as_streaming_dataset(split=args.dataset_split)
         builder.download_and_prepare()
         rows = builder.as_dataset(split=args.dataset_split)

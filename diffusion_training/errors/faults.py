@@ -4,6 +4,7 @@ import contextlib
 import errno
 import re
 from collections.abc import Iterator
+from typing import Any
 
 # System errors that concern one file or one name. All others are faults of the machine.
 FILE_ERRORS = {
@@ -32,20 +33,22 @@ def explain(error: BaseException) -> str:
     """Describe an error in one line.
 
     An error that `datasets` or a loader process wrapped is replaced by its cause. So are the
-    libraries' errors for a folder that does not exist, and for a hub that can't be reached. The
+    libraries' errors for a folder that does not exist, and for the hub, see `explain_hub`. The
     address of a buffer in Pillow's message is cut off. A temporary name is replaced by the name
     that the file will have.
     """
-    cause: BaseException | None = error
-    while cause:
-        if is_a(cause, "HFValidationError"):  # for example /nowhere/model
-            return "there is no such folder, and no model on the hub can have this name"
-        if is_a(cause, "LocalEntryNotFoundError", "OfflineModeIsEnabled"):
-            return (
-                "it is neither a folder here nor in the local cache, and the hub can't be reached: "
-                "check the network, and that HF_HUB_OFFLINE is not set"
-            )
-        cause = cause.__context__
+    chain = [error]
+    for each in chain:  # it grows meanwhile; links can form a circle
+        chain += [x for x in (each.__cause__, each.__context__) if x and x not in chain]
+    if any(is_a(each, "HFValidationError") for each in chain):  # for example /nowhere/model
+        return "there is no such folder, and no model on the hub can have this name"
+    if sentence := next(filter(None, map(explain_hub, chain)), None):
+        return sentence
+    if any(is_a(each, "LocalEntryNotFoundError") for each in chain):
+        return (
+            "it is neither a folder here nor in the local cache, and the hub can't be reached: "
+            "check the network, and that HF_HUB_OFFLINE is not set"
+        )
     if is_a(error, "DatasetGenerationError") and error.__cause__:
         error = error.__cause__
     if isinstance(error, UnicodeEncodeError):  # a file's name, or a text, with bytes of its own
@@ -56,6 +59,72 @@ def explain(error: BaseException) -> str:
     text = " ".join(text.split(" <_io")[0].split()) or type(error).__name__
     text = name_finally(text)
     return text if len(text) < 400 else f"{text[:400]} ..."
+
+
+def explain_hub(error: BaseException) -> str | None:
+    """Describe an error of the model and data set hub; None for other errors.
+
+    A file that a repository lacks is None, too: the libraries name it.
+    """
+    if is_a(error, "OfflineModeIsEnabled"):
+        # its text has the address, .../org/name/resolve/main/vae/config.json
+        match = re.search(r"/([^/\s]+/[^/\s]+)/resolve/[^/\s]+/([^\s?]+?):?(?:\s|$)", str(error))
+        what = f"{match[2]} of {match[1]}" if match else "what it needs"
+        return (
+            f"{what} is neither in a folder here nor in the local cache, and HF_HUB_OFFLINE is "
+            "set: unset it, or run the command once without it"
+        )
+    if is_a(error, "TransportError"):  # of httpx, which no other library here uses
+        reason = str(error) or type(error).__name__
+        return f"the hub can't be reached ({reason}): check the network, then run it again"
+    if is_a(error, "DatasetNotFoundError"):  # `datasets` has dropped the hub's own error
+        match = re.match(r"Dataset '(.+?)' (is a gated|doesn't exist)(.*)", str(error))
+        if not match:
+            return None
+        if match[2] == "is a gated":
+            return describe_gated(match[1], "must be authenticated" not in match[3])
+        return describe_unknown(match[1])
+    if not is_a(error, "HfHubHTTPError") or is_a(error, "EntryNotFoundError"):
+        return None
+    response: Any = vars(error)["response"]
+    status = response.status_code
+    # .../api/models/org/name/..., or .../org/name/resolve/...
+    path = re.match(r"/(?:api/\w+/|datasets/)?([^/]+/[^/]+)", response.request.url.path)
+    name = path[1] if path else "the repository"
+    if is_a(error, "GatedRepoError"):
+        return describe_gated(name, has_token=status != 401)
+    if is_a(error, "RepositoryNotFoundError"):
+        return describe_unknown(name)
+    if is_a(error, "RevisionNotFoundError"):
+        return f"{name} has no such revision: see the branches and tags on its page"
+    said = getattr(error, "server_message", None) or response.reason_phrase
+    if status == 401:
+        return f"the hub refuses your token ({said}): run `hf auth login`, or unset HF_TOKEN"
+    if status == 403:
+        return f"your token lacks the right to do this ({said}): make one that has it"
+    if status == 429:
+        wait = response.headers.get("Retry-After")
+        wait = f"in {wait} s" if wait else "in some minutes"
+        return f"the hub allows no more requests for now (429): run it again {wait}"
+    if status >= 500:
+        return f"the hub has a fault ({status} {said}): run it again later"
+    return None
+
+
+def describe_gated(name: str, has_token: bool) -> str:
+    if not has_token:
+        return f"{name} is gated: accept its terms on its page, then run `hf auth login`"
+    return (
+        f"{name} is gated, and your token has no access to it: accept its terms on its page, with "
+        "the account of the token, and wait if its authors must agree"
+    )
+
+
+def describe_unknown(name: str) -> str:
+    return (
+        f"the hub has no {name}, or it is private and your token may not read it: check the "
+        "spelling, or run `hf auth login`"
+    )
 
 
 def name_finally(text: str) -> str:
@@ -84,8 +153,12 @@ def is_machines_fault(error: BaseException) -> bool:
     A bad row is skipped and listed. A fault of the machine ends the run or the task, and the same
     command tries the row again.
     """
-    if lacks_memory(error) or is_a(error, "TimeoutError", "ConnectionError"):
+    if lacks_memory(error) or is_a(
+        error, "TimeoutError", "ConnectionError", "TransportError", "LocalEntryNotFoundError"
+    ):
         return True
+    if is_a(error, "HfHubHTTPError"):  # the hub, or the right to read it, unless a file is missing
+        return not is_a(error, "EntryNotFoundError")
     return isinstance(error, OSError) and error.errno is not None and error.errno not in FILE_ERRORS
 
 

@@ -1,6 +1,7 @@
 """The base of a run, opened once: where its models come from, and which family they belong to."""
 
 import os
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from diffusion_training.families.base import Base, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.files import clean, delete, saving
+
+# diffusers' load_config passes an argument that does nothing
+warnings.filterwarnings("ignore", ".*local_dir_use_symlinks", UserWarning)
 
 
 def open_base(args: Namespace, trained_by: str | None = None, num_references: int = 0) -> Base:
@@ -131,7 +135,8 @@ def load_index(source: str, args: Namespace) -> dict[str, Any]:
         try:
             return convert_index(diffusers.ModularPipeline.load_config(source, **options))
         except OSError:
-            raise error from None  # it says what most sources lack
+            # it says what most sources lack
+            raise error from (error.__cause__ or error.__context__)
 
 
 def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[str, Any]:

@@ -437,7 +437,10 @@ def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, i
         f"--text_encoder_name_or_path={tmp_path / 'sdxl/text_encoder'}",
     )
     nowhere = "--pretrained_model_name_or_path=no/pipeline"
-    both("no/pipeline can't be opened as a pipeline (it is neither a folder here nor", nowhere)
+    both(
+        "no/pipeline can't be opened as a pipeline (model_index.json of no/pipeline is neither",
+        nowhere,
+    )
     index.write_text("{")
     both("sdxl can't be opened as a pipeline")
     index.write_text(whole)

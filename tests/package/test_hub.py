@@ -1,0 +1,183 @@
+"""Models and data by their ids on a hub, with the real client."""
+
+import json
+import re
+import shutil
+
+import datasets
+import diffusers
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from conftest import MODELS, TRAINING, Script, assert_same_weights, make_images, make_unet_config
+from hub import Token
+from huggingface_hub import constants
+from PIL import Image
+from safetensors.torch import load_file
+
+import train_unconditional
+from diffusion_training.data.images import decode_image
+from diffusion_training.data.rows import load_rows
+from diffusion_training.faults import explain, is_machines_fault
+
+UNCONDITIONAL = [
+    *TRAINING,
+    "--resolution=16",
+    "--ddpm_num_inference_steps=2",
+    "--eval_batch_size=1",
+    "--dataloader_num_workers=0",
+    "--max_train_steps=2",
+]
+
+
+def download(name, path="model_index.json", **options):
+    return huggingface_hub.hf_hub_download(name, path, **options)
+
+
+def fault_of(function, *args, **options):
+    """(what is said of the error that a call raises, whether it is a fault of the machine)."""
+    try:
+        function(*args, **options)
+    except Exception as error:
+        return explain(error), is_machines_fault(error)
+    raise AssertionError("there is no error")
+
+
+def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
+    hub.tokens |= {"hf_me": Token("me"), "hf_org": Token("org", gates={"org/gated"})}
+    hub.add("org/gated", MODELS, gated=True)
+    hub.add("org/private", MODELS, private=True)
+    hub.add("org/open", MODELS)
+    gated = "org/gated is gated: accept its terms on its page, then run `hf auth login`"
+    assert fault_of(download, "org/gated") == (gated, True)
+    said, _ = fault_of(download, "org/gated", token="hf_me")
+    assert said.startswith("org/gated is gated, and your token has no access to it: accept")
+    assert download("org/gated", token="hf_org")
+    for name in ("org/private", "org/opne"):  # nobody else can tell them apart
+        for token in (False, "hf_me"):
+            said, _ = fault_of(download, name, token=token)
+            assert said.startswith(f"the hub has no {name}, or it is private and your token may")
+    assert download("org/private", token="hf_org")
+    said, _ = fault_of(download, "org/open", token="hf_old")
+    assert said.startswith("the hub refuses your token (Invalid credentials in Authorization hea")
+    said, _ = fault_of(download, "org/open", revision="v2")
+    assert said.startswith("org/open has no such revision")
+    hub.fail("*", status=429, times=100, headers={"Retry-After": "7"})
+    limited = "the hub allows no more requests for now (429): run it again in 7 s"
+    assert fault_of(download, "org/open") == (limited, True)
+    hub.faults.clear()
+    hub.fail("*", status=503, times=100)
+    broken = "the hub has a fault (503 Service Unavailable): run it again later"
+    assert fault_of(download, "org/open") == (broken, True)
+    hub.faults.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    said, _ = fault_of(download, "org/open", "vae/config.json")
+    assert said.startswith("vae/config.json of org/open is neither in a folder here nor in the ")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # nothing listens at this port
+    said, is_machines = fault_of(download, "org/open", endpoint="http://127.0.0.1:9")
+    assert re.fullmatch(r"the hub can't be reached \(.*\): check the network.*", said)
+    assert is_machines
+
+
+def test_the_client_reads_on_after_a_cut_and_sends_no_token_to_the_storage(hub):
+    hub.tokens["hf_org"] = Token("org")
+    content = np.random.default_rng(0).bytes(300_000)
+    hub.add("org/big", {"model.safetensors": content}, private=True)
+    hub.fail("/lfs/*", method="GET", cut=True, times=2)
+    path = download("org/big", "model.safetensors", token="hf_org")
+    assert open(path, "rb").read() == content
+    asked = [each for each in hub.requests if each.host == "storage" and each.method == "GET"]
+    assert len(asked) == 3
+    assert {each.token for each in asked} == {None}
+    assert {each.token for each in hub.requests if "resolve" in each.path} == {"hf_org"}
+
+
+def test_a_gated_or_misspelled_base_ends_in_its_sentence(hub, tmp_path, recwarn):
+    hub.add("org/gated", MODELS, gated=True)
+    make_images(tmp_path / "images", 2)
+    train = Script("train_text_to_image")
+    flags = train.flags(tmp_path / "out", f"--train_data_dir={tmp_path}/images")
+    flags += ["--instance_prompt=a", "--max_train_steps=1"]
+    said = train.refused(*flags, "--pretrained_model_name_or_path=org/gated")
+    assert "org/gated is gated: accept its terms on its page, then run `hf auth login`" in said
+    said = train.refused(*flags, "--pretrained_model_name_or_path=org/gatde")
+    assert "the hub has no org/gatde, or it is private" in said
+    assert not (tmp_path / "out").exists()
+    assert not [each for each in recwarn if "symlinks" in str(each.message)]
+    train = Script("train_unconditional")
+    hub.add("org/images", tmp_path / "images", kind="datasets", gated=True)
+    flags = [*UNCONDITIONAL, "--resolution=32", "--dataset_name=org/images"]
+    said = train.refused(*flags, f"--output_dir={tmp_path}/out")
+    assert "org/images is gated: accept its terms on its page" in said
+    flags[-1] = "--dataset_name=org/imgaes"
+    said = train.refused(*flags, f"--output_dir={tmp_path}/out")
+    assert "the hub has no org/imgaes, or it is private" in said
+
+
+def make_data(folder, kind):
+    make_images(folder / "images", 4)
+    images = folder / "images"
+    names = sorted(path.name for path in images.iterdir())
+    if kind == "metadata":
+        lines = [json.dumps({"file_name": name, "text": name}) for name in names]
+        (images / "metadata.jsonl").write_text("\n".join(lines))
+    if kind == "classes":
+        for i, name in enumerate(names):
+            (images / f"train/{i % 2}").mkdir(parents=True, exist_ok=True)
+            (images / name).rename(images / f"train/{i % 2}/{name}")
+    if kind == "parquet":
+        rows = datasets.Dataset.from_dict({"image": [(images / x).read_bytes() for x in names]})
+        rows = rows.cast_column("image", datasets.Image())
+        shutil.rmtree(images)
+        images.mkdir()
+        rows.to_parquet(images / "train.parquet")
+    return images
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["folder", "classes", "metadata", "parquet"])
+def test_a_data_set_on_the_hub_trains_like_its_folder(hub, tmp_path, kind):
+    images = make_data(tmp_path, kind)
+    hub.add("org/images", images, kind="datasets")
+    train = Script("train_unconditional")
+    flags = [*UNCONDITIONAL, f"--model_config_name_or_path={make_unet_config(tmp_path)}"]
+    train(*flags, f"--train_data_dir={images}", f"--output_dir={tmp_path}/disk")
+    flags += ["--dataset_name=org/images"]
+    train(*flags, f"--output_dir={tmp_path}/hub")
+    assert_same_weights(tmp_path / "hub/unet", tmp_path / "disk/unet")
+    train(*flags, "--streaming", f"--output_dir={tmp_path}/stream")
+    assert (tmp_path / "stream/unet").is_dir()
+
+
+def test_a_folder_of_images_on_the_hub_is_streamed_undecoded(hub, tmp_path):
+    images = make_data(tmp_path, "folder")
+    hub.add("org/images", images, kind="datasets")
+    flags = ["--dataset_name=org/images", "--streaming", f"--output_dir={tmp_path}/out"]
+    args = train_unconditional.parse_args([*UNCONDITIONAL, *flags])
+    opened = load_rows(args, streaming=True)
+    found = [item[opened.column] for item in opened.rows]
+    assert {type(image) for image in found} == {dict}
+    pixels = {decode_image(image, 3).permute(1, 2, 0).numpy().tobytes() for image in found}
+    assert pixels == {np.asarray(Image.open(path)).tobytes() for path in images.iterdir()}
+    hub.fail("*.png", status=503, times=100)
+    _, is_machines = fault_of(decode_image, found[0], 3)
+    assert is_machines  # the row is not skipped as a bad one
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's upload
+def test_a_run_that_is_pushed_opens_by_its_id(hub, tmp_path, monkeypatch):
+    hub.tokens["hf_me"] = Token("me")
+    monkeypatch.setenv("HF_TOKEN", "hf_me")
+    make_images(tmp_path / "images", 2)
+    flags = [*UNCONDITIONAL, f"--model_config_name_or_path={make_unet_config(tmp_path)}"]
+    flags += [f"--train_data_dir={tmp_path}/images", f"--output_dir={tmp_path}/out"]
+    Script("train_unconditional")(*flags, "--push_to_hub", "--hub_private_repo")
+    assert hub.repositories["models", "me/out"].private
+    assert {"README.md", "model_index.json"} < set(hub.files("me/out"))
+    pipeline = diffusers.DDPMPipeline.from_pretrained("me/out")
+    trained = load_file(tmp_path / "out/unet/diffusion_pytorch_model.safetensors")
+    loaded = pipeline.unet.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
