@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import train_unconditional
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
-from diffusion_training.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import explain, is_machines_fault
 
 UNCONDITIONAL = [
     *TRAINING,
