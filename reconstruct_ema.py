@@ -73,12 +73,12 @@ def write_pipeline(
     """Write the pipeline of a run with the weights of a width."""
     with explained(f"{run_dir / 'model_index.json'} can't be read"):
         index = json.loads((run_dir / "model_index.json").read_text())
-    # a run's folder may be from somebody else: no name may lead out of it
-    parts = {
-        name: entry
-        for name, entry in index.items()
-        if is_component(entry) and Path(name).name == name and (run_dir / name).is_dir()
-    }
+        # a run's folder may be from somebody else: no name may lead out of it
+        parts = {
+            name: entry
+            for name, entry in index.items()
+            if is_component(entry) and Path(name).name == name and (run_dir / name).is_dir()
+        }
     trained = {snapshot.model for snapshot in snapshots}
     models = trained & parts.keys()
     if not models:

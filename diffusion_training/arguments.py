@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion_training.errors.printing import hide_secrets
+from diffusion_training.errors.printing import hide_secrets, note_secrets
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -113,6 +113,7 @@ class Parser(argparse.ArgumentParser):
                 near = difflib.get_close_matches(path.name, names, 1)
                 hint = f"did you mean @{path.with_name(near[0])}?" if near else str(error)
                 self.error(f"{word} can't be read: {hint}")
+        note_secrets(words)
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             typo = next((word for word in unknown if word.startswith("-")), None)
@@ -128,7 +129,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and one line, without passwords in addresses."""
-        super().error(hide_secrets(message))
+        super().error(hide_secrets(message, printed=True))
 
     def freeze(self, args: argparse.Namespace, **defaults: Any) -> "Flags":
         """The parsed flags, read-only. defaults: values that depend on other flags."""
@@ -282,6 +283,7 @@ def parse_demo(
     """Parse the demo's command line, overridden by the flags in `argv`, and print it in full."""
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
+        note_secrets(command)
         full = f"{launcher} {parser.prog} {shlex.join(command)}"
         print(f"No data given, so this is the demo. The full command:\n{hide_secrets(full)}")
     return parser.parse_args(command)

@@ -5,29 +5,69 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
-# In addresses: a user's name with a password, which may hold any character, also a blank or @; a
-# token in the place of a name; and a query or fragment, but not the ? of a pattern of names.
-PASSWORD = re.compile(r"(?<=://)[^\s/@:]*:(?!:|\d+(?:[/\s'\")]|$))[^@\n]*@(?:[^\s@]*@)*")
-TOKEN = re.compile(r"(?<=://)[^/\s@]+@")
-QUERY = re.compile(
-    r"(://[^\s?#]*)(?:\?(?=\S*=|[^\s./?'\")]{6})|\#(?=\S*=))\S*?(?=['\")\],.;:]*(?:\s|$))"
+# In the text of a sentence: a user's name with a password, which may hold any character, also a
+# blank or @; a token in the place of a name; and a query or fragment, but not the ? of a pattern of
+# names. The limits keep a long text of addresses quick.
+PASSWORD = re.compile(
+    r"(?<=://)[^\s/@:]*:(?!:|\d+(?:[/\s'\")]|$))[^@\n]{0,300}@(?:[^\s@]{0,300}@)*"
 )
+TOKEN = re.compile(r"(?<=://)[^/\s@]+@")
+QUERY = re.compile(r"(://[^\s?#]{0,2000})(?:\?(?=\S*=|[^\s./?'\")]{6})|#(?=\S*=))(\S*)")
+# The same in an address alone, whose end is known. A number before the first slash is a port.
+USER = re.compile(r"(?![^/:@]*:\d+(?:/|$))(?:[^/:]*:.*|[^/]*)@", re.DOTALL)
+SIGNATURE = re.compile(r"(?:\?(?=.*=|[^./?]{6})|#(?=.*=)).*", re.DOTALL)
+
+SECRETS: dict[str, str] = {}  # of the addresses on the command line, and what is shown for each
+PARTS: set[str] = set()  # of these secrets: a library's error may repeat only a part
 
 
-def hide_secrets(value: Any) -> Any:
+def note_secrets(words: Iterable[str]) -> None:
+    """Remember the secrets in the addresses on a command line, which `hide_secrets` looks for."""
+    SECRETS.clear()
+    PARTS.clear()
+    for address in (part for word in words for part in re.split(r"::(?=\w+://)", word)):
+        rest = address.partition("://")[2]
+        user = USER.match(rest)
+        query = SIGNATURE.search(rest, user.end() if user else 0)
+        if user:
+            SECRETS[user[0]] = "***@"
+            password = user[0][:-1].partition(":")[2]
+            PARTS.update(re.split(r"[@/?#:\s]", f"{password}@{unquote(password)}"), [password])
+        if query:
+            SECRETS[query[0]] = "?***"
+            PARTS.update(re.findall(r"[=?#]([^=&;?#]+)(?=[&;?#]|$)", query[0]))
+    PARTS.difference_update([part for part in PARTS if len(part) < 4])
+
+
+def hide_secrets(value: Any, printed: bool = False) -> Any:
     """Cut passwords and queries, such as signatures, out of the addresses in a text or in texts.
 
-    All that a run prints or records goes through this.
+    All that a run prints or records goes through this. printed: also parts of the secrets on the
+    command line. Values that are recorded keep them, as a folder may have the name of a password.
     """
     if isinstance(value, list | tuple):
-        return type(value)(map(hide_secrets, value))
-    if not isinstance(value, str) or "://" not in value:
+        return type(value)(hide_secrets(each, printed) for each in value)
+    if not isinstance(value, str):
+        return value
+    for secret, shown in SECRETS.items():
+        value = value.replace(secret, shown)
+    if printed and PARTS:
+        parts = "|".join(map(re.escape, sorted(PARTS, key=len, reverse=True)))
+        value = re.sub(rf"(?<!\w)(?:{parts})(?!\w)", "***", value)
+    if "://" not in value:
         return value
     value = TOKEN.sub("***@", PASSWORD.sub("***@", value))
-    return QUERY.sub(r"\1?***", value)
+    return QUERY.sub(hide_query, value)
+
+
+def hide_query(match: re.Match[str]) -> str:
+    """An address without its query, and the punctuation of the sentence after it."""
+    end = match[2][len(match[2].rstrip("'\")],.;:")) :]
+    return f"{match[1]}?***{end}"
 
 
 class LastingStream:
@@ -44,7 +84,7 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-            self.stream.write(hide_secrets(text))
+            self.stream.write(hide_secrets(text, printed=True))
         return len(text)
 
     def flush(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import html
 import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
 {describe_for_hub(described, args).to_yaml()}
 ---
 
-# {about.name}
+# {escape_title(about.name)}
 
 {described.what}
 
@@ -104,6 +105,12 @@ def tabulate(title: str, values: dict[str, Any], form: str = "") -> str:
     """A table in Markdown; empty without values."""
     rows = "".join(f"| {name} | {escape_cell(f'{x:{form}}')} |\n" for name, x in values.items())
     return f"| {title} | |\n|---|---|\n{rows}" if rows else ""
+
+
+def escape_title(text: str) -> str:
+    """Text for a heading: no HTML, no link or picture, and one line."""
+    escaped = re.sub(r"([\\`*\[\]])", r"\\\1", html.escape(text, quote=False))
+    return " ".join(escaped.split())
 
 
 def escape_cell(text: str) -> str:

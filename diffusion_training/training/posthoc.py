@@ -17,6 +17,7 @@ from accelerate.utils import broadcast
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from diffusion_training.arguments import number
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import delete, saving, sort_header
@@ -25,6 +26,7 @@ from diffusion_training.models import AveragedWeights, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run
 LOSSES = "held_out.json"  # in it: the held-out losses of some widths
+WIDTH = number(0.005, 0.28)  # the widths that are possible here; an argparse type
 WIDTHS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.14, 0.2, 0.25)  # whose held-out loss is measured
 
 
@@ -255,7 +257,7 @@ def read_best_width(output_dir: Path) -> float:
     if not losses.is_file():
         fail(f"{output_dir} has no held-out loss of any width: give --sigma_rel")
     with explained(f"{losses} can't be read: give --sigma_rel"):
-        return json.loads(losses.read_text())["best"]
+        return WIDTH(json.loads(losses.read_text())["best"])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -277,8 +279,9 @@ def list_snapshots(output_dir: str | Path) -> list[SnapshotFile]:
     for path in find_snapshots(output_dir):
         with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
             header = file.metadata()
-            gamma = solve_exponent(float(header["sigma_rel"]))
-            found.append(SnapshotFile(path, header["model"], gamma, int(header["images"])))
+            gamma = solve_exponent(WIDTH(header["sigma_rel"]))
+            images = number(1, 2**63, int)(header["images"])
+            found.append(SnapshotFile(path, header["model"], gamma, images))
     return found
 
 

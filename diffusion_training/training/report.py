@@ -94,10 +94,16 @@ DescribeModel: TypeAlias = Callable[[About, Namespace], Description]
 
 
 def name_run(step: int, args: Namespace, local: bool) -> About:
-    """Return the names for texts about a run. local: paths as given, for the report."""
+    """Return the names for texts about a run. local: paths as given, for the report.
+
+    Else they are for Markdown, which puts data and base in backticks: they hold none.
+    """
 
     def name(path: str) -> str:
-        return path if local or not os.path.exists(path) else Path(path).resolve().name
+        if local:
+            return path
+        shown = Path(path).resolve().name if os.path.exists(path) else path
+        return " ".join(shown.replace("`", "'").split())
 
     flags = vars(args)
     output_dir = args.output_dir

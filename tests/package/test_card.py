@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion_training.arguments import Flags
-from diffusion_training.training.card import describe_for_hub, tabulate
+from diffusion_training.training.card import describe_for_hub, save_model_card, tabulate
 from diffusion_training.training.report import Description
 
 OTHER = "license: other\nlicense_name: my-licence\nlicense_link: LICENSE.md"
@@ -79,3 +79,18 @@ def test_card_table_escapes_prompts():
         "| name | a b |",
     ]
     assert "0.1235" in tabulate("loss", {"held_out_loss": 0.123456}, ".4g")
+
+
+def test_names_of_folders_bring_no_markup_into_a_card(tmp_path):
+    name = "a`<img src=x>![b](c)\n# *d*"
+    for folder in ("runs", "data"):
+        (tmp_path / folder / name).mkdir(parents=True)
+    out, data = tmp_path / "runs" / name, tmp_path / "data" / name
+    values = {"output_dir": str(out), "train_data_dir": str(data)}
+    save_model_card(
+        3, lambda about, args: Description(["x"], f"On `{about.data}`.", "code"), Flags(**values)
+    )
+    lines = (out / "README.md").read_text().splitlines()
+    assert "# a\\`&lt;img src=x&gt;!\\[b\\](c) # \\*d\\*" in lines
+    assert "On `a'<img src=x>![b](c) # *d*`." in lines
+    assert len([line for line in lines if "img" in line]) == 2

@@ -23,7 +23,7 @@ from conftest import (
 )
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.errors.printing import hide_secrets
+from diffusion_training.errors.printing import hide_secrets, note_secrets
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train = Script("train_unconditional")
@@ -263,6 +263,42 @@ def test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing(tmp_pat
 ])  # fmt: skip
 def test_hide_secrets_cuts_passwords_and_queries(text, hidden):
     assert hide_secrets(text) == hidden
+
+
+@pytest.mark.parametrize("address, hidden, repeated", [  # repeated: by an error of a library
+    ("s3://me@corp.com:PASSWORD@host/run", "s3://***@host/run", "PASSWORD@host is unknown"),
+    ("s3://me:12 PASSWORD@host/run", "s3://***@host/run", "12 PASSWORD@host is unknown"),
+    ("ftp://me:PASS/WORD@host/run", "ftp://***@host/run", "no integer value: 'PASS'"),
+    ("ftp://me:1%2FPASSWORD@host/run", "ftp://***@host/run", "'1/PASSWORD' is no password"),
+    ("s3://me:a\nPASSWORD@host/run", "s3://***@host/run", "PASSWORD"),
+    ("https://me:a?PASSWORD@host/x?q=SECRET", "https://***@host/x?***", "SECRET"),
+    ("https://host/a b?sig=c d=SECRET", "https://host/a b?***", "url: /a b?sig=c d=SECRET"),
+    ("https://host/x.tar?SECRET", "https://host/x.tar?***", "no x.tar?SECRET"),
+    ("https://host/x#t=a&key=SECRET", "https://host/x?***", "the key SECRET"),
+    ("zip://a::ftp://me:b::PASSWORD@host/z?t=SECRET", "zip://a::ftp://***@host/z?***", "SECRET"),
+])  # fmt: skip
+def test_secrets_of_the_command_line_are_hidden_wherever_they_are_repeated(
+    address, hidden, repeated
+):
+    note_secrets(["--seed=3", f"--checkpoints_to={address}", "s3://me:other@host", "x=1"])
+    assert hide_secrets(f"{address} is full, ask me@x.org") == f"{hidden} is full, ask me@x.org"
+    assert hide_secrets([address]) == [hidden]
+    said = hide_secrets(f"can't read it ({repeated})", printed=True)
+    assert "***" in said and not [word for word in ("PASS", "SECRET") if word in said]
+    note_secrets([hidden])
+    assert hide_secrets(repeated, printed=True) == repeated
+
+
+@pytest.mark.parametrize("address", [
+    "http://localhost:9000/bucket/photo@2x.tar",
+    "hf://datasets/me/photos@main/a:b",
+    "s3://bucket/{0..9}?.tar",
+    "s3://bucket/photos#1",
+    "gs://bucket/a:b@c/d",
+])  # fmt: skip
+def test_addresses_without_secrets_stay(address):
+    note_secrets([address])
+    assert hide_secrets(f"saved to {address}", printed=True) == f"saved to {address}"
 
 
 class SecretFiles(LocalFileSystem):

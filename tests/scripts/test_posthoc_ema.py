@@ -229,15 +229,23 @@ def test_a_pipeline_without_averages_and_folders_of_the_user_are_refused(tmp_pat
     (run / "posthoc_ema/held_out.json").write_text("{")
     said = reconstruct.refused(*flags[:2])
     assert "held_out.json can't be read: give --sigma_rel" in said
+    (run / "posthoc_ema/held_out.json").write_text('{"best": 7}')
+    said = reconstruct.refused(*flags[:2])
+    assert "held_out.json can't be read: give --sigma_rel (7 is not between 0.005 and" in said
     path = run / "posthoc_ema/step-0000001/unet-0.05.safetensors"
+    for sigma_rel, images in ("0.05", "0"), ("-1", "2"), ("1e309", "2"), ("x", "2"):
+        forged = {"model": "unet", "sigma_rel": sigma_rel, "images": images}
+        save_file(load_file(path), path, forged)
+        assert "step-0000001/unet-0.05.safetensors can't be read (" in reconstruct.refused(*flags)
     weights = {name: weight.fill_(torch.inf) for name, weight in load_file(path).items()}
     save_file(weights, path, {"model": "unet", "sigma_rel": "0.05", "images": "2"})
     assert "weights with NaN or infinity, such as conv_in.bias" in reconstruct.refused(*flags)
     shutil.rmtree(run / "unet")
     said = reconstruct.refused(*flags)
     assert "has snapshots of unet, and its pipeline has none of these" in said
-    (run / "model_index.json").write_text("{")
-    assert "model_index.json can't be read" in reconstruct.refused(*flags)
+    for text in "{", "[1]":
+        (run / "model_index.json").write_text(text)
+        assert "model_index.json can't be read" in reconstruct.refused(*flags)
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path, inputs):
