@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from diffusion_training.errors.sentences import PEER_ENDED, is_local_main
+from diffusion_training.errors.sentences import PEER_ENDED, is_local_main, name_command
 
 BEAT = 2.0  # seconds
 # beats until a machine counts as lost; then the job ends within a minute
@@ -81,8 +81,7 @@ def listen_to_machines(timeout: timedelta) -> None:
                     print(
                         f"\n{Path(sys.argv[0]).name}: machine {machine} ({host}) has been silent "
                         f"for {MAX_SILENT * BEAT:.0f} seconds; saved files are complete, "
-                        "and the same command continues from there (of a trainer, with "
-                        "--resume_from_checkpoint latest)",
+                        f"and {name_command()} continues from there",
                         file=sys.stderr,
                         flush=True,
                     )

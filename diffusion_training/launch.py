@@ -28,7 +28,7 @@ from accelerate.utils import (
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import CHANGED, explained, fail, surviving
+from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command, surviving
 from diffusion_training.errors.stop_signals import SIGNALS, handling
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.memory import is_gpu
@@ -402,8 +402,8 @@ def end_stopped(
 ) -> NoReturn:
     """End the program after a signal, with the exit status for that signal."""
     where = f"after step {global_step} of {max_train_steps}"
-    advice = "the same command with --resume_from_checkpoint latest continues from there"
-    accelerator.print(f"Stopped by {signal.Signals(stop).name} {where}; {advice}")
+    name = signal.Signals(stop).name
+    accelerator.print(f"Stopped by {name} {where}; {name_command()} continues from there")
     with surviving("the trackers could not be closed"):
         accelerator.end_training()
     SIGNALS.clear()  # it has been reported

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.arguments import is_address
 from diffusion_training.errors.faults import explain, is_a
-from diffusion_training.errors.sentences import fail
+from diffusion_training.errors.sentences import fail, name_command
 from diffusion_training.files import name_unfinished, write_out
 
 Result = TypeVar("Result")
@@ -178,8 +178,7 @@ def persist(
             if wait is None or is_a(error, "ImportError", *hopeless):
                 fail(
                     f"{path} can't be read ({explain(error)}): saved files are complete; when it "
-                    "can be read, the same command continues (of a trainer, with "
-                    "--resume_from_checkpoint latest)",
+                    f"can be read, {name_command()} continues",
                     alone=True,
                 )
             time.sleep(wait)

@@ -28,6 +28,7 @@ UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is an
 # restores the settings of the process that a run changed, when `main` ends or fails
 CHANGED = contextlib.ExitStack()
 WARNINGS: set[str] = set()  # those of `surviving`
+AGAIN: list[str] = []  # what the command lacks to continue this run, see `name_command`
 
 
 class Refused(SystemExit):
@@ -47,6 +48,11 @@ class Refused(SystemExit):
 def fail(sentence: str, alone: bool = False) -> NoReturn:
     """End the program with status 1 and one sentence: what is wrong, where, and what to do."""
     raise Refused(sentence, alone)
+
+
+def name_command() -> str:
+    """The command that continues the run, for a sentence; a trainer's needs a flag."""
+    return " ".join(["the same command", *AGAIN])
 
 
 @contextlib.contextmanager
@@ -160,7 +166,7 @@ def in_one_sentence(
                 name = signal.Signals(SIGNALS[-1]).name
                 print(
                     f"\nStopped by {name}; saved files are complete, "
-                    "and the same command continues from here",
+                    f"and {name_command()} continues from here",
                     flush=True,
                 )
             raise SystemExit(128 + SIGNALS[-1])
@@ -170,8 +176,10 @@ def in_one_sentence(
 
     @functools.wraps(main)
     def guarded(args: argparse.Namespace) -> None:
-        for notes in (SIGNALS, UNDO, WARNINGS):  # of an earlier run in this process
+        for notes in (SIGNALS, UNDO, WARNINGS, AGAIN):  # of an earlier run in this process
             notes.clear()
+        if getattr(args, "resume_from_checkpoint", "latest") != "latest":  # of a trainer
+            AGAIN.append("with --resume_from_checkpoint latest")
         if not gc.isenabled():  # see `Parser.parse_known_args`
             gc.freeze()  # what was imported is never looked through again
             atexit.register(unfreeze_for_triton)

@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tqdm import tqdm
 
 from diffusion_training.errors.faults import explain
-from diffusion_training.errors.sentences import CHANGED, explained, fail
+from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command
 from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist, writing
 from diffusion_training.training.checkpoints import (
@@ -223,8 +223,8 @@ class Copies:
         if not self.is_copied:
             names = [self.name_file(path) for path in self.find_new()]
             print(
-                f"Not copied to {self.url}: {', '.join(names) or 'the last records'}. The same "
-                f"command copies it, if {self.output_dir} still exists",
+                f"Not copied to {self.url}: {', '.join(names) or 'the last records'}. If "
+                f"{self.output_dir} still exists, {name_command()} copies it",
                 file=sys.stderr,
                 flush=True,
             )

@@ -154,6 +154,21 @@ def test_a_signal_ends_the_run_even_if_its_exception_is_swallowed(capsys):
         assert stop.value.code == 143 and "Stopped by SIGTERM" in said.out and not said.err
 
 
+@pytest.mark.parametrize("flags, words", [
+    ({}, "the same command"),
+    ({"resume_from_checkpoint": "latest"}, "the same command"),
+    ({"resume_from_checkpoint": None}, "the same command with --resume_from_checkpoint latest"),
+    ({"resume_from_checkpoint": "checkpoint-2"}, "command with --resume_from_checkpoint latest"),
+])  # fmt: skip
+def test_a_stopped_script_names_the_command_that_continues(capsys, flags, words):
+    """Without the flag, a trainer refuses a folder with checkpoints."""
+    with pytest.raises(SystemExit):
+        in_one_sentence(lambda args: os.kill(os.getpid(), signal.SIGTERM))(
+            argparse.Namespace(**flags)
+        )
+    assert f"{words} continues from here" in capsys.readouterr().out
+
+
 def test_a_signal_in_a_destructor_is_reported_once(capsys, monkeypatch):
     """Python would print the traceback of its exception, and the run would go on."""
 

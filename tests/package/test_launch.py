@@ -192,10 +192,7 @@ def test_processes_agree_on_a_signal_that_one_received(tmp_path):
         end_stopped(accelerator, stop_signal.agree(), 7, 9)
 
     assert finish(start(run, 2, tmp_path / "log")) == [143, 143], (tmp_path / "log").read_text()
-    said = (
-        "Stopped by SIGTERM after step 7 of 9; "
-        "the same command with --resume_from_checkpoint latest continues"
-    )
+    said = "Stopped by SIGTERM after step 7 of 9; the same command continues from there"
     assert (tmp_path / "log").read_text().count(said) == 1
 
 

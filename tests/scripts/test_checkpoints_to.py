@@ -150,7 +150,7 @@ def test_a_stopped_run_waits_for_its_last_copy_or_prints_what_is_missing(
     argv = [*flags, LATEST, f"--max_train_steps={steps[-1] + 2}", "--checkpoints_to_timeout=0.1"]
     assert run(*argv, log=log) == {0}
     lost = f"checkpoint-{steps[-1] + 2}"
-    said = rf"Not copied to .*copies: {lost}, .*The same command copies it, if .*out still exists"
+    said = rf"Not copied to .*copies: {lost}, .*out still exists, the same command copies it"
     assert re.search(said, log.read_text()) and check_copies(tmp_path / "copies") == steps
     monkeypatch.undo()
     assert run(*argv, "--checkpoints_to_timeout=60", log=log) == {0}  # and it does
