@@ -180,11 +180,16 @@ def in_one_sentence(
             notes.clear()
         if getattr(args, "resume_from_checkpoint", "latest") != "latest":  # of a trainer
             AGAIN.append("with --resume_from_checkpoint latest")
-        if not gc.isenabled():  # see `Parser.parse_known_args`
+        is_program = not gc.isenabled()  # see `Parser.parse_known_args`
+        if is_program:
             gc.freeze()  # what was imported is never looked through again
             atexit.register(unfreeze_for_triton)
             gc.enable()
         with contextlib.ExitStack() as terminal:
-            run(args, terminal)
+            try:
+                run(args, terminal)
+            finally:
+                if is_program:  # a Ctrl-C while Python ends would print a traceback of `atexit`
+                    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
     return guarded

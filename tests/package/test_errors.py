@@ -184,6 +184,22 @@ def test_a_signal_in_a_destructor_is_reported_once(capsys, monkeypatch):
     assert not lost
 
 
+def test_ctrl_c_while_the_program_ends_prints_no_traceback():
+    program = """if True:
+        import atexit, gc, os, signal, time
+        from diffusion_training.errors.sentences import in_one_sentence
+
+        def end():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+
+        gc.disable()  # as the parser of a script does
+        in_one_sentence(lambda args: atexit.register(end))(None)
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
+
+
 def test_printing_non_ascii_to_an_ascii_terminal_does_not_fail(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)
