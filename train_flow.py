@@ -611,8 +611,7 @@ def main(args: Namespace) -> None:
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
     transformer = make_transformer(base, data, predict, run.configs, launch, args)
-    # Each of these is trained, averaged, and saved in checkpoints. The pipeline gets only the
-    # transformer.
+    # Each is trained, averaged and saved in checkpoints. The pipeline has the transformer only.
     models: Models = {"transformer": transformer}
     frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
     shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))

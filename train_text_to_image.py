@@ -531,7 +531,6 @@ def main(args: Namespace) -> None:
     base = open_base(args, trained_by="train_text_to_image.py")
     # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
     data_flags = share_latents(launch, args, __file__)
-
     noise_scheduler, sampler = make_schedulers(base, args)
 
     # The data comes before the model, which must fit the latents and embeddings.
@@ -577,17 +576,9 @@ def main(args: Namespace) -> None:
     # This puts the models on the device (--shard: a part on each process), makes averages and
     # optimizer, and loads the checkpoint.
     training = Training(
-        launch,
-        run,
-        plan,
-        models,
-        objective,
-        data.dataset,
-        held_out,
-        make_optimizer,
-        args,
+        launch, run, plan, models, objective, data.dataset, held_out, make_optimizer, args,
         lora_metadata,
-    )
+    )  # fmt: skip
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import importlib
 import re
 import sys
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ class Flag:
 def list_flags(script):
     """The flags of a script, in the order of its --help."""
     flags = []
-    for action in find_parser(script)._actions[1:]:  # without --help
+    for action in find_parser(importlib.import_module(script).parse_args)._actions[
+        1:
+    ]:  # without --help
         names = action.option_strings or [action.metavar or action.dest]
         if isinstance(action, argparse.BooleanOptionalAction):
             names = [name for name in names if not name.startswith("--no-")]

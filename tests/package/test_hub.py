@@ -1,5 +1,6 @@
 """Models and data by their ids on a hub, with the real client."""
 
+import importlib
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ import train_unconditional
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.families import opening
 
 UNCONDITIONAL = [
     *TRAINING,
@@ -95,6 +97,7 @@ def test_the_client_reads_on_after_a_cut_and_sends_no_token_to_the_storage(hub):
 
 
 def test_a_gated_or_misspelled_base_ends_in_its_sentence(hub, tmp_path, recwarn):
+    importlib.reload(opening)  # it hides a warning of diffusers, and pytest has reset the filters
     hub.add("org/gated", MODELS, gated=True)
     make_images(tmp_path / "images", 2)
     train = Script("train_text_to_image")
