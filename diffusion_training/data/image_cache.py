@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.data.images import decode_image, name_image, shrink
 from diffusion_training.errors.faults import explain, is_machines_fault
-from diffusion_training.errors.sentences import fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import checksum_files, delete, hash_values, saving
 
 BEGUN = psutil.Process().create_time()  # of this process, in seconds
@@ -102,19 +102,21 @@ def cache_images(
             record.unlink(missing_ok=True)
             delete(folder)  # left by a killed run, or changed since it was written
             folder.mkdir()
-        cached = rows.map(
-            cache_batch,
-            with_indices=True,
-            batched=True,
-            batch_size=64,
-            writer_batch_size=64,
-            fn_kwargs=settings,
-            features=datasets.Features({column: image}),
-            cache_file_name=str(folder / "rows.arrow"),
-            new_fingerprint=key,
-            num_proc=num_workers if num_workers > 1 else None,
-            desc="Caching images",
-        )
+        # datasets hides the error of a full disk behind another one
+        with explained(f"the images can't be cached in {folder}: is its disk or the memory full?"):
+            cached = rows.map(
+                cache_batch,
+                with_indices=True,
+                batched=True,
+                batch_size=64,
+                writer_batch_size=64,
+                fn_kwargs=settings,
+                features=datasets.Features({column: image}),
+                cache_file_name=str(folder / "rows.arrow"),
+                new_fingerprint=key,
+                num_proc=num_workers if num_workers > 1 else None,
+                desc="Caching images",
+            )
         if not record.exists():
             with saving(parent, "the cache of images") as unfinished:
                 (unfinished / record.name).write_text(json.dumps(checksum_files(folder)))

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import resource
 import time
 
 import pytest
@@ -133,3 +134,18 @@ def test_cache_batch_names_and_skips_rows_without_an_image(capfd):
     assert (
         "Skipped row 5 (there is no image)" in said and "Skipped row 6 (there is no image)" in said
     )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_disk_that_takes_no_more_ends_in_a_sentence(args, num_workers):
+    rows, column, _ = load_rows(args)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # bytes of a file
+    try:
+        with pytest.raises(
+            SystemExit, match="can't be cached in .* is its disk or the memory full"
+        ):
+            cache_images(rows, column, 3, num_workers, args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert len(make(args)[0]) == 6
