@@ -323,7 +323,7 @@ def find_secrets(folder):
 def test_a_run_records_and_prints_no_password_and_no_signed_query(tmp_path, flags, capfd):
     fsspec.register_implementation("secret", SecretFiles, clobber=True)
     SecretFiles.folder = tmp_path / "copies"
-    address = "secret://me:PASSWORD@host/run?sig=SIGNATURE"
+    address = "secret://me@org:12 PASSWORD@host/run?sig=SIGNATURE&of=b SIGNATURE"
     train(*flags, f"--checkpoints_to={address}", "--report_to=tensorboard")
     assert (tmp_path / "copies/checkpoint-3/trainer_state.json").exists()
     said = capfd.readouterr()
