@@ -16,7 +16,14 @@ from filelock import BaseFileLock
 from diffusion_training.arguments import RUN_ARGS, Flags, format_args
 from diffusion_training.errors.printing import hide_secrets
 from diffusion_training.errors.sentences import UNDO, explained, fail, surviving
-from diffusion_training.files import check_output_dir, clean, delete_if_empty, lock_folder, saving
+from diffusion_training.files import (
+    check_output_dir,
+    clean,
+    delete_if_empty,
+    fits,
+    lock_folder,
+    saving,
+)
 from diffusion_training.launch import Launch
 from diffusion_training.training.best import restore_best
 from diffusion_training.training.checkpoints import (
@@ -174,9 +181,10 @@ def is_of_run(folder: Path, names: set[str]) -> bool:
         return True
     with contextlib.suppress(OSError, ValueError):
         if "run.args" in names:
-            return (folder / "run.args").read_text().startswith(RUN_ARGS)
+            # bytes, as a name among the flags may have others than UTF-8
+            return (folder / "run.args").read_bytes().startswith(RUN_ARGS.encode())
         if "find_lr.json" in names:
-            return "smoothed" in json.loads((folder / "find_lr.json").read_text())
+            return fits(json.loads((folder / "find_lr.json").read_text()), {"smoothed": list})
     return False
 
 
