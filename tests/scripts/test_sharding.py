@@ -324,6 +324,7 @@ def test_share_memory_counts_parts_and_some_whole_blocks():
         "gradients": all_weights,
         "moments": 2 * all_weights,
         "encoders": 4 * 20,
+        "two swapped blocks": 0,
         "exchanged gradients": 0,
         "whole blocks": 4 * (2 * outside + 4 * block),
         "copies in bf16": 2 * all_weights,
