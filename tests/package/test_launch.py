@@ -18,7 +18,7 @@ from filelock import FileLock
 
 import train_unconditional
 from diffusion_training.arguments import Flags
-from diffusion_training.errors.sentences import PEER_ENDED, fail, in_one_sentence
+from diffusion_training.errors.sentences import AGAIN, PEER_ENDED, fail, in_one_sentence
 from diffusion_training.launch import (
     Launch,
     Meeting,
@@ -183,6 +183,7 @@ def test_a_signal_is_noted_and_the_third_kills(tmp_path):
 
 def test_processes_agree_on_a_signal_that_one_received(tmp_path):
     def run():
+        AGAIN.clear()  # of a trainer that an earlier test ran in this process
         accelerator = Accelerator(cpu=True)
         stop_signal = StopSignal(2)
         assert stop_signal.agree() == 0
