@@ -38,7 +38,8 @@ from diffusion_training.data import captions
 pytestmark = pytest.mark.usefixtures("without_figures")
 BIG = {name: Script(name) for name in ("train_unconditional", "train_text_to_image", "train_flow")}
 precompute = Script("precompute_latents")
-PATHS = {name: ROOT / "minimal" / f"{name}.py" for name in BIG}
+TWINS = [*BIG, "precompute_latents"]
+PATHS = {name: ROOT / "minimal" / f"{name}.py" for name in TWINS}
 # Flags of the big scripts that change no weights
 FASTER = {
     "train_unconditional": ["--eval_batch_size=1", "--ddpm_num_inference_steps=1"],
@@ -71,12 +72,7 @@ def inputs(tmp_path_factory):
     """Pictures, a cache of them for each family, and models of 10,000 weights with dropout."""
     folder = tmp_path_factory.mktemp("inputs")
     make_pictures(folder / "images")
-    make_models(folder)
-    make_unet_config(folder)  # tiny-unet, for RGB
-    grey = UNet2DModel.load_config(folder / "tiny-unet")
-    UNet2DModel.from_config(grey, in_channels=1, out_channels=1).save_config(folder / "grey-unet")
-    conditional = UNet2DConditionModel.load_config(folder / "sd/unet")
-    UNet2DConditionModel.from_config(conditional, norm_num_groups=2).save_config(folder / "unet")
+    make_unets(folder)
     make_prx(folder / "prx")
     with pytest.MonkeyPatch.context() as m:
         m.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets-cache"))
@@ -86,6 +82,16 @@ def inputs(tmp_path_factory):
             flags += [f"--output_dir={folder / f'cache-{family}'}", "--dataloader_num_workers=0"]
             precompute(*flags)
     return folder
+
+
+def make_unets(folder):
+    """Models of 10,000 weights with dropout: sd/, and configs of U-Nets."""
+    make_models(folder)
+    make_unet_config(folder)  # tiny-unet, for RGB
+    grey = UNet2DModel.load_config(folder / "tiny-unet")
+    UNet2DModel.from_config(grey, in_channels=1, out_channels=1).save_config(folder / "grey-unet")
+    conditional = UNet2DConditionModel.load_config(folder / "sd/unet")
+    UNet2DConditionModel.from_config(conditional, norm_num_groups=2).save_config(folder / "unet")
 
 
 def data_flags(name, inputs, pretrained=False):
