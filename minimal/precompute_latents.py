@@ -50,9 +50,13 @@ if args.train_data_dir is None and args.dataset_name is None:  # the demo of the
             "without flags this runs a demo, which is only in the script's repository: "
             "give --train_data_dir and --pretrained_model_name_or_path"
         )
-    parser.set_defaults(train_data_dir=str(demo / "digits"), output_dir="latents-digits")
-    parser.set_defaults(pretrained_model_name_or_path=str(demo / "models"))
-    parser.set_defaults(resolution=8, batch_size=64)
+    parser.set_defaults(
+        train_data_dir=str(demo / "digits"),
+        pretrained_model_name_or_path=str(demo / "models"),
+        output_dir="latents-digits",
+        resolution=8,
+        batch_size=64,
+    )
     args = parser.parse_args()
 if args.train_data_dir and not Path(args.train_data_dir).is_dir():
     parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")

@@ -2,21 +2,22 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #   "accelerate>=1.13,<2", "datasets>=5.1,<6", "diffusers>=0.36,<1", "numpy>=2,<3",
-#   "torch>=2.11,<3", "transformers>=5.17,<6", "xxhash>=3.5,<5",
+#   "tensorboard>=2.20,<3", "torch>=2.11,<3", "transformers>=5.17,<6", "xxhash>=3.5,<5",
 # ]
 # ///
 """Train the U-Net of Stable Diffusion on a latent cache: train_text_to_image.py in one short file.
 
-    accelerate launch precompute_latents.py      # makes the cache of the demo: digits by name
+    uv run minimal/precompute_latents.py         # makes the cache of the demo: digits by name
     uv run minimal/train_text_to_image.py        # the demo, minutes on a CPU
     accelerate launch minimal/train_text_to_image.py --latents_dir latents-photos \\
-        --pretrained_model_name_or_path my-pipeline --max_train_steps 10000
+        --pretrained_model_name_or_path my-pipeline --max_train_steps 10000 \\
+        --validation_prompts "a red bicycle" "a blue bicycle"
 
 At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big
 script, in the U-Net and in its average: on one process or several, with accumulation, and after a
 kill. To resume, run the same command again. The big script also checks that the cache is intact and
 fits the models. Left out here: SDXL, LoRA, training from images, several sizes or captions, masks,
-fp16, other optimizers and losses, samples, held-out loss, trackers, the report, most errors.
+fp16, other optimizers and losses, held-out loss, the report, most errors.
 """
 
 import argparse
@@ -43,18 +44,37 @@ add("--snr_gamma", type=float, help="min-SNR weighting (arXiv:2303.09556); 5 is 
 add("--mixed_precision", choices=["no", "bf16"], help="default: as accelerate launch says")
 add("--checkpointing_steps", type=int, default=500)
 add("--logging_steps", type=int, default=10)
+add("--report_to", choices=["tensorboard", "wandb", "none"], default="tensorboard")
+add("--validation_prompts", nargs="+", help="prompts of the samples (default: no samples)")
+add("--validation_steps", type=int, help="between samples (default: those between checkpoints)")
+add("--num_validation_images", type=int, default=4, help="samples of each prompt")
+add("--num_inference_steps", type=int, default=20, help="denoising steps of a sample")
+add("--guidance_scale", type=float, default=7.5, help="of the samples; 1 is no guidance")
 add("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.latents_dir is None:  # the demo of the big script; flags that are given still win
     folders = [folder / "demo" for folder in Path(__file__).resolve().parents]
     demo = next((folder for folder in folders if (folder / "digits_unet.json").exists()), None)
     if demo is None:
-        parser.error("give --latents_dir: the demo is only in the repository of this script")
-    parser.set_defaults(pretrained_model_name_or_path=str(demo / "models"), max_train_steps=2320)
-    parser.set_defaults(unet_config_name_or_path=demo / "digits_text_to_image_unet.json")
-    parser.set_defaults(output_dir="sd-digits-minimal", learning_rate=3e-3, lr_scheduler="cosine")
-    parser.set_defaults(latents_dir="latents-digits", train_batch_size=64, lr_warmup_steps=100)
-    parser.set_defaults(snr_gamma=5)
+        parser.error(
+            "without flags this runs a demo, which is only in the script's repository: "
+            "give --latents_dir, --pretrained_model_name_or_path and --max_train_steps"
+        )
+    digits = "zero one two three four five six seven eight nine".split()
+    parser.set_defaults(
+        latents_dir="latents-digits",
+        pretrained_model_name_or_path=str(demo / "models"),
+        unet_config_name_or_path=demo / "digits_text_to_image_unet.json",
+        output_dir="sd-digits-minimal",
+        train_batch_size=64,
+        max_train_steps=2320,
+        learning_rate=3e-3,
+        lr_scheduler="cosine",
+        lr_warmup_steps=100,
+        snr_gamma=5,
+        validation_prompts=[f"a handwritten digit {digit}" for digit in digits],
+        guidance_scale=3.0,
+    )
     args = parser.parse_args()
 if not (args.pretrained_model_name_or_path and args.max_train_steps):
     parser.error("--pretrained_model_name_or_path and --max_train_steps are needed")
@@ -65,9 +85,11 @@ for name, value in vars(args).items():  # a count is at least 1, and nan is no n
 if not (args.latents_dir / "state.json").is_file():
     parser.error(f"no cache in {args.latents_dir}: run precompute_latents.py")
 cache = json.loads((args.latents_dir / "cache.json").read_text())
-if [cache["latents"], cache["text_cache"], *cache.get("features", [])] != ["moments", "embeddings"]:
+plain = {"latents": "moments", "text_cache": "embeddings", "features": []}
+if any(cache.get(name) != value for name, value in plain.items()):
     parser.error(f"{args.latents_dir} is no plain cache of embeddings: use the big script")
-made, shape = cache["transform"], cache["latents_shape"]
+made = cache["transform"]
+shape = cache["latents_shape"]
 if args.random_flip > made["random_flip"] or args.resolution not in (None, made["resolution"]):
     parser.error(f"{args.latents_dir} was not made with this --random_flip and --resolution")
 STATE = "minimal_train_text_to_image.pt"  # the one file of a checkpoint
@@ -92,10 +114,15 @@ from datasets import load_from_disk
 from diffusers import DDIMScheduler, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import compute_snr
+from diffusers.utils import make_image_grid
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-accelerator = Accelerator(mixed_precision=args.mixed_precision)
-device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+tracker = None if args.report_to == "none" else args.report_to
+options = {"log_with": tracker, "project_dir": args.output_dir / "logs"}
+accelerator = Accelerator(mixed_precision=args.mixed_precision, **options)
+device = accelerator.device
+world = accelerator.num_processes
+rank = accelerator.process_index
 
 # ---- Ctrl-C and SIGTERM end the run after the current step. The processes have to agree on it, or
 # some would wait for the others. They do so over gloo, on the CPU, so that no GPU has to wait.
@@ -126,7 +153,8 @@ empty_prompt = torch.tensor(np.load(args.latents_dir / "empty_prompt.npy")).floa
 
 # ---- The model, its average and the optimizer. All are float32, because bf16 is too coarse for the
 # small updates of a weight. Mixed precision lowers only the precision of the computation.
-base, source = args.pretrained_model_name_or_path, args.unet_config_name_or_path
+base = args.pretrained_model_name_or_path
+source = args.unet_config_name_or_path
 torch.manual_seed(args.seed)  # every process starts from the same weights
 if source:
     unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(source))
@@ -155,7 +183,8 @@ if checkpoints:
     unet.load_state_dict(saved["unet"])
     ema.load_state_dict(saved["ema"])
     optimizer.load_state_dict(saved["optimizer"])
-    step, images_seen = saved["step"], saved["images_seen"]
+    step = saved["step"]
+    images_seen = saved["images_seen"]
     accelerator.print(f"Resuming from {newest}")
 # The checkpoint has the learning rate of its last step. The flag may have changed since.
 optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
@@ -169,9 +198,24 @@ lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
 # `model` is `unet` with autocast, and with several processes in DDP. They share their weights.
 model, optimizer = accelerator.prepare(unet, optimizer)
 
+
+# The average as a pipeline. VAE and text encoder are read from the disk each time, so that the
+# training does not have to hold them.
+def make_pipeline():
+    sampler = DDIMScheduler.from_config(noise_scheduler.config)
+    parts = {"unet": ema, "scheduler": sampler, "safety_checker": None}
+    return StableDiffusionPipeline.from_pretrained(base, **parts, requires_safety_checker=False)
+
+
+# Of a run that was killed, TensorBoard drops what it logged after this step.
+about = {name: str(value) for name, value in vars(args).items()}
+accelerator.init_trackers(Path(__file__).stem, about, {"tensorboard": {"purge_step": step + 1}})
+
 # ---- The training.
 unet.train()
-order, losses, per_micro_batch = None, [], args.train_batch_size * world
+order = None
+losses = []
+per_micro_batch = args.train_batch_size * world
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
     # A step takes the next images in the order of the epoch. The last step of an epoch takes those
@@ -189,7 +233,7 @@ while step < args.max_train_steps and not stop:
         own = micro[rank::world] or micro[:1]
         weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
         batch = rows[own]
-        moments, prompts = batch["latents"], batch["prompt_embeds"]
+        moments = batch["latents"]
         if args.random_flip:  # by the third number of a key; the first two have placed the crop
             keys = [key_seed("image", args.seed, epoch, row) for row in own]
             flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
@@ -200,16 +244,19 @@ while step < args.max_train_steps and not stop:
         latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
         dropped = torch.rand(len(own), device=device) < args.caption_dropout
-        prompts = pin(prompts).to(device, non_blocking=True).unflatten(1, empty_prompt.shape)
+        prompts = pin(batch["prompt_embeds"]).to(device, non_blocking=True)
+        prompts = prompts.unflatten(1, empty_prompt.shape)
         prompts = torch.where(dropped[:, None, None], empty_prompt, prompts)
         # The loss of DDPM (arXiv:2006.11239, eq. 14). Noise is added in float32: in bf16 the first
         # timesteps would get none at all.
         noise = torch.randn(latents.shape, device=device)
         timesteps = torch.randint(len(noise_scheduler), [len(own)], device=device)
         noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
-        target, snr = noise, compute_snr(noise_scheduler, timesteps)
+        snr = compute_snr(noise_scheduler, timesteps)
+        target = noise
         if config["prediction_type"] == "v_prediction":
-            target, snr = noise_scheduler.get_velocity(latents, noise, timesteps), snr + 1
+            target = noise_scheduler.get_velocity(latents, noise, timesteps)
+            snr = snr + 1
         if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
             weight = weight * snr.clamp(max=args.snr_gamma) / snr
         # Only in the step's last micro-batch the processes exchange their gradients.
@@ -222,14 +269,17 @@ while step < args.max_train_steps and not stop:
     accelerator.clip_grad_norm_(unet.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    step, images_seen = step + 1, images_seen + len(taken)
+    step += 1
+    images_seen += len(taken)
     # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
     decay = min(0.9999, 1 - step**-0.75)
     get_ema_multi_avg_fn(decay)([*ema.parameters()], [*unet.parameters()], None)
     # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
     if step % args.logging_steps == 0:
         loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
-        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr_scheduler.get_last_lr()[0]:.3g}")
+        lr = lr_scheduler.get_last_lr()[0]
+        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr:.3g}")
+        accelerator.log({"loss": loss, "lr": lr}, step=step)
         losses.clear()
     lr_scheduler.step()
     stop = agree_on_signal()
@@ -245,12 +295,34 @@ while step < args.max_train_steps and not stop:
             torch.save(state | {"step": step, "images_seen": images_seen}, file)
             os.fsync(file.fileno())
         unfinished.rename(folder)
+    draw_every = args.validation_steps or args.checkpointing_steps
+    is_drawn = not stop and (step % draw_every == 0 or step == args.max_train_steps)
+    if is_drawn and args.validation_prompts and accelerator.is_main_process:
+        # Samples of the average, from the same noise each time. They do not change the training,
+        # whose random numbers are seeded anew in each micro-batch.
+        pipeline = make_pipeline().to(device)
+        pipeline.set_progress_bar_config(disable=True)
+        images = []
+        for prompt in args.validation_prompts:
+            for number in range(args.num_validation_images):  # one by one: this takes less memory
+                seed = key_seed("sample", args.seed, number)
+                images += pipeline(
+                    prompt,
+                    num_inference_steps=args.num_inference_steps,
+                    guidance_scale=args.guidance_scale,
+                    generator=torch.Generator(device).manual_seed(seed),
+                ).images
+        del pipeline
+        picture = make_image_grid(images, len(args.validation_prompts), args.num_validation_images)
+        (args.output_dir / "samples").mkdir(parents=True, exist_ok=True)
+        picture.save(args.output_dir / f"samples/step-{step:07d}.png")
+        for tracker in accelerator.trackers:
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 # ---- The end: the average in a pipeline, or after a signal the status that a shell expects.
 if accelerator.is_main_process and not stop:
-    sampler = DDIMScheduler.from_config(noise_scheduler.config)
-    pipeline = StableDiffusionPipeline.from_pretrained(base, unet=ema, scheduler=sampler)
-    pipeline.save_pretrained(args.output_dir)
+    make_pipeline().save_pretrained(args.output_dir)
 accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
 accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")
 accelerator.end_training()

@@ -2,7 +2,8 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #   "accelerate>=1.13,<2", "datasets>=5.1,<6", "diffusers>=0.36,<1", "numpy>=2,<3",
-#   "pillow>=11.3,<14", "torch>=2.11,<3", "torchvision>=0.26,<1", "xxhash>=3.5,<5",
+#   "pillow>=11.3,<14", "tensorboard>=2.20,<3", "torch>=2.11,<3", "torchvision>=0.26,<1",
+#   "xxhash>=3.5,<5",
 # ]
 # ///
 """Train an unconditional diffusion model on images: train_unconditional.py in one short file.
@@ -17,8 +18,8 @@ kill. To resume, run the same command again.
 
 The big script reads some images differently: it rotates by EXIF, puts transparent images on white,
 scales 16 bits to 8, and skips masks and broken files. Left out here: data sets on the hub, streams
-and arrays, pretrained U-Nets, fp16, other optimizers and losses, samples, held-out loss, trackers,
-the report, the hub, deleting old checkpoints, and most error messages.
+and arrays, pretrained U-Nets, fp16, other optimizers and losses, held-out loss, the report, the
+hub, deleting old checkpoints, and most error messages.
 """
 
 import argparse
@@ -43,18 +44,33 @@ add("--snr_gamma", type=float, help="min-SNR weighting (arXiv:2303.09556); 5 is 
 add("--mixed_precision", choices=["no", "bf16"], help="default: as accelerate launch says")
 add("--checkpointing_steps", type=int, default=500)
 add("--logging_steps", type=int, default=10)
+add("--report_to", choices=["tensorboard", "wandb", "none"], default="tensorboard")
+add("--validation_steps", type=int, help="between samples (default: those between checkpoints)")
+add("--eval_batch_size", type=int, default=16, help="samples to draw")
 add("--seed", type=int, default=0)
 args = parser.parse_args()
 if args.train_data_dir is None:  # the demo of the big script; flags that are given still win
     folders = [folder / "demo" for folder in Path(__file__).resolve().parents]
     demo = next((folder for folder in folders if (folder / "digits_unet.json").exists()), None)
     if demo is None:
-        parser.error("give --train_data_dir: the demo is only in the repository of this script")
-    parser.set_defaults(model_config_name_or_path=demo / "digits_unet.json", lr_warmup_steps=100)
-    parser.set_defaults(train_data_dir=demo / "digits", output_dir="ddpm-digits-minimal")
-    parser.set_defaults(max_train_steps=2900, resolution=8, train_batch_size=64)
-    parser.set_defaults(learning_rate=4e-3, snr_gamma=5)
-    parser.set_defaults(prediction_type="v_prediction", ddpm_beta_schedule="squaredcos_cap_v2")
+        parser.error(
+            "without flags this runs a demo, which is only in the script's repository: "
+            "give --train_data_dir, --model_config_name_or_path and --max_train_steps"
+        )
+    parser.set_defaults(
+        train_data_dir=demo / "digits",
+        model_config_name_or_path=demo / "digits_unet.json",
+        output_dir="ddpm-digits-minimal",
+        resolution=8,
+        train_batch_size=64,
+        max_train_steps=2900,
+        learning_rate=4e-3,
+        lr_warmup_steps=100,
+        prediction_type="v_prediction",
+        ddpm_beta_schedule="squaredcos_cap_v2",
+        snr_gamma=5,
+        eval_batch_size=64,
+    )
     args = parser.parse_args()
 if not Path(args.train_data_dir).is_dir():
     parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
@@ -89,11 +105,16 @@ from accelerate import Accelerator
 from diffusers import DDIMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import compute_snr
+from diffusers.utils import make_image_grid
 from PIL import Image
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-accelerator = Accelerator(mixed_precision=args.mixed_precision)
-device, world, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+tracker = None if args.report_to == "none" else args.report_to
+options = {"log_with": tracker, "project_dir": args.output_dir / "logs"}
+accelerator = Accelerator(mixed_precision=args.mixed_precision, **options)
+device = accelerator.device
+world = accelerator.num_processes
+rank = accelerator.process_index
 
 # ---- Ctrl-C and SIGTERM end the run after the current step. The processes have to agree on it, or
 # some would wait for the others. They do so over gloo, on the CPU, so that no GPU has to wait.
@@ -166,7 +187,8 @@ if checkpoints:
     unet.load_state_dict(saved["unet"])
     ema.load_state_dict(saved["ema"])
     optimizer.load_state_dict(saved["optimizer"])
-    step, images_seen = saved["step"], saved["images_seen"]
+    step = saved["step"]
+    images_seen = saved["images_seen"]
     accelerator.print(f"Resuming from {newest}")
 # The checkpoint has the learning rate of its last step. The flag may have changed since.
 optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
@@ -179,10 +201,14 @@ counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps
 lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
 # `model` is `unet` with autocast, and with several processes in DDP. They share their weights.
 model, optimizer = accelerator.prepare(unet, optimizer)
+# Of a run that was killed, TensorBoard drops what it logged after this step.
+about = {name: str(value) for name, value in vars(args).items()}
+accelerator.init_trackers(Path(__file__).stem, about, {"tensorboard": {"purge_step": step + 1}})
 
 # ---- The training.
 unet.train()
-order, losses = None, []
+order = None
+losses = []
 per_micro_batch = args.train_batch_size * world
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
@@ -209,9 +235,11 @@ while step < args.max_train_steps and not stop:
         noise = torch.randn(images.shape, device=device)
         timesteps = torch.randint(len(noise_scheduler), [len(images)], device=device)
         noisy_images = noise_scheduler.add_noise(images, noise, timesteps)
-        target, snr = noise, compute_snr(noise_scheduler, timesteps)
+        snr = compute_snr(noise_scheduler, timesteps)
+        target = noise
         if args.prediction_type == "v_prediction":
-            target, snr = noise_scheduler.get_velocity(images, noise, timesteps), snr + 1
+            target = noise_scheduler.get_velocity(images, noise, timesteps)
+            snr = snr + 1
         if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
             weight = weight * snr.clamp(max=args.snr_gamma) / snr
         # Only in the step's last micro-batch the processes exchange their gradients.
@@ -224,14 +252,17 @@ while step < args.max_train_steps and not stop:
     accelerator.clip_grad_norm_(unet.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    step, images_seen = step + 1, images_seen + len(taken)
+    step += 1
+    images_seen += len(taken)
     # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
     decay = min(0.9999, 1 - step**-0.75)
     get_ema_multi_avg_fn(decay)([*ema.parameters()], [*unet.parameters()], None)
     # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
     if step % args.logging_steps == 0:
         loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
-        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr_scheduler.get_last_lr()[0]:.3g}")
+        lr = lr_scheduler.get_last_lr()[0]
+        accelerator.print(f"step {step}, loss {loss:.4f}, lr {lr:.3g}")
+        accelerator.log({"loss": loss, "lr": lr}, step=step)
         losses.clear()
     lr_scheduler.step()
     stop = agree_on_signal()
@@ -247,6 +278,23 @@ while step < args.max_train_steps and not stop:
             torch.save(state | {"step": step, "images_seen": images_seen}, file)
             os.fsync(file.fileno())
         unfinished.rename(folder)
+    draw_every = args.validation_steps or args.checkpointing_steps
+    is_drawn = not stop and (step % draw_every == 0 or step == args.max_train_steps)
+    if is_drawn and accelerator.is_main_process:
+        # Samples of the average, from the same noise each time. They do not change the training,
+        # whose random numbers are seeded anew in each micro-batch.
+        pipeline = DDIMPipeline(ema, noise_scheduler)
+        pipeline.set_progress_bar_config(disable=True)
+        generator = torch.Generator(device).manual_seed(key_seed("sample", args.seed))
+        images = pipeline(args.eval_batch_size, generator=generator).images
+        count = len(images)
+        high = max(n for n in range(1, count + 1) if count % n == 0 and n * n <= count)
+        picture = make_image_grid(images, high, count // high)  # as square as the count allows
+        (args.output_dir / "samples").mkdir(parents=True, exist_ok=True)
+        picture.save(args.output_dir / f"samples/step-{step:07d}.png")
+        for tracker in accelerator.trackers:
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
 
 # ---- The end: the average as a pipeline, or after a signal the status that a shell expects.
 if accelerator.is_main_process and not stop:

@@ -32,6 +32,7 @@ from conftest import (
 from diffusers import DiffusionPipeline, UNet2DConditionModel, UNet2DModel
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffusion_training.data import captions
 
@@ -105,6 +106,17 @@ def data_flags(name, inputs, pretrained=False):
     flags = [f"--latents_dir={inputs / f'cache-{family}'}"]
     flags += [f"--pretrained_model_name_or_path={inputs / 'sd'}"]
     return flags + ([] if pretrained else [f"--{model}_config_name_or_path={inputs / config}"])
+
+
+# Flags with which a twin draws samples and logs to a tracker
+SHOWN = {
+    "train_unconditional": ["--eval_batch_size=6"],
+    **dict.fromkeys(
+        ("train_text_to_image", "train_flow"),
+        [*FASTER["train_flow"], "--validation_prompts", "a digit", "a one"]
+        + ["--num_validation_images=2"],
+    ),
+}
 
 
 def run_big(name, *flags):
@@ -233,10 +245,28 @@ def test_minimal_twin_trains_to_the_same_bits_as_its_big_script(
         data.append(f"--model_config_name_or_path={inputs / 'grey-unet'}")
     flags = [*data, *EXACT, *sizes, *(flag for flag in flags if flag.startswith("--"))]
     big = train_big(name, inputs, flags, num_processes)
-    train(run_twin, name, tmp_path / "twin", flags, num_processes, text=text)
+    shown = [*SHOWN[name], "--validation_steps=3", "--report_to=tensorboard"]
+    train(run_twin, name, tmp_path / "twin", [*flags, *shown], num_processes, text=text)
     for step in (2, 4, 5):
         assert_same_bits(big, tmp_path / "twin", step)
     assert_pipeline_has_the_average(tmp_path / "twin")
+    assert_samples_are_shown(tmp_path / "twin", [3, 5], name)
+
+
+def assert_samples_are_shown(folder, steps, name):
+    """Pictures of 6 or 2 x 2 samples of 16 x 16 pixels, in samples/ and in the tracker."""
+    size = (48, 32) if name == UNCONDITIONAL else (32, 32)
+    paths = sorted((folder / "samples").iterdir())
+    assert [path.name for path in paths] == [f"step-{step:07d}.png" for step in steps]
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+    assert all(picture.shape[1::-1] == size for picture in pictures)
+    assert (pictures[0] != pictures[1]).any()  # the model has changed
+    (path,) = (folder / f"logs/{name}").glob("events.*")
+    events = EventAccumulator(str(path.parent)).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [2, 4]
+    assert [event.step for event in events.Images("samples")] == steps
+    logged = Image.open(io.BytesIO(events.Images("samples")[1].encoded_image_string))
+    assert np.array_equal(np.asarray(logged), pictures[1])
 
 
 def assert_pipeline_has_the_average(folder):

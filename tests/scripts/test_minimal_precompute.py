@@ -193,7 +193,7 @@ def test_minimal_demo_is_that_of_the_big_script():
     for name in ("resolution", "batch_size", "output_dir"):
         value = getattr(demo, name)
         quoted = f'"{value}"' if isinstance(value, str) else str(value)
-        assert re.findall(rf"[(,] ?{name}=([^,)]+)", text) == [quoted]
+        assert re.findall(rf" {name}=([^,)]+),\n", text) == [quoted]
 
 
 def fail_twin(folder, *flags):
