@@ -148,7 +148,7 @@ def encode_images(images):
     return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
 
-# A hash of a model's weights, whatever their names.
+# A hash of a model's weights, whatever their names, by which a trainer knows the model.
 def hash_weights(model):
     digests = []
     for weight in model.parameters():
@@ -210,8 +210,8 @@ vae.to(device, memory_format=layout)  # on a GPU the fastest for convolutions
 text_encoder.to(device)
 
 
-# ---- The folder of the cache. A file gets its name when all of it is on the disk, so a run can be
-# killed at any moment.
+# ---- The folder of the cache. A file gets its name when all of it is on the disk, so it is complete
+# or absent, whenever a run is killed.
 @contextmanager
 def writing(path):
     unfinished = path.with_name(f".tmp-{os.getpid()}-{path.name}")
@@ -309,6 +309,7 @@ def load_ahead(batches):
         yield [*loaded]
 
 
+# With a wrong column or a broken disk, all rows would be skipped.
 def check_skipped(skipped):
     if len(skipped) > args.max_skipped * len(rows):
         example = f"{skipped[-1]['key']} ({skipped[-1]['reason']})"
@@ -333,11 +334,13 @@ for number in range(accelerator.process_index, count, accelerator.num_processes)
     end = min(first + args.rows_per_shard, len(rows))
     starts = range(first, end, args.batch_size)
     batches = [[*range(start, min(start + args.batch_size, end))] for start in starts]
-    parts = [[]]  # a trainer maps few large batches faster, so each part becomes one
+    parts = [[]]  # record batches that are written as one: a trainer opens few large ones faster
     skipped = []
     captions_cut = 0
     for batch, loaded in zip(batches, load_ahead(batches), strict=True):
         keys, texts, images, reasons = zip(*loaded, strict=True)
+        # The models. float16 halves the size of the cache; errors of rounding are far below the
+        # noise that a training adds.
         images = pin(torch.stack(images)).to(device, non_blocking=True)
         tokens = tokenize(list(texts))
         columns = {"latents": encode_images(images)}
@@ -345,6 +348,7 @@ for number in range(accelerator.process_index, count, accelerator.num_processes)
             columns["latents_flipped"] = encode_images(images.flip(-1))
         columns["prompt_embeds"] = encode_captions(tokens)
         columns = {name: each.half().flatten(1).cpu().numpy() for name, each in columns.items()}
+        # Rows that can't be used are listed, and left out.
         good = []
         for i, row in enumerate(batch):
             is_finite = all(np.isfinite(each[i]).all() for each in columns.values())
@@ -353,6 +357,7 @@ for number in range(accelerator.process_index, count, accelerator.num_processes)
                 good.append(i)
             else:
                 skipped.append({"row": row, "key": keys[i], "reason": reason})
+        # The columns as Arrow arrays, whose rows all have the same number of values.
         arrays = {
             name: pa.FixedSizeListArray.from_arrays(pa.array(each[good].ravel()), each.shape[1])
             for name, each in columns.items()
@@ -367,12 +372,13 @@ for number in range(accelerator.process_index, count, accelerator.num_processes)
             parts.append([])
         captions_cut += sum(bool(tokens.encodings[i].overflowing) for i in good)
     checksums = xxhash.xxh3_128()  # a hash of the rows' hashes, for a trainer that opens the shard
-    schema = parts[0][0].schema
+    schema = parts[0][0].schema  # `datasets` reads an Arrow stream, and its columns from the schema
     with writing(path) as file, pa.ipc.new_stream(file, schema) as writer:
         for part in parts:
             for table in pa.Table.from_batches(part, schema).combine_chunks().to_batches():
                 writer.write_batch(table)
                 checksums.update(table["checksum"].to_numpy())
+    # A shard with a record is complete. After a kill between the two, it is made again.
     record = {"rows": end - first - len(skipped), "sha256": digest_file(path)}
     record |= {"checksums": checksums.hexdigest(), "encoded_again": 0}
     write_json(record_path, record | {"captions_cut": captions_cut, "skipped": skipped})
@@ -397,6 +403,7 @@ if accelerator.is_main_process:
     cache["shards"] = {"name": names}
     for name in ("rows", "sha256", "checksums", "encoded_again", "captions_cut"):
         cache["shards"][name] = [record[name] for record in records]
+    # `datasets` needs these keys.
     state = {"_format_columns": None, "_format_type": None, "_format_kwargs": {}, "_split": None}
     state |= {"_output_all_columns": False, "_data_files": [{"filename": name} for name in names]}
     state["_fingerprint"] = hashlib.sha256(json.dumps(cache).encode()).hexdigest()[:16]
