@@ -23,8 +23,10 @@ Layout of this file:
     encode             stage 2, on the device: a batch -> the columns of the cache
     encode_all         keeps the device busy while finished rows are checked and written
     main               the run in phases
-Cropping and the choice of captions are in diffusion_training/data/, the files of a cache in
-diffusion_training/latents/.
+Cropping and the choice of captions are in diffusion_training/data/, the calls of VAEs and text
+encoders in diffusion_training/families/ (`encode_images` and `encode` of a family), the files of a
+cache in diffusion_training/latents/ (`writing_shard` in cache.py). minimal/precompute_latents.py is
+one short file without the package, which writes the same shards, byte for byte.
 """
 
 from pathlib import Path
@@ -33,8 +35,8 @@ try:
     from diffusion_training import check_version
 except ModuleNotFoundError:
     raise SystemExit(
-        f"{__file__} needs the package diffusion_training: run `pip install .` in the "
-        "script's repository"
+        f"{__file__} needs the package diffusion_training: run `pip install .` in the script's "
+        "repository, or start from minimal/precompute_latents.py there, which does not need it"
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 

@@ -210,7 +210,7 @@ vae.to(device, memory_format=layout)  # on a GPU the fastest for convolutions
 text_encoder.to(device)
 
 
-# ---- The folder of the cache. A file gets its name when all of it is on the disk, so it is complete
+# ---- The folder of the cache. A file gets its name when all of it is on the disk, so it is whole
 # or absent, whenever a run is killed.
 @contextmanager
 def writing(path):
@@ -339,8 +339,7 @@ for number in range(accelerator.process_index, count, accelerator.num_processes)
     captions_cut = 0
     for batch, loaded in zip(batches, load_ahead(batches), strict=True):
         keys, texts, images, reasons = zip(*loaded, strict=True)
-        # The models. float16 halves the size of the cache; errors of rounding are far below the
-        # noise that a training adds.
+        # On the device. float16 halves the size of the cache.
         images = pin(torch.stack(images)).to(device, non_blocking=True)
         tokens = tokenize(list(texts))
         columns = {"latents": encode_images(images)}

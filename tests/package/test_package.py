@@ -361,7 +361,9 @@ def test_a_script_without_the_package_says_how_to_install_it(script, tmp_path):
     *imports, sentence = run.stderr.strip().splitlines()
     assert run.returncode == 1 and all(line.startswith("import time:") for line in imports)
     assert "needs the package diffusion_training: run `pip install" in sentence
-    assert (f"start from minimal/{script}.py" in sentence) == (script in TRAINERS)
+    has_twin = (ROOT / f"minimal/{script}.py").is_file()
+    assert (f"start from minimal/{script}.py" in sentence) == has_twin
+    assert has_twin == (script in (*TRAINERS, "precompute_latents"))
     assert not any(line.split()[-1] in ("torch", "numpy", "pyarrow") for line in imports)
 
 
