@@ -58,6 +58,8 @@ if args.train_data_dir is None and args.dataset_name is None:  # the demo of the
         batch_size=64,
     )
     args = parser.parse_args()
+if args.train_data_dir and args.dataset_name:
+    parser.error("give --train_data_dir or --dataset_name, not both")
 if args.train_data_dir and not Path(args.train_data_dir).is_dir():
     parser.error(f"--train_data_dir {args.train_data_dir} is not a folder")
 if args.pretrained_model_name_or_path is None:
@@ -103,7 +105,9 @@ accelerator = Accelerator(mixed_precision=args.mixed_precision, kwargs_handlers=
 device = accelerator.device
 
 # ---- The data. The rows hold image files, which are decoded when they are needed.
-source = args.dataset_name or os.path.realpath(args.train_data_dir)
+source = args.dataset_name or args.train_data_dir
+if os.path.isdir(source):
+    source = os.path.realpath(source)  # names of images are relative to it
 try:
     rows = datasets.load_dataset(source, split="train")
 except Exception as error:

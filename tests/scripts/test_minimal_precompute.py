@@ -91,11 +91,14 @@ def write_by_twin(folder, flags, num_processes=1):
     return said
 
 
-def assert_same_cache(big, twin):
-    """Equal bytes of all that a trainer reads, and an equal description of it."""
+def assert_same_cache(big, twin, least=4):
+    """Equal bytes of all that a trainer reads, and an equal description of it.
+
+    least: shards and empty prompts that there must be.
+    """
     one, other = read_files(big), read_files(twin)
     names = [name for name in one if name.endswith((".arrow", ".npy"))]
-    assert len(names) >= 4
+    assert len(names) >= least
     assert [name for name in names if one[name] != other[name]] == []
     assert not any(".tmp-" in name for name in other)
     one, other = (json.loads(files["cache.json"]) for files in (one, other))
@@ -152,6 +155,24 @@ def test_minimal_cache_has_the_bytes_of_the_big_script(tmp_path, inputs, num_pro
     big = write_by_big(inputs, tmp_path / "big", *more)
     write_by_twin(tmp_path / "twin", cache_flags(inputs, *more), num_processes)
     assert_same_cache(big, tmp_path / "twin")
+
+
+@pytest.mark.long
+def test_minimal_cache_of_a_parquet_file_with_lists_of_captions(tmp_path, inputs):
+    """Of each list one caption is drawn, and images without a path are named by their rows."""
+    pictures = [Image.open(path).copy() for path in sorted((inputs / "images").glob("0[0-2].*"))]
+    texts = [["a digit", "a zero"], ["a digit", "a one", "one"], ["two"]]
+    rows = datasets.Dataset.from_dict({"image": pictures * 3, "caption": texts * 3})
+    (tmp_path / "data").mkdir()
+    rows.to_parquet(tmp_path / "data/train.parquet")
+    models = f"--pretrained_model_name_or_path={MODELS}"
+    flags = [f"--dataset_name={tmp_path / 'data'}", models, "--resolution=16"]
+    flags += ["--caption_column=caption", "--rows_per_shard=4"]
+    write_by_twin(tmp_path / "twin", flags)
+    BIG(*flags, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'big'}")
+    assert_same_cache(tmp_path / "big", tmp_path / "twin", least=3)
+    opened = datasets.load_from_disk(str(tmp_path / "twin"))
+    assert opened["key"][:2] == ["row 0", "row 1"] and len({*opened["text"]}) > 3
 
 
 @pytest.mark.long
@@ -237,6 +258,8 @@ def test_minimal_precompute_mistakes_end_in_a_sentence_before_importing_torch(tm
     said = refused(NAME, "--train_data_dir", tmp_path)
     assert said.endswith("--pretrained_model_name_or_path is needed")
     data = ["--train_data_dir", tmp_path, *models]
+    said = refused(NAME, *data, "--dataset_name", "photos")
+    assert said.endswith("give --train_data_dir or --dataset_name, not both")
     for flag in ("rows_per_shard 0", "batch_size -1", "max_skipped nan"):
         assert refused(NAME, *data, *f"--{flag}".split()).endswith(f"--{flag} is out of range")
     (tmp_path / "photo.jpg").touch()
