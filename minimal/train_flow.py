@@ -298,14 +298,21 @@ while step < args.max_train_steps and not stop:
     if is_drawn and args.validation_prompts and accelerator.is_main_process:
         # Samples of the average, from the same noise each time. They do not change the training,
         # whose random numbers are seeded anew in each micro-batch.
-        pipeline = make_pipeline().to(device)
+        pipeline = make_pipeline()
         pipeline.set_progress_bar_config(disable=True)
+        with torch.no_grad():  # on the CPU: the text encoder may be larger than the transformer
+            encoded = [pipeline.encode_prompt(each, "cpu") for each in args.validation_prompts]
+        pipeline.text_encoder = None
+        pipeline.to(device)
+        kinds = ["prompt_embeds", "prompt_attention_mask"]
+        kinds += [f"negative_{kind}" for kind in kinds]
         images = []
-        for prompt in args.validation_prompts:
+        for tensors in encoded:
+            prompt = {kind: each.to(device) for kind, each in zip(kinds, tensors, strict=True)}
             for number in range(args.num_validation_images):  # one by one: this takes less memory
                 seed = key_seed("sample", args.seed, number)
                 images += pipeline(
-                    prompt,
+                    **prompt,
                     num_inference_steps=args.num_inference_steps,
                     guidance_scale=args.guidance_scale,
                     generator=torch.Generator(device).manual_seed(seed),
