@@ -123,8 +123,9 @@ base = args.pretrained_model_name_or_path
 index = StableDiffusionPipeline.load_config(base)
 if index["_class_name"] != "StableDiffusionPipeline" or index["vae"][1] != "AutoencoderKL":
     sys.exit(f"{base} is no StableDiffusionPipeline with an AutoencoderKL: use the big script")
-vae = AutoencoderKL.from_pretrained(base, subfolder="vae").eval()
-text_encoder = CLIPTextModel.from_pretrained(base, subfolder="text_encoder").eval()
+# transformers loads the precision of the files, which may be float16.
+vae = AutoencoderKL.from_pretrained(base, subfolder="vae").float().eval()
+text_encoder = CLIPTextModel.from_pretrained(base, subfolder="text_encoder").float().eval()
 tokenizer = CLIPTokenizer.from_pretrained(base, subfolder="tokenizer")
 most_tokens = min(tokenizer.model_max_length, text_encoder.config.max_position_embeddings)
 tokenizer.model_max_length = most_tokens  # old files do not store it

@@ -202,6 +202,7 @@ model, optimizer = accelerator.prepare(transformer, optimizer)
 def make_pipeline():
     parts = {"transformer": ema, "scheduler": FlowMatchEulerDiscreteScheduler(shift=shift)}
     pipeline = PRXPipeline.from_pretrained(base, **parts, default_sample_size=made["resolution"])
+    pipeline.text_encoder.float()  # transformers loads the precision of the files
     pipeline.vae.register_to_config(shift_factor=cache["vae"]["shift_factor"])  # a number, not None
     return pipeline
 

@@ -204,7 +204,10 @@ model, optimizer = accelerator.prepare(unet, optimizer)
 def make_pipeline():
     sampler = DDIMScheduler.from_config(noise_scheduler.config)
     parts = {"unet": ema, "scheduler": sampler, "safety_checker": None}
-    return StableDiffusionPipeline.from_pretrained(base, **parts, requires_safety_checker=False)
+    parts["requires_safety_checker"] = False
+    pipeline = StableDiffusionPipeline.from_pretrained(base, **parts)
+    pipeline.text_encoder.float()  # transformers loads the precision of the files
+    return pipeline
 
 
 # Of a run that was killed, TensorBoard drops what it logged after this step.

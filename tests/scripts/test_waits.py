@@ -252,7 +252,7 @@ def list_twins(folder):
     config = make_unet_config(folder)
     make_prx(folder / "prx-config")
     flags = ["--train_batch_size=2", "--lr_warmup_steps=2", *STEPS]
-    text = [*flags, f"--pretrained_model_name_or_path={base}"]
+    text = [*flags, f"--pretrained_model_name_or_path={base}", *SAMPLES, "--num_inference_steps=1"]
     models = {
         UNCONDITIONAL: [f"--train_data_dir={folder / 'data'}", "--resolution=16", *flags]
         + [f"--model_config_name_or_path={config}"],
