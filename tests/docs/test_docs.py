@@ -138,13 +138,16 @@ def run(words, folder, inputs):
     assert done.returncode == 0, (text, done.stderr[-2000:])
 
 
+FIRST_READ = ("README.md", "docs/training.md", "docs/latent-cache.md", "docs/lora.md")
+
+
 # the script of new-trainer.md has a test of its own
 @pytest.mark.ci
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "page",
     [
-        page
+        pytest.param(page, marks=[] if page in FIRST_READ else pytest.mark.long)
         for page in PAGES
         if any(not needs for needs, _, _ in blocks(page)) and "new-trainer" not in page
     ],
