@@ -14,6 +14,7 @@ from conftest import ROOT, Script, finish, make_captioned, make_unet_config, sta
 
 PAGES = [
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
@@ -213,6 +214,17 @@ def test_the_workflow_runs_the_first_commands_of_the_readme():
     assert len(first) == len(with_pip) == 2
     for command in (*first, *with_pip, for_cpu):
         assert command in workflow, command
+
+
+def test_every_path_and_name_in_agents_exists():
+    text = (ROOT / "AGENTS.md").read_text()
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
+    paths = set(re.findall(r"[\w./-]*/[\w./-]*|\b[a-z_]+\.py\b", quoted))
+    assert len(paths) > 20 and not [path for path in paths if not (ROOT / path).exists()]
+    sources = "".join(path.read_text() for path in (*ROOT.glob("*.py"), ROOT / "tests/conftest.py"))
+    for name in ("compute_loss", "predict_noise", "train_step", "parse_args", "start"):
+        assert f"`{name}" in text or f"{name}(" in text
+        assert f"def {name}(" in sources, name
 
 
 def test_every_test_named_in_a_page_exists():
