@@ -1,4 +1,4 @@
-"""Run a script of the installed package: python -m diffusion_training train_unconditional --help."""
+"""Run a script of the installed package: python -m diffusion_training SCRIPT [flags]."""
 
 import os
 import sys

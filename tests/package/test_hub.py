@@ -22,6 +22,7 @@ from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.families import opening
+from diffusion_training.training.hub import upload_run
 
 UNCONDITIONAL = [
     *TRAINING,
@@ -184,3 +185,28 @@ def test_a_run_that_is_pushed_opens_by_its_id(hub, tmp_path, monkeypatch):
     trained = load_file(tmp_path / "out/unet/diffusion_pytorch_model.safetensors")
     loaded = pipeline.unet.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_card_that_was_edited_on_the_hub_is_kept(hub, tmp_path, monkeypatch, capsys):
+    hub.tokens["hf_me"] = Token("me")
+    monkeypatch.setenv("HF_TOKEN", "hf_me")
+    hub.add("me/run", {})
+    write_card = (tmp_path / "README.md").write_text
+    for text, at, expected in (
+        ("first", "step 1", b"first"),
+        ("second", "step 2", b"second"),  # a run that is continued writes its card again
+    ):
+        write_card(text)
+        (tmp_path / "loss.png").write_text(at)
+        upload_run("me/run", str(tmp_path), [])
+        assert hub.files("me/run")["README.md"] == expected and not capsys.readouterr().out
+    edited = hub.files("me/run") | {"README.md": b"by hand"}
+    hub.add("me/run", edited)
+    write_card("third")
+    (tmp_path / "loss.png").write_text("step 3")
+    upload_run("me/run", str(tmp_path), [])
+    assert hub.files("me/run") == {"README.md": b"by hand", "loss.png": b"step 3"}
+    assert "me/run keeps its README.md, because it was changed there: the card of this run is " in (
+        capsys.readouterr().out
+    )

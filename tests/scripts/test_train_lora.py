@@ -228,6 +228,7 @@ def test_lora_output_is_complete_and_redraws_the_last_samples(
 ):
     calls = {}
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
+    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
     open_pipeline(inputs / "sd").save_pretrained(tmp_path / "sd")

@@ -303,6 +303,7 @@ def test_text_to_image_output_has_pipeline_card_samples_and_curve(
     calls = {}
     monkeypatch.setenv("HF_TOKEN", "secret-3141592653")
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
+    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     argv = [
