@@ -11,7 +11,16 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from conftest import MODELS, TRAINING, Script, assert_same_weights, make_images, make_unet_config
+from conftest import (
+    MODELS,
+    TRAINING,
+    Script,
+    assert_same_weights,
+    make_captioned,
+    make_images,
+    make_models,
+    make_unet_config,
+)
 from hub import Token
 from huggingface_hub import constants
 from PIL import Image
@@ -185,6 +194,22 @@ def test_a_run_that_is_pushed_opens_by_its_id(hub, tmp_path, monkeypatch):
     trained = load_file(tmp_path / "out/unet/diffusion_pytorch_model.safetensors")
     loaded = pipeline.unet.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.long
+def test_a_cache_on_the_hub_trains_to_the_bits_of_one_on_disk(hub, tmp_path):
+    base = [f"--pretrained_model_name_or_path={make_models(tmp_path)}"]
+    data, cache = tmp_path / "data", tmp_path / "latents"
+    make_captioned(data, 8)
+    flags = ["--resolution=16", "--center_crop", "--rows_per_shard=3"]
+    Script("precompute_latents")(*base, *flags, f"--train_data_dir={data}", f"--output_dir={cache}")
+    hub.add("me/latents", cache, kind="datasets")
+    train = Script("train_text_to_image")
+    flags = [*base, "--max_train_steps=2", "--train_batch_size=2"]
+    train(*flags, f"--latents_dir={cache}", f"--output_dir={tmp_path / 'disk'}")
+    flags += ["--latents_dir=hf://datasets/me/latents", f"--shards_dir={tmp_path / 'shards'}"]
+    train(*flags, f"--output_dir={tmp_path / 'hub'}")
+    assert_same_weights(tmp_path / "disk/unet", tmp_path / "hub/unet")
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

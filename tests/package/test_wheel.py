@@ -66,15 +66,17 @@ def test_the_module_runs_a_script_by_its_name(site, tmp_path):
 
 @pytest.mark.long
 def test_demos_of_the_wheel_run_in_an_empty_folder(site, tmp_path):
+    unconditional = ["--max_train_steps=2", "--ddpm_num_inference_steps=1"]
+    short = ["--max_train_steps=2", "--num_inference_steps=1"]
     for words in (
-        ["train_unconditional", "--max_train_steps=2", "--ddpm_num_inference_steps=1"],
+        ["train_unconditional", *unconditional],
         ["precompute_latents"],
-        ["train_text_to_image", "--max_train_steps=2", "--num_inference_steps=1"],
-        ["train_text_to_image", "--rank=2", "--max_train_steps=2", "--num_inference_steps=1"],
-        ["train_flow", "--max_train_steps=2", "--num_inference_steps=1"],
-        ["precompute_latents_ray", "--overwrite"],
+        ["train_text_to_image", *short],
+        ["train_text_to_image", "--rank=2", *short],
+        ["train_flow", *short],
+        ["precompute_latents_ray", "--output_dir=latents-on-ray"],
         ["download_images"],
-        ["train_on_ray", "train_unconditional.py", "--max_train_steps=2", "--output_dir=on-ray"],
+        ["train_on_ray", "--max_workers=1", "--cpu", "train_unconditional.py", *unconditional],
     ):
         done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
         assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-3000:])
