@@ -48,13 +48,13 @@ def is_address(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def read_words(path: str) -> list[str]:
+def read_words(path: Path) -> list[str]:
     """The words of a file as a shell would read them. Raises ValueError if it is not text.
 
     `shlex` would end --output_dir=photos#1 at the #, which begins a comment only before a word, and
     would not join lines that end in a backslash.
     """
-    content = Path(path).read_bytes()
+    content = path.read_bytes()
     with contextlib.suppress(UnicodeDecodeError):
         text = content.decode("utf-8-sig")
         if "\0" not in text:
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
     argparse itself takes each line as one argument, but a value may span several lines.
     """
 
-    docs = Path("docs")  # the folder of the pages, which know the flags of other programs
+    folder = Path()  # of the script: it has recipes/, and docs/ knows the flags of other programs
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = []
@@ -105,10 +105,13 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("@"):
                 words.append(word)
                 continue
+            path = Path(word[1:])
+            beside = self.folder / path  # @recipes/NAME of a script in another folder
+            if beside.parent.is_dir() and not path.parent.is_dir():
+                path = beside
             try:
-                words += read_words(word[1:])
+                words += read_words(path)
             except (OSError, ValueError) as error:
-                path = Path(word[1:])
                 names = [other.name for other in path.parent.glob("*") if not path.exists()]
                 near = difflib.get_close_matches(path.name, names, 1)
                 hint = f"did you mean @{path.with_name(near[0])}?" if near else str(error)
@@ -122,7 +125,7 @@ class Parser(argparse.ArgumentParser):
             name = typo.split("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, 1, 0.7)
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
-            if found := find_advice(name, self.docs):
+            if found := find_advice(name, self.folder / "docs"):
                 advice = f": {found}"
             self.error(f"there is no flag {typo}{advice}")
         return parsed, unknown
@@ -221,7 +224,7 @@ def make_parser(script: str, doc: str | None, page: str | None = None) -> Parser
         formatter_class=HelpFormatter,
         allow_abbrev=False,  # --learning_rat is a typo, not --learning_rate
     )
-    parser.docs = Path(script).parent / "docs"
+    parser.folder = Path(script).parent
     return parser
 
 

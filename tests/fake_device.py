@@ -23,6 +23,7 @@ from conftest import ROOT, finish, patch, start
 from diffusers.utils import torch_utils
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import checkpoint
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -659,6 +660,8 @@ def switch_on(is_cuda=True):
     torch.utils.swap_tensors = swap_tensors
     # otherwise the backward pass runs in a thread, whose stack does not have our lines
     torch.autograd.set_multithreading_enabled(False)
+    # torch finds it once in a process; checkpointed blocks that get no tensor by position use it
+    checkpoint.DefaultDeviceType.set_device_type(NAME)
     torch.utils._foreach_utils._foreach_supported_types.append(GpuTensor)
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned
     torch.Tensor.record_stream = lambda tensor, stream: None

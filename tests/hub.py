@@ -35,21 +35,29 @@ class Token:
 
 @dataclass
 class Repository:
-    """commits: {commit: {path: content}}; branches: {revision: commit}."""
+    """commits: {commit: {path: content}}; branches: {revision: commit}; titles: {commit: title}."""
 
     owner: str
     private: bool = False
     gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, files, revision="main"):
+    def commit(self, files, revision="main", title="Update README.md"):
         """Make a commit that holds these files alone, and move the revision to it."""
         listed = repr([revision, len(self.commits), sorted(files)])
         commit = hashlib.sha1(listed.encode()).hexdigest()
         self.commits[commit] = files
         self.branches[revision] = commit
+        self.titles[commit] = title
         return commit
+
+    def find_last_change(self, path):
+        """The last commit that changed a file, whatever its branch."""
+        contents = [files.get(path) for files in self.commits.values()]
+        changed = [i for i, each in enumerate(contents) if i == 0 or each != contents[i - 1]]
+        return [*self.commits][changed[-1]]
 
     def find(self, revision):
         """The commit of a branch, or the commit itself; None if there is neither."""
@@ -331,7 +339,13 @@ class Handler(BaseHTTPRequestHandler):
         _, files = self.open_revision(kind, name, revision)
         is_json = self.body[:1] == b"{"
         body = json.loads(self.body) if is_json else parse_qs(self.body.decode())
-        return self.send(200, self.describe_paths(files, body.get("paths", [])))
+        described = self.describe_paths(files, body.get("paths", []))
+        repository = self.open(kind, name)
+        for each in described if "expand" in body else []:
+            commit = repository.find_last_change(each["path"])
+            about = {"id": commit, "title": repository.titles[commit]}
+            each["lastCommit"] = about | {"date": "2026-01-01T00:00:00.000Z"}
+        return self.send(200, described)
 
     def describe_paths(self, files, paths):
         described = []
@@ -403,10 +417,12 @@ class Handler(BaseHTTPRequestHandler):
     def commit(self, kind, name, revision):
         repository = self.open_to_write(kind, name)
         files = dict(repository.commits[repository.find(revision)])
+        title = ""
         for line in self.body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
             if entry["key"] == "header":
+                title = value["summary"]
                 parent = value.get("parentCommit")
                 if parent and parent != repository.find(revision):
                     raise Refusal(412, message="A commit has happened since. Please refresh.")
@@ -418,7 +434,7 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.stored[value["oid"]]
             elif entry["key"] == "deletedFile":
                 files.pop(value["path"], None)
-        commit = repository.commit(files, revision)
+        commit = repository.commit(files, revision, title)
         url = f"{self.hub.hub_url}/{KINDS[kind]}{name}/commit/{commit}"
         about = {"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""}
         return self.send(200, about)

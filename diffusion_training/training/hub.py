@@ -3,10 +3,12 @@
 from argparse import Namespace
 from pathlib import Path
 
-from huggingface_hub import create_repo, repo_info, upload_folder
+from huggingface_hub import create_repo, get_paths_info, repo_info, upload_folder
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.training.pipelines import name_source
+
+TITLE = "Upload a training run"  # of commits; one with another title has changed a card by hand
 
 
 def make_repository(args: Namespace) -> str:
@@ -22,8 +24,21 @@ def make_repository(args: Namespace) -> str:
 
 
 def upload_run(repository: str | None, output_dir: str, files: list[str]) -> None:
-    """Upload what every run has, and the `files`: patterns of paths in --output_dir."""
+    """Upload what every run has, and the `files`: patterns of paths in --output_dir.
+
+    A card that was written on the hub stays.
+    """
     name_source(output_dir, repository)
-    files = ["*model_index.json", "README.md", "loss.png", "samples/*", *files]
+    files = ["*model_index.json", "loss.png", "samples/*", *files]
     with explained(f"the upload to {repository} failed; everything is in {output_dir}"):
-        upload_folder(repo_id=repository, folder_path=output_dir, allow_patterns=files)
+        there = get_paths_info(repository, "README.md", expand=True)
+        if all(card.last_commit.title == TITLE for card in there):
+            files.append("README.md")
+        else:
+            print(
+                f"{repository} keeps its README.md, because it was changed there: "
+                f"the card of this run is {output_dir}/README.md"
+            )
+        upload_folder(
+            repo_id=repository, folder_path=output_dir, allow_patterns=files, commit_message=TITLE
+        )

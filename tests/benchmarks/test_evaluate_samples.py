@@ -197,7 +197,7 @@ def test_a_trained_demo_scores_better_than_an_untrained_one(tmp_path, monkeypatc
     assert f"| FID | {reports['not']['metrics']['FID']['value']:.4g} | " in capsys.readouterr().out
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_fid_and_kid_of_real_images_are_near_zero():
     images, _ = evaluate_samples.load_digits()
     extract = evaluate_samples.load_extractor("digits", "cpu")

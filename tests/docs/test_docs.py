@@ -14,6 +14,7 @@ from conftest import ROOT, Script, finish, make_captioned, make_unet_config, sta
 
 PAGES = [
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
@@ -138,13 +139,16 @@ def run(words, folder, inputs):
     assert done.returncode == 0, (text, done.stderr[-2000:])
 
 
+FIRST_READ = ("README.md", "docs/training.md", "docs/latent-cache.md", "docs/lora.md")
+
+
 # the script of new-trainer.md has a test of its own
 @pytest.mark.ci
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "page",
     [
-        page
+        pytest.param(page, marks=[] if page in FIRST_READ else pytest.mark.long)
         for page in PAGES
         if any(not needs for needs, _, _ in blocks(page)) and "new-trainer" not in page
     ],
@@ -210,6 +214,17 @@ def test_the_workflow_runs_the_first_commands_of_the_readme():
     assert len(first) == len(with_pip) == 2
     for command in (*first, *with_pip, for_cpu):
         assert command in workflow, command
+
+
+def test_every_path_and_name_in_agents_exists():
+    text = (ROOT / "AGENTS.md").read_text()
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
+    paths = set(re.findall(r"[\w./-]*/[\w./-]*|\b[a-z_]+\.py\b", quoted))
+    assert len(paths) > 20 and not [path for path in paths if not (ROOT / path).exists()]
+    sources = "".join(path.read_text() for path in (*ROOT.glob("*.py"), ROOT / "tests/conftest.py"))
+    for name in ("compute_loss", "predict_noise", "train_step", "parse_args", "start"):
+        assert f"`{name}" in text or f"{name}(" in text
+        assert f"def {name}(" in sources, name
 
 
 def test_every_test_named_in_a_page_exists():

@@ -51,6 +51,7 @@ def test_new_trainer_is_short():
     assert len(CODE.splitlines()) < 260 and max(map(len, CODE.splitlines())) <= 100
 
 
+@pytest.mark.long
 def test_new_trainer_learns_and_writes_its_outputs(train, flags, tmp_path):
     more = ["--max_train_samples=400", "--num_train_epochs=4", "--train_batch_size=32"]
     train(*flags, *more, "--validation_epochs=2")

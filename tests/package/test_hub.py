@@ -11,7 +11,16 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from conftest import MODELS, TRAINING, Script, assert_same_weights, make_images, make_unet_config
+from conftest import (
+    MODELS,
+    TRAINING,
+    Script,
+    assert_same_weights,
+    make_captioned,
+    make_images,
+    make_models,
+    make_unet_config,
+)
 from hub import Token
 from huggingface_hub import constants
 from PIL import Image
@@ -22,6 +31,7 @@ from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.families import opening
+from diffusion_training.training.hub import upload_run
 
 UNCONDITIONAL = [
     *TRAINING,
@@ -184,3 +194,44 @@ def test_a_run_that_is_pushed_opens_by_its_id(hub, tmp_path, monkeypatch):
     trained = load_file(tmp_path / "out/unet/diffusion_pytorch_model.safetensors")
     loaded = pipeline.unet.state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
+
+
+@pytest.mark.long
+def test_a_cache_on_the_hub_trains_to_the_bits_of_one_on_disk(hub, tmp_path):
+    base = [f"--pretrained_model_name_or_path={make_models(tmp_path)}"]
+    data, cache = tmp_path / "data", tmp_path / "latents"
+    make_captioned(data, 8)
+    flags = ["--resolution=16", "--center_crop", "--rows_per_shard=3"]
+    Script("precompute_latents")(*base, *flags, f"--train_data_dir={data}", f"--output_dir={cache}")
+    hub.add("me/latents", cache, kind="datasets")
+    train = Script("train_text_to_image")
+    flags = [*base, "--max_train_steps=2", "--train_batch_size=2"]
+    train(*flags, f"--latents_dir={cache}", f"--output_dir={tmp_path / 'disk'}")
+    flags += ["--latents_dir=hf://datasets/me/latents", f"--shards_dir={tmp_path / 'shards'}"]
+    train(*flags, f"--output_dir={tmp_path / 'hub'}")
+    assert_same_weights(tmp_path / "disk/unet", tmp_path / "hub/unet")
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_card_that_was_edited_on_the_hub_is_kept(hub, tmp_path, monkeypatch, capsys):
+    hub.tokens["hf_me"] = Token("me")
+    monkeypatch.setenv("HF_TOKEN", "hf_me")
+    hub.add("me/run", {})
+    write_card = (tmp_path / "README.md").write_text
+    for text, at, expected in (
+        ("first", "step 1", b"first"),
+        ("second", "step 2", b"second"),  # a run that is continued writes its card again
+    ):
+        write_card(text)
+        (tmp_path / "loss.png").write_text(at)
+        upload_run("me/run", str(tmp_path), [])
+        assert hub.files("me/run")["README.md"] == expected and not capsys.readouterr().out
+    edited = hub.files("me/run") | {"README.md": b"by hand"}
+    hub.add("me/run", edited)
+    write_card("third")
+    (tmp_path / "loss.png").write_text("step 3")
+    upload_run("me/run", str(tmp_path), [])
+    assert hub.files("me/run") == {"README.md": b"by hand", "loss.png": b"step 3"}
+    assert "me/run keeps its README.md, because it was changed there: the card of this run is " in (
+        capsys.readouterr().out
+    )

@@ -199,6 +199,7 @@ def test_processes_agree_on_a_signal_that_one_received(tmp_path):
 
 def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch, capsys):
     calls = []
+    monkeypatch.setattr(hub, "get_paths_info", lambda *args, **options: [])
     monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.append(options))
     launch = make()
     index = tmp_path / "modular_model_index.json"
@@ -223,15 +224,16 @@ def test_end_run_unlocks_the_folder_and_uploads_to_the_hub(tmp_path, monkeypatch
     assert json.loads(index.read_text())["vae"][2] == {"pretrained_model_name_or_path": "me/it"}
     assert call["allow_patterns"] == [
         "*model_index.json",
-        "README.md",
         "loss.png",
         "samples/*",
         "unet/*",
+        "README.md",
     ]
 
     def offline(**options):
         raise ConnectionError("no network")
 
+    monkeypatch.setattr(hub, "get_paths_info", lambda *args, **options: [])
     monkeypatch.setattr(hub, "upload_folder", offline)
     with pytest.raises(
         SystemExit, match=r"upload to me/it failed; everything is in .* \(no network\)"

@@ -175,6 +175,7 @@ def test_adapter_checkpoints_open_in_peft_and_load_with_either_prefix(tmp_path, 
         torch.testing.assert_close(predict(read), predict(trained), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_plain_lora_can_continue_as_dora_but_not_the_reverse(tmp_path, base):
     trained = adapt_unet(open_unet(base))
     path = save_peft(trained, tmp_path / "lora", {"r": 4, "lora_alpha": 4})

@@ -183,6 +183,7 @@ def test_every_module_has_a_docstring():
 # Modules without a test file of their name: the file that covers them, if it does not import them
 # with a word that does (a name, or a flag).
 COVERED = {
+    "__main__": "package/test_wheel.py -m",
     "batches": "package/test_records.py",
     "data.captioned_images": "package/test_references.py",
     "data.class_names": "scripts/test_classes.py",

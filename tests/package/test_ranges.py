@@ -135,7 +135,7 @@ def test_shards_are_opened_about_once_per_epoch():
     assert {*opened} == set(range(1000)) and len(opened) <= 1070
 
 
-@pytest.mark.parametrize("num_processes", [1, 64])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 64])
 def test_a_position_in_a_million_shards_is_found_in_seconds(num_processes):
     shards = np.full(10**6, 2000)
     ranges = Ranges(shards, 0, 64, 2)

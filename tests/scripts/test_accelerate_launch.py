@@ -260,7 +260,7 @@ def test_regional_compilation_works_or_is_refused(tmp_path, flags):
     assert codes == {1} and "torch.compile with nosuch is not possible" in log, log
 
 
-@pytest.mark.ci
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, launcher, env, threads",
     [

@@ -188,6 +188,7 @@ def test_an_unusable_checkpoints_to_is_refused_before_training(tmp_path, flags, 
     assert "fsspec reads '::' in a path as two addresses" in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_machines_without_a_shared_folder_fetch_the_resumed_checkpoint(tmp_path, flags):
     """Two processes, each the first of its machine.
 

@@ -564,7 +564,7 @@ def test_download_refuses_tasks_that_need_more_memory_than_any_node(local_ray, s
     )
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_rows_whose_download_worker_dies_four_times_are_reported(
     local_ray, server, tmp_path, monkeypatch
 ):

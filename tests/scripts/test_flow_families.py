@@ -320,6 +320,7 @@ def test_an_older_z_image_lora_resumes_if_its_layers_are_named(tmp_path, roots):
 # ------------------------------------------------------------------- a VAE of another family
 
 
+@pytest.mark.long
 def test_prx_trains_with_the_vae_of_flux2(tmp_path, roots):
     root = roots("flux2-klein")
     vae = root / "base/vae"

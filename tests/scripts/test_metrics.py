@@ -182,6 +182,7 @@ def test_real_features_are_computed_once(tmp_path, flags, monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.long
 def test_best_metric_keeps_the_weights_of_its_step(tmp_path, flags, inputs, monkeypatch):
     values = {0: 0.9, 1: 0.3, 2: 0.5, 3: 0.4, 4: 0.45, 5: 0.46}  # step 0 is not trained
 

@@ -212,14 +212,14 @@ QUICK = [
     (FLOW, ONE, DROPOUT),
 ]
 SLOW = [
-    (UNCONDITIONAL, ONE, [*BF16, *EPSILON, "--lr_scheduler=linear"]),
-    (UNCONDITIONAL, ONE, ["grey"]),
     (TEXT, TWO, [*DROPOUT, *V_PREDICTION, "--lr_scheduler=cosine"]),
     (TEXT, ONE, ["pretrained"]),
     (FLOW, TWO, [*DROPOUT, "--shift=3", "--lr_scheduler=cosine"]),
 ]  # fmt: skip
 SLOWER = [
     (UNCONDITIONAL, TWO, ["--random_flip"]),
+    (UNCONDITIONAL, ONE, [*BF16, *EPSILON, "--lr_scheduler=linear"]),
+    (UNCONDITIONAL, ONE, ["grey"]),
     (TEXT, ONE, [*DROPOUT, *BF16, "--seed=3"]),
     (FLOW, ONE, [*DROPOUT, *BF16, "--shift=1.7"]),
 ]  # fmt: skip

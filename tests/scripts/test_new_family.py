@@ -318,6 +318,7 @@ def test_a_new_familys_caches_give_the_same_losses_as_images(root, tmp_path, fla
         assert losses(tmp_path / name) == pytest.approx(expected, rel=5e-4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
     make_masked(tmp_path / "images")

@@ -101,6 +101,7 @@ def test_a_resumed_run_keeps_its_widths(tmp_path, inputs, whole):
     assert "has other averages of --posthoc_ema: keep the flag as it was" in refused
 
 
+@pytest.mark.long
 def test_a_run_resumed_without_the_flag_must_not_end_after_its_snapshots(tmp_path, inputs, whole):
     """A later pipeline of these snapshots would be of another step than the run's result."""
     shutil.copytree(whole, tmp_path / "out")
@@ -115,6 +116,7 @@ def test_a_run_resumed_without_the_flag_must_not_end_after_its_snapshots(tmp_pat
     assert (tmp_path / "out/checkpoint-6").exists()
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_folder_is_not_mixed_with_snapshots_here(tmp_path, inputs, whole):
     """They may be of another run, which was killed before its first checkpoint."""
     out = tmp_path / "out"

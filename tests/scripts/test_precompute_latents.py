@@ -40,6 +40,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 import precompute_latents as script
 from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.errors.stop_signals import SIGNALS
 from diffusion_training.latents.encoders import encode_images, encode_prompts
 from diffusion_training.order import draw_choices
 
@@ -385,7 +386,7 @@ def test_sigterm_ends_the_cache_run_and_leaves_complete_shards(tmp_path, flags):
         calls.append(0)
         if len(calls) == 5:
             wait_until(written)
-            time.sleep(300)
+            wait_until(lambda: SIGNALS)  # it may have come before, in a destructor
         return encode(*args)
 
     def run():

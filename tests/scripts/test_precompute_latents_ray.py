@@ -512,6 +512,7 @@ def noting_encoder():
     script.load_encoders = load_encoders
 
 
+@pytest.mark.long
 def test_ray_encoders_in_bf16_load_float32_only_for_rows_that_need_it(
     tmp_path, flags, without_ray, monkeypatch
 ):

@@ -96,7 +96,7 @@ def test_metrics_decode_the_latents_of_a_cache(made, monkeypatch):
     assert any("kid" in record for record in metrics(folder / "out"))
 
 
-@pytest.mark.ci
+@pytest.mark.long
 @each
 @pytest.mark.usefixtures("without_figures")
 def test_a_killed_run_on_two_processes_resumes_to_the_same_bits_and_draws(made):

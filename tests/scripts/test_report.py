@@ -151,6 +151,7 @@ def save(args, step=90):
     save_report(train_text_to_image.__file__, describe_model, step, settings, {"time": "9 s"})
 
 
+@pytest.mark.long
 def test_report_of_a_long_run_is_cheap_and_lists_rows_the_cache_lacks(tmp_path, capfd):
     args = write_run(tmp_path, 30_000)
     begin = time.process_time()

@@ -216,7 +216,7 @@ def test_sdxl_time_ids_have_the_pipelines_order_in_float32(tmp_path, sdxl, image
     assert torch.equal(sizes, ours.flatten()) and sizes.dtype == sinusoids.dtype == torch.float32
 
 
-@pytest.mark.parametrize("zeros", [False, None])
+@pytest.mark.parametrize("zeros", [False, pytest.param(None, marks=pytest.mark.long)])
 def test_sdxl_caption_dropout_uses_the_pipelines_empty_prompt(
     tmp_path, flags, images, zeros, given
 ):
@@ -573,6 +573,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.long
 def test_diffusers_sdxl_command_is_accepted_with_the_same_meaning(tmp_path, flags, sdxl):
     command = COMMAND.format(model=sdxl, vae=tmp_path / "fixed", data=tmp_path / "images")
     args = script.parse_args(shlex.split(command))

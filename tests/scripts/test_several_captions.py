@@ -94,9 +94,9 @@ def read_prompts(family, *argv):
     [
         ("sd", "embeddings", ["--random_flip", "--bucket_step=4"]),
         ("sd", "ids", []),
-        ("sdxl", "embeddings", []),
+        pytest.param("sdxl", "embeddings", [], marks=pytest.mark.long),
         ("sdxl", "ids", []),
-        ("prx", "embeddings", []),
+        pytest.param("prx", "embeddings", [], marks=pytest.mark.long),
         ("prx", "ids", []),
     ],
 )

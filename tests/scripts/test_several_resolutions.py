@@ -82,6 +82,7 @@ def test_several_resolutions_equal_separate_caches_and_decode_once(
     )
 
 
+@pytest.mark.long
 def test_several_resolutions_work_with_buckets_masks_sdxl_and_ids(tmp_path, flags):
     make_masked(tmp_path / "data")
     flags += [

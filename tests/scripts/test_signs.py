@@ -40,7 +40,9 @@ def train_digits(tmp_path, argv, name="out"):
         "--learning_rate=3e-3 --lr_scheduler=piecewise_constant --lr_step_rules=1:62,30:74,1"
         " --lr_warmup_steps=0", "high", "the loss rose from 0.", marks=pytest.mark.long
     ),
-    ("--learning_rate=1", "nothing", "the loss is still 1"),
+    pytest.param(
+        "--learning_rate=1", "nothing", "the loss is still 1", marks=pytest.mark.long
+    ),
     pytest.param(
         "--learning_rate=1e-4", "nothing", "try --find_lr, or more steps", marks=pytest.mark.long
     ),

@@ -163,7 +163,7 @@ def test_bucket_errors_are_retried(tmp_path, stored, in_ranges, faulty, monkeypa
         assert sum(line.startswith("GET") and line.endswith(name(number)) for line in asked) >= 3
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_lasting_bucket_errors_end_the_run_and_it_resumes_later(
     tmp_path, stored, in_ranges, faulty, monkeypatch
 ):

@@ -199,6 +199,7 @@ def test_lora_resumes_in_any_precision_but_only_on_its_own_base(tmp_path, flags,
     assert "checkpoint-2/unet is a whole model, but --rank trains a LoRA: keep" in error
 
 
+@pytest.mark.long
 def test_max_grad_norm_clips_lora_gradients(tmp_path, flags):
     """diffusers' script never clips, because its iterator of parameters is used up."""
     size = {}
@@ -221,12 +222,13 @@ def test_sampling_and_held_out_losses_do_not_change_the_lora(tmp_path, flags):
     assert len(records) == 3 and len({record["held_out_loss"] for record in records}) == 3
 
 
-@pytest.mark.parametrize("kohya", [True, False])
+@pytest.mark.parametrize("kohya", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_lora_output_is_complete_and_redraws_the_last_samples(
     tmp_path, flags, inputs, kohya, monkeypatch, capfd
 ):
     calls = {}
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
+    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
     open_pipeline(inputs / "sd").save_pretrained(tmp_path / "sd")
@@ -352,7 +354,9 @@ def test_lokr_trained_from_images_resumes_and_is_drawn_by_the_code_of_its_card(
     assert differences[0] > 20 and differences[1] <= 1
 
 
-@pytest.mark.parametrize("more", [["--lora_layers=all"], ["--use_dora"]])
+@pytest.mark.parametrize(
+    "more", [["--lora_layers=all"], pytest.param(["--use_dora"], marks=pytest.mark.long)]
+)
 def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(tmp_path, flags, inputs, more):
     train(*flags, *more)
     unet = open_pipeline(inputs / "sd").unet
@@ -516,6 +520,7 @@ def test_lora_demo_data_and_base_come_from_the_text_to_image_demo():
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.long
 def test_lora_demo_loss_falls_in_30_steps(tmp_path):
     quick = [
         "--max_train_steps=30",
@@ -581,6 +586,7 @@ def test_lora_demo_learns_digit_9_and_keeps_digits_0_to_8(tmp_path):
     assert np.mean([after[prompt] for prompt in prompts[:-1]]) >= 0.9
 
 
+@pytest.mark.long
 def test_diffusers_lora_commands_save_the_same_checkpoints(tmp_path, inputs):
     """The command lines of diffusers' test of its LoRA script, with local paths, and --rank."""
     shared = f"""

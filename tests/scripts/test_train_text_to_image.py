@@ -303,6 +303,7 @@ def test_text_to_image_output_has_pipeline_card_samples_and_curve(
     calls = {}
     monkeypatch.setenv("HF_TOKEN", "secret-3141592653")
     patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
+    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     argv = [
@@ -363,7 +364,7 @@ def test_text_to_image_output_has_pipeline_card_samples_and_curve(
     assert uploaded == pipeline | {"README.md", "samples", "loss.png"}
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_accelerate_launch_trains_with_bf16_and_wandb(tmp_path, cached):
     """In a separate process, because wandb starts a service that would outlive a test.
 
@@ -433,7 +434,10 @@ def test_adafactor_and_8bit_adamw_resume_bit_identically(
     assert moments[0] == moments[1]
 
 
-@pytest.mark.parametrize("flip, crop", [(["--random_flip"], ["--center_crop"]), ([], [])])
+@pytest.mark.parametrize(
+    "flip, crop",
+    [(["--random_flip"], ["--center_crop"]), pytest.param([], [], marks=pytest.mark.long)],
+)
 def test_text_to_image_cache_trains_like_its_images(tmp_path, images, flags, flip, crop):
     """A cache has the crops of epoch 0: random crops agree for one epoch, centered ones always."""
     make_cache(tmp_path, *flip, *crop)
@@ -531,7 +535,7 @@ def test_latents_weights_set_the_share_of_each_cache_and_resume_exactly(tmp_path
     assert ", latents_weights [1.0, 0.4] -> [1.0, 2.0]" in said and ", num_images " in said
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_text_to_image_pipeline_redraws_the_last_validation_samples(
     tmp_path, cached, num_processes
 ):

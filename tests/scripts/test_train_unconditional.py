@@ -284,6 +284,7 @@ def test_tensorboard_and_hub_get_the_pipeline_and_no_secrets(tmp_path, flags, mo
         "create_repo",
         lambda name, **options: type("Url", (), {"repo_id": f"me/{name}"}),
     )
+    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
     patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     train(*flags, "--report_to=tensorboard", "--checkpointing_steps=3", "--push_to_hub")

@@ -92,29 +92,34 @@ def test_validate_first_measures_the_pretrained_model(tmp_path, flags):
     assert {**first, "step": 2} == last
 
 
-def test_run_stopped_during_validate_first_starts_over(tmp_path, flags, monkeypatch):
-    """Stopped in the held-out loss, in the first sample, and right before step 1."""
+@pytest.mark.parametrize(
+    "moment, number, num_processes, code",
+    [
+        pytest.param("held out", signal.SIGTERM, 2, 143, marks=pytest.mark.long),
+        ("sample", signal.SIGINT, 1, 130),
+        # right before step 1
+        pytest.param("step", signal.SIGKILL, 1, -signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_run_stopped_during_validate_first_starts_over(
+    tmp_path, flags, monkeypatch, moment, number, num_processes, code
+):
     sent = []
     whole, out = tmp_path / "whole/out", tmp_path / "out"  # the same name, as above
     train(*flags, f"--output_dir={whole}")
+
+    def send_once(*key):
+        if key[0] == moment and os.environ.get("RANK", "0") == "0" and not sent:
+            sent.append(os.kill(os.getpid(), number))
+        return step_seed(*key)
+
     again = [*flags, "--resume_from_checkpoint=latest"]
-    for moment, number, num_processes, code in (
-        ("held out", signal.SIGTERM, 2, 143),
-        ("sample", signal.SIGINT, 1, 130),
-        ("step", signal.SIGKILL, 1, -signal.SIGKILL),
-    ):
-
-        def send_once(*key, moment=moment, number=number):
-            if key[0] == moment and os.environ.get("RANK", "0") == "0" and not sent:
-                sent.append(os.kill(os.getpid(), number))
-            return step_seed(*key)
-
-        with monkeypatch.context() as stopped:
-            patch(stopped, "step_seed", send_once)
-            train.fork(*again, num_processes=num_processes, status=code)
-        assert checkpoints(out) == set() and not list(out.glob("*.safetensors"))
-        assert (out / FIRST).exists() == (moment == "step")
-        assert [record["step"] for record in metrics(out)] == [0] * (moment != "held out")
+    with monkeypatch.context() as stopped:
+        patch(stopped, "step_seed", send_once)
+        train.fork(*again, num_processes=num_processes, status=code)
+    assert checkpoints(out) == set() and not list(out.glob("*.safetensors"))
+    assert (out / FIRST).exists() == (moment == "step")
+    assert [record["step"] for record in metrics(out)] == [0] * (moment != "held out")
     train(*again)
     assert outcome(out) == outcome(whole)
 

@@ -1,0 +1,85 @@
+"""The wheel has the scripts and what their demos open; they run in an empty folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+
+import pytest
+from conftest import ROOT
+from test_package import PACKAGE, SCRIPTS
+
+TABLES = ("accelerate_configs", "configs", "demo", "minimal", "recipes")
+
+
+def run(*words, cwd, site=None):
+    """Run a command; `site`: a folder with an installed wheel, in place of the repository."""
+    env = os.environ | {"PYTHONPATH": str(site or ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the unpacked wheel, made of a copy of the repository."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs")
+    shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    build = "from setuptools import build_meta; build_meta.build_wheel('..')"
+    done = run("-c", build, cwd=folder / "source")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_pyproject_names_every_folder_of_the_package():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT) for path in PACKAGE.rglob("*.py")}
+    named = {".".join(folder.parts) for folder in folders}
+    assert {*tools["packages"]} == named | {"diffusion_training.scripts"}
+
+
+def test_the_wheel_has_the_scripts_and_what_they_open(site):
+    scripts = site / "diffusion_training/scripts"
+    assert {path.stem for path in scripts.glob("*.py")} == {*SCRIPTS}
+    for path in (path for name in TABLES for path in (ROOT / name).rglob("*.*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert (scripts / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
+
+
+def test_the_module_runs_a_script_by_its_name(site, tmp_path):
+    for known in (None, site):
+        done = run("-m", "diffusion_training", cwd=tmp_path, site=known)
+        assert done.returncode == 1 and "one of download_images, pre" in done.stderr
+        done = run("-m", "diffusion_training", "train_flow", "--help", cwd=tmp_path, site=known)
+        assert done.returncode == 0 and "usage: train_flow.py" in done.stdout
+    # recipes stand beside the scripts
+    words = ["train_text_to_image.py", "@recipes/sdxl_lora_12gb.args", "--max_train_steps=no"]
+    done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
+    assert done.returncode == 2 and "--max_train_steps" in done.stderr
+
+
+@pytest.mark.long
+def test_demos_of_the_wheel_run_in_an_empty_folder(site, tmp_path):
+    unconditional = ["--max_train_steps=2", "--ddpm_num_inference_steps=1"]
+    short = ["--max_train_steps=2", "--num_inference_steps=1"]
+    for words in (
+        ["train_unconditional", *unconditional],
+        ["precompute_latents"],
+        ["train_text_to_image", *short],
+        ["train_text_to_image", "--rank=2", *short],
+        ["train_flow", *short],
+        ["precompute_latents_ray", "--output_dir=latents-on-ray"],
+        ["download_images"],
+        ["train_on_ray", "--max_workers=1", "--cpu", "train_unconditional.py", *unconditional],
+    ):
+        done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
+        assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-3000:])
+    launcher = ["-m", "accelerate.commands.launch", "-m", "diffusion_training"]
+    done = run(*launcher, "train_flow", "--max_train_steps=3", cwd=tmp_path, site=site)
+    assert done.returncode == 0, done.stderr
