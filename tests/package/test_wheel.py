@@ -73,6 +73,7 @@ def test_demos_of_the_wheel_run_in_an_empty_folder(site, tmp_path):
         ["precompute_latents"],
         ["train_text_to_image", *short],
         ["train_text_to_image", "--rank=2", *short],
+        ["precompute_latents", "--model_family=prx"],
         ["train_flow", *short],
         ["precompute_latents_ray", "--output_dir=latents-on-ray"],
         ["download_images"],
