@@ -16,7 +16,12 @@ from diffusion_training.arguments import (
     steps_or_share,
 )
 from diffusion_training.data.flags import check_stream_args
-from diffusion_training.training.lora_flags import LORA_ONLY, check_prior_args, check_swap_args
+from diffusion_training.training.lora_flags import (
+    LORA_ONLY,
+    check_prior_args,
+    check_swap_args,
+    check_validation_base_args,
+)
 from diffusion_training.training.metric_flags import check_metric_args
 
 # Importing the libraries takes seconds, so a test compares these with accelerate's and diffusers'.
@@ -423,6 +428,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     if "rank" in args:
         check_prior_args(parser, args)
         check_swap_args(parser, args)
+        check_validation_base_args(parser, args)
     if args.save_best and not vars(args).get("holdout"):
         parser.error(
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"
