@@ -579,15 +579,18 @@ def describe_model(
     args: Namespace,
     references: int = 0,
     bases: Sequence[SampleBase] = (),
+    classes: Sequence[str] = (),
 ) -> Description:
     """Return the texts of the model card and the report, with example code.
 
-    references: how many images an edit starts from. bases: see `choose_sample_bases`.
+    references: how many images an edit starts from. bases: see `choose_sample_bases`. classes:
+    names of those that replace captions.
     """
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
     return describe_text_to_image(
-        family, "transformer", is_new, about, args, references=references, bases=bases
-    )
+        family, "transformer", is_new, about, args, references=references, bases=bases,
+        classes=classes,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------
@@ -718,7 +721,13 @@ def main(args: Namespace) -> None:
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else PARTS,
         save=save,
-        describe=partial(describe_model, base.family, references=data.num_references, bases=bases),
+        describe=partial(
+            describe_model,
+            base.family,
+            references=data.num_references,
+            bases=bases,
+            classes=data.classes,
+        ),
         draw=draw if draws_samples(args) else None,
         draw_every=(args.validation_steps, args.validation_epochs),
         score=score if metrics else None,

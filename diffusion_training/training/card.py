@@ -7,6 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,17 @@ def describe_text_to_image(
     call: str = "",
     references: int = 0,
     bases: Sequence[Any] = (),
+    classes: Sequence[str] = (),
 ) -> Description:
     """Return the texts about a text-to-image pipeline, or a LoRA for one, with example code.
 
     part: a word for the trained model, such as U-Net. setup: lines of code before the pipeline's
     call. call: further arguments of the pipeline, as code. references: how many images an edit
     starts from; 0 for text to image. bases: see `choose_sample_bases`; for the second one there is
-    code too, which comes first.
+    code too, which comes first. classes: names of those that replace captions.
     """
+    if classes and not args.validation_prompts:
+        about = replace(about, prompt=json.dumps(classes[0]))
     trained_on = f"`{about.data}`\nfor {about.step} steps"
     how = "trained from scratch" if is_new else "fine-tuned"
     what = f"The {part} of this {family.title} pipeline was {how} on {trained_on}."
