@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from diffusion_training.families.base import Family
 from diffusion_training.files import saving
+from diffusion_training.models import DTYPE
 from diffusion_training.training.checkpoints import find_samples
 from diffusion_training.training.metadata import name_readers
 from diffusion_training.training.metric_flags import METRICS
@@ -189,7 +190,7 @@ def describe_text_to_image(
         more = f', variant="{variant}"' if variant else ""
         return write_usage(
             source, drawn, before, opener, own.precision, more, args.resolution,
-            blocks=own.blocks, can_rewrite=own.can_rewrite,
+            blocks=own.blocks, can_rewrite=own.can_rewrite, dtype_name=DTYPE,
         )  # fmt: skip
 
     usage = write_code()

@@ -137,20 +137,21 @@ def write_usage(
     side: int = 512,
     blocks: str = "",
     can_rewrite: bool = False,
+    dtype_name: str = "dtype",
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
     call: arguments of the pipeline. setup: lines before the call. opener: a function. precision: of
     the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
     small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
-    can_rewrite: have these a block that rewrites prompts?
+    can_rewrite: have these a block that rewrites prompts? dtype_name: see `DTYPE`.
     """
     enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
     if precision != "float32":
         dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
         # modular pipelines have only the newer name
-        more = f", {'dtype' if blocks else 'torch_dtype'}=dtype{more}"
+        more = f", {'dtype' if blocks else dtype_name}=dtype{more}"
     opening = [f"pipeline = {opener}({json.dumps(source)}{more}).to(device)"]
     draw = f"pipeline({call}).images[0]"
     if blocks:

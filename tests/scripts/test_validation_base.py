@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import warnings
 import weakref
 from argparse import Namespace
 from types import SimpleNamespace
@@ -392,7 +391,6 @@ def test_card_and_report_have_code_for_the_turbo_first(tmp_path, bases, monkeypa
     local = local.replace('"out"', f"{str(tmp_path / 'out')!r}, weight_name={FILE!r}")
     local = local.replace('"Hyper-4steps.safetensors"', repr(str(speed)))
     monkeypatch.chdir(tmp_path)
-    warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
     exec(local, {})
     assert (tmp_path / "image.png").is_file()
 
