@@ -42,7 +42,7 @@ class SampleBase:
     num_inference_steps: int
     guidance_scale: float
     lora: str | None = None  # of --validation_lora
-    key = ""  # begins names in files and records
+    key: str = ""  # begins names in files and records
 
     @contextlib.contextmanager
     def open(self, pipeline: Any) -> Iterator[Any]:
@@ -65,17 +65,23 @@ def choose_sample_bases(
 
     Stops with an error if that one can't be used. model: the one to be trained.
     """
-    own = SampleBase(
-        name=str(base.name),
-        family=data.family,
-        num_inference_steps=args.num_inference_steps,
-        guidance_scale=args.guidance_scale,
-    )
-    if not (args.validation_base or args.validation_lora):
-        return [own]
-    from diffusion_training.training.validation_base import open_other_base
+    bases: list[SampleBase] = [
+        SampleBase(
+            name=str(base.name),
+            family=data.family,
+            num_inference_steps=args.num_inference_steps,
+            guidance_scale=args.guidance_scale,
+        )
+    ]
+    if args.training_adapter:
+        from diffusion_training.training.validation_base import open_plain_base
 
-    return [own, open_other_base(launch, base, data, model, args)]
+        bases = [open_plain_base(launch, base, data, model, args)]
+    if args.validation_base or args.validation_lora:
+        from diffusion_training.training.validation_base import open_other_base
+
+        bases.append(open_other_base(launch, base, data, model, args))
+    return bases
 
 
 def draw_prompts(

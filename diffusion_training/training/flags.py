@@ -422,6 +422,8 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error("--lokr_factor does nothing without --lora_type lokr")
     if base_precision and args.use_dora:
         parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
+    if vars(args).get("training_adapter") and args.use_dora:
+        parser.error("--use_dora needs the base as it is: leave --training_adapter out")
     for name in LORA_ONLY if "rank" in args and args.rank is None else ():
         if vars(args)[name] != parser.get_default(name):
             parser.error(f"--{name} does nothing without --rank")

@@ -14,6 +14,7 @@ LORA_ONLY = (
     "network_weights",
     "base_precision",
     "blocks_to_swap",
+    "training_adapter",
     "preserve_prior",
     "validation_base",
     "validation_lora",
@@ -78,6 +79,12 @@ def add_lora_flags(add: Add) -> None:
         choices=["int8", "nf4"],
         help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
         "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
+    )
+    add(
+        "--training_adapter",
+        type=PATH,
+        help="with --rank, a LoRA file that is part of the base in training, but not in samples "
+        "and result: it undoes the distillation of a turbo, so that training does not",
     )
     add(
         "--blocks_to_swap",

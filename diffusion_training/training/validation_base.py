@@ -23,7 +23,7 @@ from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base, Family
+from diffusion_training.families.base import Base
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
@@ -37,7 +37,7 @@ from diffusion_training.training.lora_files import (
     LORA_B,
     LORA_FILE,
     LoraFile,
-    read_lora_file,
+    read_plain_lora,
 )
 from diffusion_training.training.metric_flags import TURBO
 from diffusion_training.training.objective import try_sampler
@@ -70,7 +70,6 @@ class OtherBase(SampleBase):
     the same precision, and with --blocks_to_swap. The trained one is then in the host's memory.
     """
 
-    key = TURBO
     base: Base
     scheduler: Any  # None: that of the trained pipeline
     sampler: tuple[str, dict[str, Any]] | None  # see `choose_sampler`
@@ -116,7 +115,7 @@ class OtherBase(SampleBase):
             subfolder=folder, revision=self.base.revision, variant=self.base.variant,
             cache_dir=self.base.cache_dir,
         )  # fmt: skip
-        speed = read_speed_lora(self.lora, model, self.family) if self.lora else None
+        speed = read_plain_lora(self.lora, model, self.family) if self.lora else None
         # the factor alpha / rank is in the weights of a file
         flags = Namespace(**vars(args) | {"lora_alpha": args.rank, "lora_dropout": 0.0})
         add_lora(model, trained.adapter["target_modules"], "", launch.dtype, flags)
@@ -171,17 +170,16 @@ def open_other_base(
     if args.validation_base:
         other = open_turbo(launch, base, data, model, args)
         scheduler = load_scheduler(other)
-    check_memory(model)
+    check_memory(model, "--validation_base" if args.validation_base else "--validation_lora")
     steps, guidance = choose_drawing(other, args)
     if scheduler and "timestep_spacing" in scheduler.config:  # of a U-Net
         with explained(f"the scheduler of {other.name} can't draw in {steps} steps"):
             try_sampler(scheduler, steps)
     if lora:
         with torch.device("meta"), explained(f"--validation_lora {lora} can't be used"):
-            plain = type(model).from_config(model.config)
-            add_speed_lora(plain, read_speed_lora(lora, plain, other.family))
+            read_plain_lora(lora, type(model).from_config(model.config), other.family)
     found = OtherBase(
-        name=str(other.name), lora=lora, family=other.family, num_inference_steps=steps,
+        key=TURBO, name=str(other.name), lora=lora, family=other.family, num_inference_steps=steps,
         guidance_scale=guidance, sampler=choose_sampler(other, lora), base=other,
         scheduler=scheduler, resolution=data.resolution, launch=launch, args=args,
     )  # fmt: skip
@@ -278,7 +276,19 @@ def load_scheduler(other: Base) -> Any:
         )
 
 
-def check_memory(model: torch.nn.Module) -> None:
+def open_plain_base(
+    launch: Launch, base: Base, data: Data, model: torch.nn.Module, args: Namespace
+) -> OtherBase:
+    """The run's own base without --training_adapter. model: the trained one."""
+    check_memory(model, "--training_adapter")
+    return OtherBase(
+        name=str(base.name), family=data.family, num_inference_steps=args.num_inference_steps,
+        guidance_scale=args.guidance_scale, base=base, scheduler=None, sampler=None,
+        resolution=data.resolution, launch=launch, args=args,
+    )  # fmt: skip
+
+
+def check_memory(model: torch.nn.Module, flag: str) -> None:
     """Stop with an error if the host lacks the memory for a second base, in each process.
 
     Of two bases one is in it while samples are drawn: with --blocks_to_swap and on a CPU the second
@@ -289,8 +299,8 @@ def check_memory(model: torch.nn.Module) -> None:
     free = measure_free()
     if needed > free:
         fail(
-            f"samples with a second base need {needed / 1e9:.3g} GB of the host's memory, and only "
-            f"{free / 1e9:.3g} GB are free: make room, or leave --validation_base out"
+            f"{flag} needs {needed / 1e9:.3g} GB of the host's memory for samples, and only "
+            f"{free / 1e9:.3g} GB are free: make room, or leave it out"
         )
 
 
@@ -338,22 +348,10 @@ def choose_sampler(other: Base, lora: str | None) -> tuple[str, dict[str, Any]] 
     return "EulerDiscreteScheduler", {"timestep_spacing": "trailing"}
 
 
-def read_speed_lora(path: str, model: torch.nn.Module, family: Family) -> LoraFile:
-    """Read --validation_lora for a model without adapters. Raises ValueError if it has others."""
-    file = read_lora_file(path, model, family.folder, family.convert_lora)
-    for layer, parts in file.layers.items():
-        if parts.keys() != {LORA_A, LORA_B}:
-            raise ValueError(f"its layer {layer} is of a DoRA or LoKr, and only LoRAs can be used")
-    return file
-
-
 def add_speed_lora(model: torch.nn.Module, file: LoraFile) -> None:
-    """Add a LoRA file beside a trained adapter. Raises ValueError if it does not fit the model."""
-    known = {name for name, _ in model.named_modules()}
+    """Add a LoRA file beside a trained adapter. file: see `read_plain_lora`."""
     by_rank: dict[int, list[str]] = {}
     for layer, parts in file.layers.items():
-        if layer not in known:
-            raise ValueError(f"the model has no {layer}")
         by_rank.setdefault(len(parts[LORA_A]), []).append(layer)
     for rank, layers in by_rank.items():
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=layers)
@@ -364,8 +362,6 @@ def add_speed_lora(model: torch.nn.Module, file: LoraFile) -> None:
         module: Any = model.get_submodule(layer)
         for part, own in ((LORA_A, module.lora_A[SPEED]), (LORA_B, module.lora_B[SPEED])):
             weight = own.float().weight
-            if weight.numel() != parts[part].numel():
-                raise ValueError(f"{layer} has another width")
             weight.data.copy_(parts[part].reshape(weight.shape))
         module.scaling[SPEED] = file.scales[layer]
     for module in model.modules():

@@ -235,6 +235,7 @@ COVERED = {
     "training.prior": "scripts/test_preserve_prior.py",
     "training.quantization": "scripts/test_base_precision.py",
     "training.samples": "package/test_run_folder.py",
+    "training.training_adapter": "scripts/test_validation_base.py --training_adapter",
     "training.state": "scripts/test_checkpoints_beside.py",
 }
 
@@ -467,6 +468,7 @@ def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
         paths = (
             "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
             "^network_weights|^checkpoints_to$|^metric_.*_model$|^validation_(images|base|lora)$"
+            "|^training_adapter$"
         )
         if path := re.search(paths, action.dest):
             assert (

@@ -1,4 +1,7 @@
-"""--validation_base and --validation_lora: samples as another base's pipeline draws them."""
+"""--validation_base and --validation_lora: samples as another base's pipeline draws them.
+
+And --training_adapter, with which the samples' base is not the one that is trained.
+"""
 
 import contextlib
 import json
@@ -432,7 +435,7 @@ def test_a_base_that_does_not_fit_ends_in_a_sentence_before_any_step(tmp_path, b
         assert sentence in trainer.refused(*flags, flag), flag
     monkeypatch.setattr(validation_base, "measure_free", lambda: 10**5)
     said = trainer.refused(*flags, f"--validation_base={turbo}")
-    assert "need 0.00145 GB of the host's memory, and only 0.0001 GB are free" in said
+    assert "needs 0.00145 GB of the host's memory for samples, and only 0.0001 GB" in said
     assert not [*out.glob("*")]
 
 
@@ -480,3 +483,92 @@ def test_steps_and_guidance_are_those_of_the_name_or_the_pipeline():
     assert choose("me/Turbo", **more) == (3, 2.0)
     dev = {"pipeline": "FluxPipeline", "embedded": "guidance_scale", "shift": 0}
     assert choose("FLUX.1-dev", lora="Hyper-8steps", **dev) == (8, 3.5)
+
+
+# -------------------------------------------------------------------------------------------------
+# --training_adapter
+
+
+def merge(base, lora, folder):
+    """A copy of a pipeline with a LoRA of `make_speed_lora` in its denoiser's weights."""
+    shutil.copytree(base, folder)
+    (path,) = [*folder.glob("transformer/*.safetensors"), *folder.glob("unet/*.safetensors")]
+    weights, adapter = load_file(path), load_file(lora)
+    for name, weight in weights.items():
+        layer = name.removesuffix(".weight")
+        kohya = f"lora_unet_{layer.replace('.', '_')}"
+        if f"transformer.{layer}.lora_A.weight" in adapter:
+            a, b = (adapter[f"transformer.{layer}.lora_{part}.weight"] for part in "AB")
+            weights[name] = weight + b @ a
+        elif f"{kohya}.lora_down.weight" in adapter:
+            a, b = (adapter[f"{kohya}.lora_{part}.weight"] for part in ("down", "up"))
+            weights[name] = weight + 0.5 * (b @ a)
+    save_file(weights, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, more", [
+    ("z-image", []), ("z-image", ["--base_precision=int8", "--mixed_precision=bf16"]),
+    ("sdxl", ["--blocks_to_swap=all"]), ("flux", []),
+])  # fmt: skip
+def test_a_training_adapter_is_part_of_the_base_in_training_alone(
+    tmp_path, bases, monkeypatch, name, more
+):
+    monkeypatch.setattr(quantization, "BLOCK", 8)
+    trainer, base, turbo = bases(name)
+    folder = turbo.with_name("base")
+    adapter = make_speed_lora(folder, tmp_path / "adapter.safetensors")
+    merged = merge(folder, adapter, tmp_path / "merged-base")
+    zero = {key: 0 * value if "alpha" not in key else value
+            for key, value in load_file(adapter).items()}  # fmt: skip
+    save_file(zero, tmp_path / "zero.safetensors")
+    more = [*more, "--guidance_scale=1"]
+    cached = [flag for flag in base if "pretrained" not in flag]
+    on_merged = [f"--pretrained_model_name_or_path={merged}", *cached]
+    runs = {
+        "plain": list_flags(trainer, base, *more),
+        "zero": list_flags(
+            trainer, base, *more, f"--training_adapter={tmp_path / 'zero.safetensors'}"
+        ),
+        "adapted": list_flags(trainer, base, *more, f"--training_adapter={adapter}"),
+        "merged": list_flags(trainer, on_merged, *more),
+    }
+    for run, flags in runs.items():
+        trainer(*flags, f"--output_dir={tmp_path / run}")
+    read = lambda path: {run: (tmp_path / run / path).read_bytes() for run in runs}
+    for path in (FILE, "checkpoint-4/optimizer.bin"):
+        found = read(path)
+        assert found["plain"] == found["zero"] != found["adapted"] == found["merged"], path
+    found = read("samples/step-0000000.png")
+    assert found["plain"] == found["zero"] == found["adapted"] != found["merged"]
+    said = trainer.refused(
+        *runs["plain"], f"--output_dir={tmp_path / 'adapted'}", "--resume_from_checkpoint=latest",
+        "--max_train_steps=5",
+    )  # fmt: skip
+    assert "is of another LoRA (another base)" in said
+    if len(more) > 1:
+        return
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.load_lora_weights(tmp_path / "adapted", weight_name=FILE)
+    drawn = draw(pipeline, 2, PROMPTS, **OPTIONS.get(name, {"guidance_scale": 1.0}))
+    assert np.array_equal(read_turbo(tmp_path / "adapted", 4), drawn)
+
+
+@pytest.mark.long
+def test_a_training_adapter_that_does_not_fit_ends_in_a_sentence(tmp_path, bases):
+    trainer, base, _ = bases("z-image")
+    unet = make_speed_lora(bases("sdxl")[2], tmp_path / "unet.safetensors")
+    flags = [*list_flags(trainer, base), f"--output_dir={tmp_path / 'out'}"]
+    for file in (unet, tmp_path / "nowhere.safetensors"):
+        said = trainer.refused(*flags, f"--training_adapter={file}")
+        assert f"--training_adapter {file} can't be used (" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_training_adapter_needs_a_lora(tmp_path):
+    base = ["--pretrained_model_name_or_path=x", f"--latents_dir={tmp_path}"]
+    said = FLOW.refused(*base, "--training_adapter=x", status=2)
+    assert "--training_adapter does nothing without --rank" in said
+    said = FLOW.refused(*base, "--training_adapter=x", "--rank=2", "--use_dora", status=2)
+    assert "--use_dora needs the base as it is" in said
