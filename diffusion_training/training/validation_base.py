@@ -220,7 +220,8 @@ def open_turbo(launch: Launch, base: Base, data: Data, model: Any, args: Namespa
         family = other.family.restore_findings(base.family.describe_empty(data.empty_prompt))
     if differing := list_differences(base, other):
         launch.accelerator.print(
-            f"{name} has another {' and '.join(differing)} than the base, whose are used here"
+            f"{name} has another {' and '.join(differing)} than the base: its samples are drawn "
+            "with the base's"
         )
     return replace(other, family=family, classes=base.classes, variant=variant)
 
@@ -237,16 +238,17 @@ def find_variant(other: Base, **options: Any) -> str | None:
 
     The files are fetched now, so that no step is lost to a missing one.
     """
-    for variant in filter(None, [other.variant]):
+    place = str(other.source), other.family.folder
+    if other.variant:
         with contextlib.suppress(FileNotFoundError):
-            find_weight_files(str(other.source), other.family.folder, variant, **options)
-            return variant
-    find_weight_files(str(other.source), other.family.folder, **options)
+            find_weight_files(*place, other.variant, **options)
+            return other.variant
+    find_weight_files(*place, **options)
     return None
 
 
 def list_differences(base: Base, other: Base) -> list[str]:
-    """The parts for images and captions whose class or config differs from the base's."""
+    """The parts for images and captions whose config differs from the base's."""
     own_paths = {"vae": base.vae, "text_encoder": base.text_encoder}
     found = []
     for part, entry in other.index.items():

@@ -34,9 +34,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_edits import SIDE, Pairs
 
+from diffusion_training.families.base import Base
 from diffusion_training.order import step_seed
 from diffusion_training.training import captioned_samples, quantization, validation_base
-from diffusion_training.training.validation_base import OtherBase, choose_drawing
+from diffusion_training.training.validation_base import OtherBase, choose_drawing, list_differences
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),
@@ -483,6 +484,22 @@ def test_steps_and_guidance_are_those_of_the_name_or_the_pipeline():
     assert choose("me/Turbo", **more) == (3, 2.0)
     dev = {"pipeline": "FluxPipeline", "embedded": "guidance_scale", "shift": 0}
     assert choose("FLUX.1-dev", lora="Hyper-8steps", **dev) == (8, 3.5)
+
+
+def test_parts_that_differ_from_the_bases_are_named(tmp_path):
+    base = Base(None, "base", str(tmp_path / "base"), {})
+    index = {"vae": ["diffusers", "AutoencoderKL"], "text_encoder": ["transformers", "T5"]}
+    turbo = Base(None, "turbo", str(tmp_path / "turbo"), index | {"tokenizer": ["x", "y"]})
+    for folder in ("base", "turbo"):
+        for part in ("vae", "text_encoder"):
+            (tmp_path / folder / part).mkdir(parents=True)
+            config = {"scaling_factor": 0.5, "_diffusers_version": folder, folder: 1}
+            (tmp_path / folder / part / "config.json").write_text(json.dumps(config))
+    assert list_differences(base, turbo) == []
+    (tmp_path / "turbo/vae/config.json").write_text(json.dumps({"scaling_factor": 0.6}))
+    assert list_differences(base, turbo) == ["vae"]
+    (tmp_path / "turbo/vae/config.json").unlink()
+    assert list_differences(base, turbo) == []
 
 
 # -------------------------------------------------------------------------------------------------
