@@ -47,7 +47,7 @@ import os
 import shlex
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -71,7 +71,7 @@ from diffusion_training.training.flags import (
     add_shard_flag,
     check_training_args,
 )
-from diffusion_training.training.lora_flags import add_lora_flags
+from diffusion_training.training.lora_flags import add_lora_flags, add_validation_base_flags
 from diffusion_training.training.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
@@ -160,6 +160,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=PATH,
         help="for each of --validation_prompts the image to edit, or all its references in turn",
     )
+    add_validation_base_flags(add)
 
     add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
 
@@ -240,7 +241,12 @@ from diffusion_training.loading import load_batches
 from diffusion_training.memory import move
 from diffusion_training.models import compile_model, freeze_on_device, freeze_unreached
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.captioned_samples import draw_captions, draw_prompts
+from diffusion_training.training.captioned_samples import (
+    SampleBase,
+    choose_sample_bases,
+    draw_captions,
+    draw_prompts,
+)
 from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.held_out import hold_out
@@ -552,28 +558,39 @@ def log_validation(
     launch: Launch,
     pipeline: DiffusionPipeline,
     data: Data,
+    bases: Sequence[SampleBase],
     step: int,
     stop_signal: StopSignal,
     args: Namespace,
 ) -> None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    The pipeline itself draws. Each process draws a share, and each image has its own seed. A signal
-    stops the sampling. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
+    The pipeline itself draws, and with --validation_base another one with the LoRA beside it. Each
+    process draws a share, and each image has its own seed. A signal stops the sampling. Further
+    inputs of the pipelines are passed as draw_prompts(..., name=value).
     """
     per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
-    draw_prompts(launch, pipeline, data, per_call, step, stop_signal, args)
+    draw_prompts(launch, pipeline, data, bases, per_call, step, stop_signal, args)
 
 
 def describe_model(
-    family: Family, about: About, args: Namespace, references: int = 0
+    family: Family,
+    about: About,
+    args: Namespace,
+    references: int = 0,
+    bases: Sequence[SampleBase] = (),
+    classes: Sequence[str] = (),
 ) -> Description:
     """Return the texts of the model card and the report, with example code.
 
-    references: how many images an edit starts from.
+    references: how many images an edit starts from. bases: see `choose_sample_bases`. classes:
+    names of those that replace captions.
     """
     is_new = bool(args.transformer_config_name_or_path or args.init_from)
-    return describe_text_to_image(family, "transformer", is_new, about, args, references=references)
+    return describe_text_to_image(
+        family, "transformer", is_new, about, args, references=references, bases=bases,
+        classes=classes,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------
@@ -626,6 +643,9 @@ def main(args: Namespace) -> None:
         encoders=data.modules(),  # only for the estimate of memory
         prior=make_prior(data, args),
     )
+
+    # what samples are drawn with: the base and, with --validation_base, another one as well
+    bases = choose_sample_bases(launch, base, data, transformer, args)
 
     # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps.
     plan = plan_run(
@@ -681,7 +701,7 @@ def main(args: Namespace) -> None:
         """Draw the samples with the averaged weights. Each process draws a share."""
         transformer = training.ema_or_model("transformer")
         pipeline = make_pipeline(base, transformer, sampler, args.resolution)
-        log_validation(launch, pipeline, data, training.step, training.stop_signal, args)
+        log_validation(launch, pipeline, data, bases, training.step, training.stop_signal, args)
 
     def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes.
@@ -691,14 +711,23 @@ def main(args: Namespace) -> None:
         transformer = training.ema_or_model("transformer")
         pipeline = make_pipeline(base, transformer, sampler, args.resolution)
         signal = training.stop_signal
-        draw_share = partial(draw_captions, launch, pipeline, data, objective, signal, args)
-        training.score_samples(metrics, draw_share, partial(read_pixels, data, pipeline.vae))
+        draws = [
+            partial(draw_captions, launch, pipeline, data, each, objective, signal, args)
+            for each in bases
+        ]
+        training.score_samples(metrics, draws, partial(read_pixels, data, pipeline.vae))
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else PARTS,
         save=save,
-        describe=partial(describe_model, base.family, references=data.num_references),
+        describe=partial(
+            describe_model,
+            base.family,
+            references=data.num_references,
+            bases=bases,
+            classes=data.classes,
+        ),
         draw=draw if draws_samples(args) else None,
         draw_every=(args.validation_steps, args.validation_epochs),
         score=score if metrics else None,

@@ -45,7 +45,7 @@ import math
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
@@ -66,7 +66,7 @@ from diffusion_training.training.flags import (
     add_shard_flag,
     check_training_args,
 )
-from diffusion_training.training.lora_flags import add_lora_flags
+from diffusion_training.training.lora_flags import add_lora_flags, add_validation_base_flags
 from diffusion_training.training.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
@@ -130,6 +130,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="text2image-fine-tune")
     add_prompt_flags(add, guidance_scale=7.5, num_inference_steps=20)
+    add_validation_base_flags(add)
 
     add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
 
@@ -201,7 +202,12 @@ from diffusion_training.launch import Launch, StopSignal, accelerator_options, m
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.captioned_samples import draw_captions, draw_prompts
+from diffusion_training.training.captioned_samples import (
+    SampleBase,
+    choose_sample_bases,
+    draw_captions,
+    draw_prompts,
+)
 from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.held_out import hold_out
@@ -486,20 +492,28 @@ def log_validation(
     launch: Launch,
     pipeline: DiffusionPipeline,
     data: Data,
+    bases: Sequence[SampleBase],
     step: int,
     stop_signal: StopSignal,
     args: Namespace,
 ) -> None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
 
-    The pipeline itself draws. Each process draws a share, and each image has its own seed. A signal
-    stops the sampling. Further inputs of the pipeline are passed as draw_prompts(..., name=value).
+    The pipeline itself draws, and with --validation_base another one with the LoRA beside it. Each
+    process draws a share, and each image has its own seed. A signal stops the sampling. Further
+    inputs of the pipelines are passed as draw_prompts(..., name=value).
     """
-    draw_prompts(launch, pipeline, data, args.train_batch_size, step, stop_signal, args)
+    per_call = args.train_batch_size
+    draw_prompts(launch, pipeline, data, bases, per_call, step, stop_signal, args)
 
 
-def describe_model(family: Family, about: About, args: Namespace) -> Description:
-    """Return the texts of the model card and the report, with example code."""
+def describe_model(
+    family: Family, about: About, args: Namespace, bases: Sequence[SampleBase] = ()
+) -> Description:
+    """Return the texts of the model card and the report, with example code.
+
+    bases: see `choose_sample_bases`.
+    """
     is_new = bool(args.unet_config_name_or_path or args.init_from)
     setup = []
     # the base's scheduler has another objective
@@ -508,7 +522,7 @@ def describe_model(family: Family, about: About, args: Namespace) -> Description
             "pipeline.scheduler = DDIMScheduler.from_config("
             f"{{**pipeline.scheduler.config, **{objective}}})"
         )
-    return describe_text_to_image(family, "U-Net", is_new, about, args, setup)
+    return describe_text_to_image(family, "U-Net", is_new, about, args, setup, bases=bases)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -557,6 +571,9 @@ def main(args: Namespace) -> None:
         encoders=data.modules(),  # only for the estimate of memory
         prior=make_prior(data, args),
     )
+
+    # what samples are drawn with: the base and, with --validation_base, another one as well
+    bases = choose_sample_bases(launch, base, data, unet, args)
 
     # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps.
     plan = plan_run(
@@ -615,7 +632,7 @@ def main(args: Namespace) -> None:
     def draw() -> None:
         """Draw the samples with the averaged weights. Each process draws a share."""
         pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
-        log_validation(launch, pipeline, data, training.step, training.stop_signal, args)
+        log_validation(launch, pipeline, data, bases, training.step, training.stop_signal, args)
 
     def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes.
@@ -624,14 +641,17 @@ def main(args: Namespace) -> None:
         """
         pipeline = make_pipeline(base, training.ema_or_model("unet"), sampler)
         signal = training.stop_signal
-        draw_share = partial(draw_captions, launch, pipeline, data, objective, signal, args)
-        training.score_samples(metrics, draw_share, partial(read_pixels, data, pipeline.vae))
+        draws = [
+            partial(draw_captions, launch, pipeline, data, each, objective, signal, args)
+            for each in bases
+        ]
+        training.score_samples(metrics, draws, partial(read_pixels, data, pipeline.vae))
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *PARTS],
         save=save,
-        describe=partial(describe_model, base.family),
+        describe=partial(describe_model, base.family, bases=bases),
         draw=draw if draws_samples(args) else None,
         draw_every=(args.validation_steps, args.validation_epochs),
         score=score if metrics else None,

@@ -741,7 +741,7 @@ def main(args: Namespace) -> None:
     def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes."""
         draw_share = partial(draw_rows, launch, pipeline, training.stop_signal, args)
-        training.score_samples(metrics, draw_share, read_pixels)
+        training.score_samples(metrics, [draw_share], read_pixels)
 
     results = Results(
         name="pipeline",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +28,24 @@ from diffusion_training.errors.sentences import explained
 from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 
+# The argument of `from_pretrained` for the precision of weights. diffusers 0.40 renamed it, and 1.0
+# drops the old name; transformers has both.
+IS_RENAMED = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40)
+DTYPE = "dtype" if IS_RENAMED else "torch_dtype"
 NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 
 
-def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Module:
+def load_weights(
+    kind: Any, source: str | None, torch_dtype: torch.dtype | None = None, **options: Any
+) -> torch.nn.Module:
     """Call `kind.from_pretrained`; raise ValueError if weights are missing or have other shapes.
 
     Such weights would be random, or not loaded at all. It also raises ValueError for weights with
     NaN or infinity, which can't be trained.
     """
+    if torch_dtype is not None:
+        options[DTYPE] = torch_dtype
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
         raise_for_keys(what.replace("_", " "), info[what])

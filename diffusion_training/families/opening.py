@@ -97,10 +97,11 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     )
     if sentence := family.find_fault(base):
         fail(sentence)
-    if trained_by and family.is_distilled(base):
+    if trained_by and family.is_distilled(base) and not vars(args).get("training_adapter"):
         PartialState().print(
             f"{name} was distilled to sample in few steps. Training undoes that, and samples "
-            f"get blurred. Train the {family.title} that it was made from; a LoRA fits both."
+            f"get blurred. Train the {family.title} that it was made from; a LoRA fits both. Or "
+            "give --training_adapter, a LoRA that undoes the distillation while you train."
         )
     return base
 

@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
 from diffusion_training.data.references import choose_reference_size
-from diffusion_training.families.base import Family, Prompts
+from diffusion_training.errors.printing import amount
+from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.files import hash_values, saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
@@ -30,10 +33,62 @@ class Interrupted(Exception):
     """Raised if a stop signal arrives while samples are drawn."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleBase:
+    """What samples are drawn with: the run's own base, or another one, see `OtherBase`."""
+
+    name: str  # as the user gave it
+    family: Family
+    num_inference_steps: int
+    guidance_scale: float
+    lora: str | None = None  # of --validation_lora
+    key: str = ""  # begins names in files and records
+
+    @contextlib.contextmanager
+    def open(self, pipeline: Any) -> Iterator[Any]:
+        """The pipeline that draws. pipeline: that of the trained model."""
+        yield pipeline
+
+    def describe(self) -> str:
+        """The heading of its samples."""
+        names = [os.path.basename(each.rstrip("/")) for each in (self.name, self.lora) if each]
+        guidance = "no guidance"
+        if self.guidance_scale > 1:
+            guidance = f"guidance {self.guidance_scale:g}"
+        return f"{' with '.join(names)}, {amount(self.num_inference_steps, 'step')}, {guidance}"
+
+
+def choose_sample_bases(
+    launch: Launch, base: Base, data: Data, model: torch.nn.Module, args: Namespace
+) -> list[SampleBase]:
+    """The run's own base and, with --validation_base or --validation_lora, another one.
+
+    Stops with an error if that one can't be used. model: the one to be trained.
+    """
+    bases: list[SampleBase] = [
+        SampleBase(
+            name=str(base.name),
+            family=data.family,
+            num_inference_steps=args.num_inference_steps,
+            guidance_scale=args.guidance_scale,
+        )
+    ]
+    if args.training_adapter:
+        from diffusion_training.training.validation_base import open_plain_base
+
+        bases = [open_plain_base(launch, base, data, model, args)]
+    if args.validation_base or args.validation_lora:
+        from diffusion_training.training.validation_base import open_other_base
+
+        bases.append(open_other_base(launch, base, data, model, args))
+    return bases
+
+
 def draw_prompts(
     launch: Launch,
     pipeline: DiffusionPipeline,
     data: Data,
+    bases: Sequence[SampleBase],
     per_call: int,
     step: int,
     stop_signal: StopSignal,
@@ -46,7 +101,8 @@ def draw_prompts(
     A signal stops the drawing, since its sender does not wait for pictures; a resumed run draws
     them.
 
-    per_call: images per call of the pipeline. inputs: further arguments of the pipeline.
+    bases: what draws, each in columns of its own; see `choose_sample_bases`. per_call: images per
+    call of the pipeline. inputs: further arguments of the pipeline.
     """
     assert data.validation  # samples are drawn only if there are prompts
     validation = data.validation
@@ -65,26 +121,40 @@ def draw_prompts(
         name = "image" if takes(pipeline, "image") else "control_image"
         return data.family.size_args(height, width) | {name: references} | inputs
 
-    drawn = draw_share(
-        launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args,
-        choose_inputs,
-    )  # fmt: skip
-    parts = [] if stop_signal.received else list(drawn.items())
-    parts = [part for part in gather_object(parts) if part[0] < count]
-    if not launch.is_main or len(parts) < count:
+    drawn: list[tuple[tuple[int, int], np.ndarray]] = []  # ((base, image), its pixels)
+    for place, base in enumerate(bases):
+        if stop_signal.received:
+            break
+        with base.open(pipeline) as opened:
+            share = draw_share(
+                launch, opened, base, count, per_call, choose, "sample", stop_signal, args,
+                choose_inputs,
+            )  # fmt: skip
+        drawn += [((place, number), image) for number, image in share.items()]
+    parts = [] if stop_signal.received else drawn
+    parts = [part for part in gather_object(parts) if part[0][1] < count]
+    if not launch.is_main or len(parts) < count * len(bases):
         return
     parts.sort(key=lambda part: part[0])
     images = [(image * 255).round().astype(np.uint8) for _, image in parts]
-    if validation.images:
-        keys = [
-            hash_values([prompt, *(each.tobytes().hex() for each in references)])
-            for prompt, references in zip(args.validation_prompts, validation.images, strict=True)
-        ]
-        before = keep_before(images[::per_prompt], keys, args.output_dir, step)
-        images = arrange_edits(images, before, validation.images, args.resolution)
-    pixels = np.stack(images)
-    pixels = pixels.reshape(len(args.validation_prompts), -1, *pixels.shape[1:])
-    grid = draw_grid(pixels, args.validation_prompts)
+    columns = []  # of each base: [prompts, images, H, W, C]
+    for place, base in enumerate(bases):
+        own = images[place * count : (place + 1) * count]
+        if validation.images:
+            pairs = zip(args.validation_prompts, validation.images, strict=True)
+            name = [base.describe()] if base.key else []
+            keys = [
+                hash_values([prompt, *name, *(each.tobytes().hex() for each in references)])
+                for prompt, references in pairs
+            ]
+            before = keep_before(own[::per_prompt], keys, args.output_dir, step, base.key)
+            shown = [[] for _ in keys] if base.key else validation.images  # references once
+            own = arrange_edits(own, before, shown, args.resolution)
+        columns.append(np.stack(own).reshape(len(args.validation_prompts), -1, *own[0].shape))
+    headings = [(base.describe(), x.shape[1]) for base, x in zip(bases, columns, strict=True)]
+    grid = draw_grid(
+        np.concatenate(columns, axis=1), args.validation_prompts, headings if len(bases) > 1 else ()
+    )
     save_samples(launch.accelerator, grid, args.output_dir, step)
 
 
@@ -98,21 +168,22 @@ def takes(pipeline: Any, name: str) -> bool:
     return name in inspect.signature(pipeline.__call__).parameters
 
 
-def before_path(output_dir: str | Path, number: int) -> Path:
-    """Return the path of a prompt's first sample from before training."""
-    return Path(output_dir) / "samples" / f"before-{number:02d}.png"
+def before_path(output_dir: str | Path, number: int, base: str = "") -> Path:
+    """Return the path of a prompt's first sample from before training. base: `SampleBase.key`."""
+    return Path(output_dir) / "samples" / f"{base}before-{number:02d}.png"
 
 
 def keep_before(
-    images: list[np.ndarray], keys: list[str], output_dir: str, step: int
+    images: list[np.ndarray], keys: list[str], output_dir: str, step: int, base: str = ""
 ) -> list[np.ndarray]:
     """The first sample of each prompt from before training; none if it was not drawn.
 
     At step 0, `images` are these samples, and are kept for later pictures.
 
-    keys: what the samples are of, so that a resumed run does not show those of other prompts.
+    keys: what the samples are of, so that a resumed run does not show those of other prompts. base:
+    `SampleBase.key`.
     """
-    paths = [before_path(output_dir, number) for number in range(len(images))]
+    paths = [before_path(output_dir, number, base) for number in range(len(images))]
     if step == 0:
         folder = paths[0].parent
         folder.mkdir(exist_ok=True)
@@ -151,6 +222,7 @@ def draw_captions(
     launch: Launch,
     pipeline: DiffusionPipeline,
     data: Data,
+    base: SampleBase,
     objective: Objective,
     stop_signal: StopSignal,
     args: Namespace,
@@ -176,10 +248,11 @@ def draw_captions(
         }
         return prompts, empty
 
-    return draw_share(
-        launch, pipeline, data.family, len(rows), per_call, choose, "metric", stop_signal, args,
-        lambda numbers: inputs,
-    )  # fmt: skip
+    with base.open(pipeline) as opened:
+        return draw_share(
+            launch, opened, base, len(rows), per_call, choose, "metric", stop_signal, args,
+            lambda numbers: inputs,
+        )  # fmt: skip
 
 
 def pad_to(embeds: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -191,7 +264,7 @@ def pad_to(embeds: torch.Tensor, tokens: int) -> torch.Tensor:
 def draw_share(
     launch: Launch,
     pipeline: DiffusionPipeline,
-    family: Family,
+    base: SampleBase,
     count: int,
     per_call: int,
     choose: Callable[[list[int]], tuple[Prompts, Prompts]],
@@ -229,13 +302,13 @@ def draw_share(
         numbers = [number % count for number in own[start : start + per_call]]
         prompts, empty = choose(numbers)
         with contextlib.suppress(Interrupted):
-            asked = family.size_args(args.resolution, args.resolution) | choose_inputs(numbers)
+            asked = base.family.size_args(args.resolution, args.resolution) | choose_inputs(numbers)
             images.extend(
                 pipeline(
-                    **family.call_args(prompts, empty, args.guidance_scale),
+                    **base.family.call_args(prompts, empty, base.guidance_scale),
                     output_type="np",
                     **callbacks,
-                    num_inference_steps=args.num_inference_steps,
+                    num_inference_steps=base.num_inference_steps,
                     generator=[
                         torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
                         for number in numbers

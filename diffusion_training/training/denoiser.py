@@ -15,7 +15,12 @@ from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import check_shapes, hash_weights, load_weights, read_precision
-from diffusion_training.training.lora import add_lora, list_further_layers, load_network_weights
+from diffusion_training.training.lora import (
+    Merge,
+    add_lora,
+    list_further_layers,
+    load_network_weights,
+)
 
 
 def load_denoiser(
@@ -59,8 +64,15 @@ def load_denoiser(
                 )
             # of a quantized base; what is not swapped is moved later
             device = torch.device("cpu") if args.blocks_to_swap else launch.device
+            merge = None
+            if args.training_adapter:
+                from diffusion_training.training.training_adapter import read_training_adapter
+
+                merge = read_training_adapter(
+                    args.training_adapter, kind, source, base.family, **options
+                )
             model, base_hash = load_base(
-                kind, source, args.base_precision, device, launch.dtype, **options
+                kind, source, args.base_precision, device, launch.dtype, merge, **options
             )
             return model, source, base_hash
         return load_weights(kind, source, **options), source, ""
@@ -140,18 +152,24 @@ def load_base(
     base_precision: str | None,
     device: torch.device,
     dtype: torch.dtype,
+    merge: Merge | None = None,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
     """Load the base of a LoRA. Returns (model, `hash_weights` of it).
 
     base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
-    quantized layers. dtype: that of the computation. options: subfolder, variant, revision and
-    cache_dir.
+    quantized layers. dtype: that of the computation. merge: changes the weights, see
+    `read_training_adapter`. options: subfolder, variant, revision and cache_dir.
     """
     if base_precision:
         from diffusion_training.training.quantization import load_quantized
 
-        return load_quantized(model_class, source, base_precision, device, dtype, **options)
+        return load_quantized(
+            model_class, source, base_precision, device, dtype, merge=merge, **options
+        )
     precision = read_precision(source, **options)
     model = load_weights(model_class, source, **options, torch_dtype=precision)
+    if merge:
+        for name, weight in model.named_parameters():
+            weight.data = merge(name, weight.data).to(weight.dtype)
     return model, hash_weights(model)

@@ -3,6 +3,7 @@
 import json
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,6 +39,8 @@ from diffusion_training.training.lora_files import (
     split_name,
 )
 
+# (name, weight of the base) -> the weight with a LoRA in it, in float32
+Merge: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 # {name of a file: (its weights, its header)}
 LoraFiles: TypeAlias = dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
 

@@ -13,7 +13,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from diffusion_training.families.base import MAGNITUDE, leave_out_adapter
+from diffusion_training.families.base import MAGNITUDE, Family, leave_out_adapter
 
 # (weights, alphas, settings) of a LoRA file; see `Family.convert_lora`
 ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
@@ -115,6 +115,22 @@ def read_lora_file(
         is_relative="diffusion_training.dora_scale" in header,
         num_left_out=len(weights) - len(named),
     )
+
+
+def read_plain_lora(path: str, model: torch.nn.Module, family: Family) -> LoraFile:
+    """Read a LoRA file for a model without adapters. Raises ValueError if it does not fit."""
+    file = read_lora_file(path, model, family.folder, family.convert_lora)
+    modules = dict(model.named_modules())
+    for layer, parts in file.layers.items():
+        if parts.keys() != {LORA_A, LORA_B}:
+            raise ValueError(f"its layer {layer} is of a DoRA or LoKr, and only LoRAs can be used")
+        if layer not in modules:
+            raise ValueError(f"the model has no {layer}")
+        weight = modules[layer].weight.flatten(1)
+        shapes = (parts[LORA_B].flatten(1).shape[0], parts[LORA_A].flatten(1).shape[1])
+        if shapes != tuple(weight.shape):
+            raise ValueError(f"{layer} has another width")
+    return file
 
 
 def strip(named: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,7 +14,10 @@ LORA_ONLY = (
     "network_weights",
     "base_precision",
     "blocks_to_swap",
+    "training_adapter",
     "preserve_prior",
+    "validation_base",
+    "validation_lora",
 )
 # flags that do nothing without --preserve_prior
 PRIOR_ONLY = ("class_prompt", "trigger", "prior_loss_weight", "prior_every")
@@ -78,6 +81,12 @@ def add_lora_flags(add: Add) -> None:
         "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
     )
     add(
+        "--training_adapter",
+        type=PATH,
+        help="with --rank, a LoRA file that is part of the base in training, but not in samples "
+        "and result: it undoes the distillation of a turbo, so that training does not",
+    )
+    add(
         "--blocks_to_swap",
         type=number(1, 10**4, int, "all"),
         help="with --rank, number of the denoiser's blocks, or all, whose frozen weights stay in "
@@ -115,6 +124,51 @@ def add_lora_flags(add: Add) -> None:
         help="add the loss of --preserve_prior only every so many steps, multiplied by this "
         "number; such a step costs three more passes",
     )
+
+
+def add_validation_base_flags(add: Add) -> None:
+    """Add the flags that `open_other_base` reads."""
+    add(
+        "--validation_base",
+        type=PATH,
+        help="with --rank, a pipeline made from the base that draws in few steps, such as "
+        "Tongyi-MAI/Z-Image-Turbo: the samples are also drawn with it and the LoRA",
+    )
+    add(
+        "--validation_lora",
+        type=PATH,
+        help="with --rank, a LoRA file with which the base draws in few steps (Lightning, Hyper, "
+        "LCM): the samples are also drawn with it and the trained LoRA",
+    )
+    add(
+        "--validation_base_steps",
+        type=COUNT,
+        help="denoising steps per sample with --validation_base or --validation_lora (default: as "
+        "its name says; else 8 if it is distilled, or the pipeline's own)",
+    )
+    add(
+        "--validation_base_guidance",
+        type=number(1, 1000),
+        help="guidance scale with --validation_base or --validation_lora; 1: no guidance (default: "
+        "1 if it is distilled, else the pipeline's own)",
+    )
+
+
+def check_validation_base_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags for samples with another base do not fit together."""
+    given = [name for name in ("validation_base", "validation_lora") if vars(args)[name]]
+    if not given:
+        for name in ("validation_base_steps", "validation_base_guidance"):
+            if vars(args)[name]:
+                parser.error(
+                    f"--{name} does nothing without --validation_base or --validation_lora"
+                )
+    elif not args.validation_metrics and not (
+        args.validation_prompts and args.num_validation_images
+    ):
+        parser.error(f"--{given[0]} does nothing without samples: give --validation_prompts")
+    if args.validation_lora and args.lora_type == "lokr":
+        parser.error("--validation_lora can't be combined with --lora_type lokr: leave one out")
 
 
 def check_swap_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

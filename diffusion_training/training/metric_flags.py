@@ -10,6 +10,7 @@ SET_METRICS = ("kid", "fid")  # of all samples together
 CLIP_METRICS = ("clip-t", "clip-i")
 LOWER_METRICS = (*SET_METRICS, "copy")  # lower is better
 METRICS = (*SET_METRICS, *CLIP_METRICS, "dino-i", "copy")
+TURBO = "turbo_"  # begins names of figures and files of samples that --validation_base draws
 
 
 def add_metric_flags(add: Add) -> None:

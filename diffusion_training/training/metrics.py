@@ -22,7 +22,7 @@ from diffusion_training.loading import load_batches
 from diffusion_training.memory import measure_memory
 from diffusion_training.order import hash_names
 from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
-from diffusion_training.training.metric_flags import CLIP_METRICS, SET_METRICS
+from diffusion_training.training.metric_flags import CLIP_METRICS, METRICS, SET_METRICS, TURBO
 from diffusion_training.training.networks import Network, load_network
 
 RESAMPLES = 100  # of the intervals
@@ -243,6 +243,16 @@ class Metrics:
         finally:
             for network in self.networks.values():
                 network.module.to("cpu")
+
+
+def join_records(own: dict[str, Any], turbo: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A record with the figures of samples of a second base, named turbo_clip-t and the like."""
+    figures = {
+        f"{TURBO}{name}": value
+        for name, value in (turbo or {}).items()
+        if name.partition("_")[0] in METRICS and name != "copy_real"
+    }
+    return own | figures
 
 
 def open_metrics(

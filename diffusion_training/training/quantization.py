@@ -3,6 +3,7 @@
 bitsandbytes is imported only where 4 bits need it, because most runs do not use it.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -85,13 +86,14 @@ def load_quantized(
     dtype: torch.dtype,
     subfolder: str,
     variant: str | None = None,
+    merge: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
     """Load a pretrained model with the layers of `list_quantizable` quantized, on `device`.
 
     Weights are read, hashed and quantized a few at a time, so memory never holds the complete model
     in the precision of its files. The hash is that of the exact weights. Raises ValueError as
-    `load_weights` does.
+    `load_weights` does. merge: changes the weights before that, see `read_training_adapter`.
     """
     config = model_class.load_config(source, subfolder=subfolder, **options)
     with no_init_weights(), init_empty_weights():
@@ -115,6 +117,8 @@ def load_quantized(
         if value.shape != shapes[name]:
             mismatched.append(name)
             return
+        if merge:
+            value = merge(name, value).to(value.dtype)
         layer_name, _, attribute = name.rpartition(".")
         layer = model.get_submodule(layer_name)
         if not is_finite(value):

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -27,7 +28,7 @@ from diffusion_training.errors.printing import amount, hide_secrets
 from diffusion_training.files import write_file
 from diffusion_training.training.best import read_best
 from diffusion_training.training.checkpoints import find_samples
-from diffusion_training.training.metric_flags import CLIP_METRICS, METRICS, SET_METRICS
+from diffusion_training.training.metric_flags import CLIP_METRICS, METRICS, SET_METRICS, TURBO
 from diffusion_training.training.signs import read_metrics
 
 STYLE = """\
@@ -77,6 +78,8 @@ class About:
     base: str | None  # the pretrained pipeline
     data: str
     prompt: str  # in quotes
+    validation_base: str | None = None  # of the flags of these names
+    validation_lora: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,11 @@ def name_run(step: int, args: Namespace, local: bool) -> About:
         base and name(base),
         ", ".join(map(name, list_values(data))),
         json.dumps(flags.get("instance_prompt") or prompts[0]),
+        **{
+            key: flags[key] and name(flags[key])
+            for key in ("validation_base", "validation_lora")
+            if key in flags
+        },
     )
 
 
@@ -129,20 +137,21 @@ def write_usage(
     side: int = 512,
     blocks: str = "",
     can_rewrite: bool = False,
+    dtype_name: str = "dtype",
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
     call: arguments of the pipeline. setup: lines before the call. opener: a function. precision: of
     the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
     small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
-    can_rewrite: have these a block that rewrites prompts?
+    can_rewrite: have these a block that rewrites prompts? dtype_name: see `DTYPE`.
     """
     enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
     if precision != "float32":
         dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
         # modular pipelines have only the newer name
-        more = f", {'dtype' if blocks else 'torch_dtype'}=dtype{more}"
+        more = f", {'dtype' if blocks else dtype_name}=dtype{more}"
     opening = [f"pipeline = {opener}({json.dumps(source)}{more}).to(device)"]
     draw = f"pipeline({call}).images[0]"
     if blocks:
@@ -158,7 +167,7 @@ def write_usage(
     loaded = call.count("load_image(")
     yours = "  # your image" + "s" * (loaded > 1) if loaded else ""
     classes = [blocks or opener.split(".")[0]]
-    classes += ["DDIMScheduler"] * any("DDIM" in line for line in setup)
+    classes += {*re.findall(r"= (\w+Scheduler)\.from_config", "\n".join(setup))}
     return "\n".join([
         "import torch",
         f"from diffusers import {', '.join(sorted(classes))}",
@@ -173,10 +182,9 @@ def write_usage(
     ])  # fmt: skip
 
 
-def call_pipeline(about: About, args: Namespace, guidance: dict[str, float]) -> str:
+def call_pipeline(about: About, side: int, num_steps: int, guidance: dict[str, float]) -> str:
     """Return the arguments of a text-to-image pipeline that draw as the samples were drawn."""
-    side = args.resolution
-    numbers = {"height": side, "width": side, "num_inference_steps": args.num_inference_steps}
+    numbers = {"height": side, "width": side, "num_inference_steps": num_steps}
     given = (f"{name}={value:g}" for name, value in (numbers | guidance).items())
     return ", ".join([f"prompt={about.prompt}", *given])
 
@@ -360,8 +368,9 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
         ([name for name in held_out if name[-1].isdigit()], True),
         (["prior_loss"], True),
         (["clip-t", "clip-i", "dino-i", "copy", "copy_real"], False),
-        (["kid"], False),
-        (["fid"], True),
+        ([f"{TURBO}{name}" for name in ("clip-t", "clip-i", "dino-i", "copy")], False),
+        (["kid", f"{TURBO}kid"], False),
+        (["fid", f"{TURBO}fid"], True),
         (["lr"], False),
         (["grad_norm"], True),
         (["images_per_second"], False),
@@ -404,7 +413,8 @@ def show_quality(records: list[dict], settings: dict[str, Any]) -> str:
     if not measured:
         return ""
     last = measured[-1]
-    names = [name for name in METRICS if name in last]
+    with_turbo = [*METRICS, *(f"{TURBO}{name}" for name in METRICS)]
+    names = [name for name in with_turbo if name in last]
     networks = [settings[flag] for flag, known in NETWORKS.items() if {*names} & {*known}]
     of = f"{last['metric_images']} samples against {last['real_images']} real images"
 
@@ -417,6 +427,9 @@ def show_quality(records: list[dict], settings: dict[str, Any]) -> str:
         table.append([str(record["step"]), *(show(record, name) for name in names)])
     rows = "".join("<tr>" + "".join(f"<td>{html.escape(x)}" for x in row) for row in table)
     caption = f"{of}, by {' and '.join(networks)}. In brackets are 95 % intervals."
+    if any(name.startswith(TURBO) for name in names):
+        drawn = [settings.get(flag) for flag in ("validation_base", "validation_lora")]
+        caption += f" {TURBO} are samples with {' and '.join(filter(None, drawn))}."
     return (
         f"<h2>Quality of the samples</h2><p>{html.escape(advise_step(measured))}</p>"
         f"<p>{html.escape(caption)}</p><table>{rows}</table>"

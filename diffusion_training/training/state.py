@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,7 @@ from diffusion_training.training.held_out import (
     measure_held_out_losses,
 )
 from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.metrics import Draw, Metrics, Read
+from diffusion_training.training.metrics import Draw, Metrics, Read, join_records
 from diffusion_training.training.optimizers import MakeOptimizer, make_lr_scheduler
 from diffusion_training.training.posthoc import (
     WIDTHS,
@@ -533,12 +533,20 @@ class Training:
                     f"reconstruct_ema.py {folder} --output_dir {folder}-widths"
                 )
 
-    def score_samples(self, metrics: Metrics | None, draw: Draw, read: Read) -> None:
-        """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`."""
+    def score_samples(self, metrics: Metrics | None, draws: Sequence[Draw], read: Read) -> None:
+        """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`.
+
+        draws: of the trained base and, if there is one, of the base of --validation_base.
+        """
         if metrics is None or self.records.metrics.get("step") == self.step:
             return
-        if record := metrics.score(self.step, draw, read, self.stop_signal):
-            self.records.add_metrics(record)
+        records = []
+        for draw in draws:
+            record = metrics.score(self.step, draw, read, self.stop_signal)
+            if record is None:  # a signal has come
+                return
+            records.append(record)
+        self.records.add_metrics(join_records(*records))
 
     def keep_best(self, save: SaveResult) -> None:
         """With --save_best or --save_best_metric, write best/ if this step is the best so far."""

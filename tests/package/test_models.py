@@ -12,6 +12,7 @@ from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file, save_file
 
+from diffusion_training import models
 from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     AveragedWeights,
@@ -61,6 +62,24 @@ def test_missing_weights_are_refused_not_drawn_at_random(tmp_path):
     save_file({**whole, "conv_in.bias": torch.zeros(3)}, path)
     with pytest.raises(Exception, match="conv_in.bias"):
         load_weights(UNet2DModel, tmp_path / "unet")
+
+
+def test_the_precision_has_the_name_that_the_installed_diffusers_asks_for(monkeypatch):
+    """The old one is an error in the tests, as a deprecation."""
+    asked = []
+
+    class Kind:
+        @staticmethod
+        def from_pretrained(source, **options):
+            asked.append(options)
+            return torch.nn.Linear(1, 1), {"missing_keys": [], "mismatched_keys": []}
+
+    for name in ("dtype", "torch_dtype"):
+        monkeypatch.setattr(models, "DTYPE", name)
+        load_weights(Kind, "x", torch_dtype=torch.bfloat16)
+        assert asked.pop() == {"output_loading_info": True, name: torch.bfloat16}
+    load_weights(Kind, "x")
+    assert asked.pop() == {"output_loading_info": True}
 
 
 def test_weights_of_any_module_are_saved_and_read(tmp_path):

@@ -43,8 +43,8 @@ ROOMS = [
 # script inherits. Comments, docstrings, brackets and commas are not counted.
 LIMITS = {
     "download_images": 15_500, "precompute_latents": 43_000, "precompute_latents_ray": 50_000,
-    "reconstruct_ema": 10_500, "train_flow": 85_000, "train_on_ray": 8_500,
-    "train_text_to_image": 85_000, "train_unconditional": 60_000,
+    "reconstruct_ema": 10_500, "train_flow": 87_000, "train_on_ray": 8_500,
+    "train_text_to_image": 87_000, "train_unconditional": 60_000,
 }  # fmt: skip
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
 LIGHT = (
@@ -236,6 +236,7 @@ COVERED = {
     "training.prior": "scripts/test_preserve_prior.py",
     "training.quantization": "scripts/test_base_precision.py",
     "training.samples": "package/test_run_folder.py",
+    "training.training_adapter": "scripts/test_validation_base.py --training_adapter",
     "training.state": "scripts/test_checkpoints_beside.py",
 }
 
@@ -469,7 +470,8 @@ def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
         )
         paths = (
             "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
-            "^network_weights|^checkpoints_to$|^metric_.*_model$|^validation_images$"
+            "^network_weights|^checkpoints_to$|^metric_.*_model$|^validation_(images|base|lora)$"
+            "|^training_adapter$"
         )
         if path := re.search(paths, action.dest):
             assert (

@@ -243,6 +243,20 @@ def test_samples_are_complete_or_absent_and_passed_to_trackers(tmp_path, monkeyp
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-0000012.png"]
 
 
+def test_draw_grid_has_a_heading_above_the_columns_of_each_base():
+    images = np.full((2, 3, 64, 64, 3), 7, np.uint8)
+    plain = np.array(draw_grid(images, ["a", "b"]))
+    grid = np.array(draw_grid(images, ["a", "b"], [("base, 28 steps", 2), ("turbo " * 9, 1)]))
+    top = len(grid) - len(plain)
+    assert top > 30 and grid.shape[1] == plain.shape[1] + 16
+    left = plain.shape[1] - 3 * 68  # behind the prompts
+    assert (grid[top:, : left + 2 * 68] == plain[:, : left + 2 * 68]).all()
+    assert (grid[top:, left + 2 * 68 + 16 :] == plain[:, left + 2 * 68 :]).all()
+    heads = grid[:top]
+    assert (heads[:, :left] == 255).all() and (heads[:, left + 2 * 68 :] != 255).any()
+    assert (heads[:, left : left + 2 * 68] != 255).any()
+
+
 def test_draw_grid_labels_each_row_with_its_prompt_of_any_length():
     begin, images = time.process_time(), np.zeros((2, 3, 8, 8, 1), np.uint8)
     images[1, 2] = 255

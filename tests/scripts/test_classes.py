@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import datasets
@@ -91,6 +92,9 @@ def test_classes_train_and_resume_to_the_same_bits_and_are_prompts_of_the_pipeli
     resumed = f"--resume_from_checkpoint={whole / 'checkpoint-2'}"
     train(*list_training(inputs, rest, *prompts, resumed))
     train(*list_training(inputs, ids, cache="ids"))
+    first = re.compile(r'pipeline\(prompt="(.*?)"')  # in the code of the card
+    asked = {run: first.search((run / "README.md").read_text())[1] for run in (whole, ids)}
+    assert asked == {whole: "sneaker", ids: "Ankle boot"}  # without prompts, a class of the cache
     for other in (rest, ids):  # the trainer embeds the ids of a cache
         assert_same_weights(whole / "checkpoint-4/transformer", other / "checkpoint-4/transformer")
     assert (whole / "samples/step-0000004.png").exists()

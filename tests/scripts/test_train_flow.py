@@ -833,10 +833,10 @@ def test_flow_samples_are_drawn_one_at_a_time(monkeypatch):
     """In a batch, the longest caption would change the others' samples."""
     families = [family for family in map(load_family, FACTS) if family.script == "train_flow.py"]
     counts = []
-    monkeypatch.setattr(script, "draw_prompts", lambda *given: counts.append(given[3]))
+    monkeypatch.setattr(script, "draw_prompts", lambda *given: counts.append(given[4]))
     for family in families:
         data, settings = Namespace(family=family), Namespace(train_batch_size=4)
-        script.log_validation(None, None, data, 0, None, settings)
+        script.log_validation(None, None, data, [], 0, None, settings)
     assert counts == [1] * len(families)
 
 

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import sys
-import warnings
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,8 +289,6 @@ def run_copied_code(out, monkeypatch):
     """Run the code and the commands of the report and the card in the folder that they name."""
     page = (out / "report.html").read_text()
     usage, command, again = map(unescape, re.findall(r"<pre>(.*?)</pre>", page, re.S))
-    # every diffusers accepts torch_dtype, but new ones warn
-    warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
     exec(usage, {})
     assert Image.open("image.png").size == (256, 256)  # enlarged
     args = script.parse_args([f"@{out / 'run.args'}"])
