@@ -164,6 +164,8 @@ def make_gemma2(tokenizer):
 ROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 SIGHT = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 SEES = "Qwen3VLForConditionalGeneration"
+# pixels of an image, as in the published models; by default it would shrink 1024 x 1024 pixels
+SEEN = {"shortest_edge": 56 * 56, "longest_edge": 2**24}
 
 
 def make_qwen25_vl(tokenizer, layers=3):
@@ -198,7 +200,7 @@ def make_mistral3(tokenizer, layers, kind):
 
 def make_qwen2_processor(tokenizer, kind="Qwen2VLProcessor"):
     return getattr(transformers, kind)(
-        transformers.Qwen2VLImageProcessor(),
+        transformers.Qwen2VLImageProcessor(size=SEEN),
         tokenizer,
         transformers.Qwen2VLVideoProcessor(),
         tokenizer.chat_template,
@@ -207,7 +209,7 @@ def make_qwen2_processor(tokenizer, kind="Qwen2VLProcessor"):
 
 def make_qwen3_processor(tokenizer):
     return transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16),
+        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16, size=SEEN),
         tokenizer=tokenizer,
         video_processor=transformers.Qwen3VLVideoProcessor(),
         chat_template=tokenizer.chat_template,
@@ -1012,3 +1014,20 @@ def make_kontext():
 
 
 EDIT["qwen_image_2_1"] = MAKE["qwen_image_2_1"]
+
+
+def give_true_downscale(folder):
+    """Give a saved pipeline a VAE of 8 x 8 pixels per latent, for images of their true size."""
+    made = diffusers.DiffusionPipeline.from_pretrained(folder)
+    videos = {"dim_mult": [1, 1, 1, 1], "temperal_downsample": [False, True, True]}
+    kinds = {
+        "AutoencoderKL": partial(make_shifting_vae, depth=4),
+        "AutoencoderKLFlux2": partial(make_flux2_vae, depth=4),
+        "AutoencoderKLQwenImage": partial(make_video_vae, **videos),
+    }
+    kind = type(made.vae).__name__
+    if kind in kinds:  # the others have more than 2 x 2 already
+        torch.manual_seed(0)
+        made.register_modules(vae=kinds[kind]())
+        made.save_pretrained(folder)
+    return folder

@@ -15,6 +15,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from diffusion_training.arguments import list_values
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.known import find_family, load_family
@@ -94,6 +95,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
         clip_skip=args.clip_skip,
         max_tokens=max_tokens,
         num_references=num_references,
+        resolution=max(side or 0 for side in list_values(vars(args).get("resolution"))),
     )
     if sentence := family.find_fault(base):
         fail(sentence)

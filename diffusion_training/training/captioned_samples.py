@@ -63,7 +63,8 @@ def draw_prompts(
         height, width = fit_size(references[-1], args.resolution, data.latents.downscale)
         # those of a ControlNet for SD 3 or FLUX.1 have another name, see docs/patches.md
         name = "image" if takes(pipeline, "image") else "control_image"
-        return data.family.size_args(height, width) | {name: references} | inputs
+        given = references if len(references) > 1 else references[0]
+        return data.family.size_args(height, width) | {name: given} | inputs
 
     drawn = draw_share(
         launch, pipeline, data.family, count, per_call, choose, "sample", stop_signal, args,

@@ -97,6 +97,28 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
     torch.testing.assert_close(together, torch.cat([first, second]), rtol=0, atol=tolerance)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", MAKE)
+@torch.no_grad()
+def test_an_edit_of_a_true_size_has_the_bits_of_the_pipeline(tmp_path, name, monkeypatch):
+    """One reference is given to the pipeline as an image, as its users give it."""
+    monkeypatch.setattr("test_recorded.SIDE", 256)
+    folder = tiny_pipelines.give_true_downscale(MAKE[name](tmp_path))
+    pipeline, encoders = open_edit(folder, 1)
+    family = encoders.family
+    side = family.choose_reference_side(1024, 1)
+    assert side == 1024
+    images, caption, noise = draw_images([(side, side)]), "a digit two", draw_noise(encoders, 1)
+    prompts = encode(encoders, caption, images)
+    ours = family.predict(pipeline.transformer, noise, torch.tensor([0.5]), prompts)
+    inputs = {"image": images[0]} | family.size_args(256, 256)
+    if name == "klein":
+        inputs["max_sequence_length"] = 64
+    theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **inputs)
+    theirs = in_order(family, noise, theirs).float()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if name == "klein" else 0)
+
+
 @pytest.mark.parametrize("name", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.long)])
 def test_more_references_than_a_pipeline_takes_are_refused_by_name(tmp_path, name, monkeypatch):
     tiny_pipelines.make_small(monkeypatch)

@@ -27,7 +27,7 @@ from torch.utils._pytree import (
 
 from diffusion_training.families.recorded.mask_values import is_whole_numbers, on_meta
 from diffusion_training.families.recorded.pipeline_run import NUM_TIMES, PipelineCode, PipelineTrace
-from diffusion_training.families.recorded.reference_latents import make_blanks
+from diffusion_training.families.recorded.reference_latents import as_argument, make_blanks
 from diffusion_training.families.recorded.tape import Tape, Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     TextTensor,
@@ -95,7 +95,9 @@ class DenoiserCalls:
         self.code = code
         self.structure = findings["structure"]
         self.parts: list[TextTensor] = findings["parts"]
-        self.options = options | ({"image": make_blanks(references)} if references else {})
+        self.options = dict(options)
+        if references:
+            self.options["image"] = as_argument(make_blanks(references))
         self.is_ragged = any(part["is_ragged"] for part in self.parts)
         self.channels, self.downscale = self.probe_geometry()
         self.time_maps = self.probe_times()
@@ -134,10 +136,16 @@ class DenoiserCalls:
         run = self.probe()
         first = next(iter(run.calls[0].values()))
         if isinstance(first, torch.Tensor) and first.dim() == 3:
-            return math.isqrt(height * width // first.shape[1])
+            # the sequence of an edit holds the references as well
+            share = math.prod(self.shape) / self.count_numbers(run)
+            return math.isqrt(round(height * width / (first.shape[1] * share)))
         config = self.code.pipeline.components[self.code.folder].config
         size = config.get("patch_size", 1)
         return size if isinstance(size, int) else size[-1]
+
+    def count_numbers(self, run: PipelineTrace) -> int:
+        """How many numbers the latents have in a run, with those of references."""
+        return math.prod(self.shape) + sum(latents.numel() for latents in run.latents)
 
     def probe(self, time: float = 250.0, **options: Any) -> PipelineTrace:
         """Run the pipeline's code for one caption up to the denoiser."""

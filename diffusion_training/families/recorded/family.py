@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -46,7 +45,12 @@ from diffusion_training.families.recorded.pipeline_run import (
     make_pipeline,
     replay,
 )
-from diffusion_training.families.recorded.reference_latents import make_blanks, split_references
+from diffusion_training.families.recorded.reference_latents import (
+    as_argument,
+    make_blanks,
+    measure_side,
+    split_references,
+)
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     LONG,
@@ -141,12 +145,12 @@ class Recorded(Family):
         )
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self, what: str = "can't be trained here") -> Iterator[None]:
         """End the program in a sentence if the pipeline's code can't be recorded."""
         try:
             yield
         except Unrecordable as error:
-            fail(f"{self.pipeline} can't be trained here: {error}")
+            fail(f"{self.pipeline} {what}: {error}")
 
     # ---- captions
 
@@ -175,9 +179,11 @@ class Recorded(Family):
             raise ValueError("it has no text encoder")
         asked = {"max_sequence_length": base.max_tokens} if base.max_tokens else {}
         known = self.findings.get("references", {}).get("count", 0)
-        images = make_blanks([BLANK] * (base.num_references or known))
+        # as large as the images of a new cache: the pipeline may give references their size
+        side = base.resolution or self.resolution
+        sizes = [BLANK] * known or [(side, side)] * base.num_references
         code = PipelineCode(self.folder, self.index, self.configs, models | others)
-        return TextParts(code, models, others, asked, images)
+        return TextParts(code, models, others, asked, make_blanks(sizes))
 
     def load_tokenizer(
         self, source: str | None, options: dict[str, Any], text_encoder: Any
@@ -214,9 +220,11 @@ class Recorded(Family):
     def check_text(self, parts: TextParts) -> None:
         """Stop if a recorded caption gives the denoiser other arguments than the caption itself."""
         off, structure = self.findings["off"], self.findings["structure"]
-        live = parts.record([LONG], off, "denoiser")
-        batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
-        calls = self.open_calls(self.configs[self.folder], tuple([BLANK] * len(parts.images)))
+        with self.explaining():
+            live = parts.record([LONG], off, "denoiser")
+            batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
+        sizes = tuple((image.height, image.width) for image in parts.images)
+        calls = self.open_calls(self.configs[self.folder], sizes)
         run = PipelineTrace("denoiser", torch.zeros, texts=[calls.join(batch)])
         with self.explaining():
             calls.run(1, calls.shape[1:], run)
@@ -242,10 +250,11 @@ class Recorded(Family):
         rows = []
         captions = decode_texts(tokens["input_ids"])
         references = tokens.get("references") or [None] * len(captions)
-        for caption, images in zip(captions, references, strict=True):
-            (result,) = parts.record([caption], self.findings["off"], images=images).encoded
-            rows.append(take_rows(structure, result))
-        return cast(Prompts, stack_rows(self.findings["parts"], rows))
+        with self.explaining("can't encode a caption"):
+            for caption, images in zip(captions, references, strict=True):
+                (result,) = parts.record([caption], self.findings["off"], images=images).encoded
+                rows.append(take_rows(structure, result))
+            return cast(Prompts, stack_rows(self.findings["parts"], rows))
 
     def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
         """What the pipeline takes for no caption when it guides. It may lack a template."""
@@ -271,11 +280,12 @@ class Recorded(Family):
     def trace_references(self, images: list[Any]) -> PipelineTrace:
         """A run of the pipeline's code that notes what its VAE gets for references."""
         with self.explaining():
-            return self.own_calls.probe(image=images)
+            return self.own_calls.probe(image=as_argument(images))
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         run = self.trace_references(make_blanks([(resolution, resolution)] * count))
-        return math.isqrt(math.prod(run.pixels[0].shape[-2:]))
+        with self.explaining():
+            return measure_side(run.pixels)
 
     def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
         (latents,) = self.trace_references(make_blanks([(side, side)])).latents

@@ -29,7 +29,12 @@ from diffusion_training.families.recorded.pipeline_run import (
     PipelineCode,
     PipelineTrace,
 )
-from diffusion_training.families.recorded.reference_latents import join_alone
+from diffusion_training.families.recorded.reference_latents import (
+    as_argument,
+    join_alone,
+    make_blanks,
+    measure_side,
+)
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     LONG,
@@ -46,6 +51,7 @@ from diffusion_training.families.recorded.text_tensors import (
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
 PROBED_SCALE = 4.0
+ROUNDING = 1.25  # how many more tokens a reference may have than a square with as many pixels
 
 
 class TextParts(torch.nn.Module):
@@ -88,7 +94,7 @@ class TextParts(torch.nn.Module):
         images: references of the captions. texts: see `PipelineTrace`.
         """
         images = self.images if images is None else images
-        options = options | ({"image": images} if images else {})
+        options = options | ({"image": as_argument(images)} if images else {})
         self.code.pipeline.own_device = next(self.parameters()).device
         height, width = PROBED_SIDES
         run = PipelineTrace(ends_at, torch.zeros, texts=texts)
@@ -137,6 +143,9 @@ def probe_references(parts: TextParts) -> dict[str, Any]:
     if not parts.images:
         return {}
     try:
+        side = measure_side(parts.record([SHORT], {}, "denoiser").pixels)
+        # that of a cache's references, of which some text encoders have more tokens than of smaller
+        parts.images = make_blanks([(side, side)] * len(parts.images))
         white = list_tensors(parts.record([SHORT], {}).encoded[0])
     except Unrecordable as error:
         count = amount(len(parts.images), "reference")
@@ -175,9 +184,10 @@ def describe_captions(
     """All findings. references: see `probe_references`. most_tokens: of a caption, 0 if unknown."""
     off = turn_guidance_off(parts)
     most = parts.options.get("max_sequence_length", most_tokens or None)
-    if most and references.get("are_read"):  # references have tokens too
+    if most and references.get("are_read"):
+        # references have tokens too, and more if they are no squares, since sides are rounded
         embeds, *_ = list_tensors(parts.record([SHORT], off).encoded[0])
-        most += embeds.shape[1]
+        most += math.ceil(ROUNDING * embeds.shape[1])
     structure, described = describe_result(partial(record_together, parts, off), most)
     findings = {"off": off, "structure": structure, "parts": described}
     findings |= {"references": references} if references else {}

@@ -174,7 +174,10 @@ def stack_rows(
         if part["is_ragged"]:
             most = part["shape"][0]
             if (longest := max(map(len, tensors))) > most:
-                raise Unrecordable(f"a caption has {longest} tokens, not {most} at most")
+                raise Unrecordable(
+                    f"it has {longest} tokens, and there is room for {most}; shorten captions, or "
+                    "give a larger --max_sequence_length"
+                )
             behind = [0, 0] * (tensors[0].dim() - 1)
             tensors = [pad(tensor, [*behind, 0, most - len(tensor)]) for tensor in tensors]
         stacked = torch.stack(tensors)
