@@ -4,7 +4,7 @@ import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import diffusers
 import torch
@@ -75,12 +75,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
         if value is not None and not is_read:
             fail(f"{flag} {value} does nothing for {family.title}: leave it out")
     if num_references and not family.takes_references:
-        if args.conditioning_image_column or args.conditioning_data_dir:
-            fail(
-                f"references of a {family.pipeline} can't be trained: leave out the flag that "
-                "gives them"
-            )
-        num_references = 0
+        refuse_references(family, args)
     base = Base(
         family=family,
         name=name,
@@ -105,6 +100,17 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
             f"get blurred. Train the {family.title} that it was made from; a LoRA fits both."
         )
     return base
+
+
+def refuse_references(family: Family, args: Namespace) -> NoReturn:
+    """Stop with an error, because the images have references that the family can't train."""
+    flags = vars(args)
+    is_asked = flags.get("conditioning_image_column") or flags.get("conditioning_data_dir")
+    what = "leave out the flag that gives them" if is_asked else "move photo.control.png elsewhere"
+    fail(
+        f"the images have references, which a {family.pipeline} can't be trained on: {what}, or "
+        "choose a model that edits images (docs/editing.md)"
+    )
 
 
 def read_index(source: str | None, args: Namespace) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_pipelines
 import torch
-from conftest import ROOT, Script, assert_same_weights, make_klein, metrics
+from conftest import ROOT, Script, assert_same_weights, make_klein, make_z_image, metrics
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
@@ -126,6 +126,19 @@ def test_samples_from_before_training_are_shown_only_for_the_same_prompts(tmp_pa
         before = keep_before([image + 9 for image in shown], ["a", "b"][: len(shown)], tmp_path, 3)
         assert np.array_equal(before, shown)
     assert keep_before(images, ["b", "a"], tmp_path, step=3) == []
+
+
+def test_references_of_a_model_that_does_not_edit_end_in_a_sentence(tmp_path):
+    """They would be dropped, and instructions be trained as captions."""
+    images = make_pairs(tmp_path / "pairs")
+    base = f"--pretrained_model_name_or_path={make_z_image(tmp_path / 'base')}"
+    flags = [base, f"--train_data_dir={images}", "--resolution=16"]
+    reason = "the images have references, which a ZImagePipeline can't be trained on: move photo"
+    assert reason in precompute.refused(*flags, f"--output_dir={tmp_path / 'cache'}")
+    assert reason in train.refused(*flags, f"--output_dir={tmp_path / 'out'}", "--report_to=none")
+    before = ["--conditioning_data_dir", str(tmp_path)]
+    said = precompute.refused(*flags, *before, f"--output_dir={tmp_path / 'cache'}")
+    assert "leave out the flag that gives them" in said
 
 
 @pytest.mark.long

@@ -140,7 +140,7 @@ def test_a_modular_pipeline_with_a_quantized_base_keeps_its_prior(tmp_path, prec
         (
             "flux3",
             "--conditioning_data_dir=images",
-            "references of a Flux3ModularPipeline can't be",
+            "references, which a Flux3ModularPipeline can't be",
         ),
         # its blocks start from an image with noise
         pytest.param(
