@@ -2,6 +2,7 @@
 
 import importlib
 import string
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -259,6 +260,7 @@ MAKE = {}
 EDIT = {}  # pipelines that edit images
 REFUSED = {}  # pipelines that can't be recorded
 BLOCKS = {}  # pipelines of blocks
+OTHER_BLOCKS = {}  # those of models that have another pipeline as well
 
 
 def randomize(transformer):
@@ -960,6 +962,27 @@ def make_anima():
     )
 
 
+def add_blocks(name, kind, make):
+    """Add a pipeline of blocks with the parts of the pipeline that `make(folder)` saves."""
+
+    def make_from_parts():
+        with tempfile.TemporaryDirectory() as folder:
+            parts = diffusers.DiffusionPipeline.from_pretrained(make(folder)).components
+        made = getattr(diffusers, kind)().init_pipeline()
+        known = made._component_specs
+        made.update_components(
+            **{key: part for key, part in parts.items() if key in known and part is not None}
+        )
+        return made
+
+    OTHER_BLOCKS[name] = partial(save, make_from_parts)
+
+
+add_blocks("klein", "Flux2KleinAutoBlocks", make_klein)
+add_blocks("klein_base", "Flux2KleinBaseAutoBlocks", make_klein)
+add_blocks("flux2", "Flux2AutoBlocks", MAKE["flux2"])
+
+
 # ------------------------------------------------------------------- pipelines that edit images
 
 
@@ -1013,7 +1036,7 @@ def make_kontext():
     return diffusers.FluxKontextPipeline(**parts)
 
 
-EDIT["qwen_image_2_1"] = MAKE["qwen_image_2_1"]
+EDIT |= {name: MAKE[name] for name in ("qwen_image_2_1", "flux2")}
 
 
 def give_true_downscale(folder):

@@ -149,6 +149,7 @@ class Family:
     # Can the denoiser see references, the images that an edit starts from? And the text encoder?
     takes_references = False
     reads_references = False
+    image_argument = "image"  # of the pipeline, for references
     needs_references = False  # can't the pipeline be called without one?
     scales_references = True  # does `predict` take scaled latents of references?
     samples_one_by_one = True  # one call of the pipeline per sample

@@ -162,7 +162,7 @@ def describe_text_to_image(
         setup = [*(() if takes_lora else ADD_ADAPTERS), line, *setup]
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
-        call += f", image={files if references == 1 else f'[{files}]'}"
+        call += f", {family.image_argument}={files if references == 1 else f'[{files}]'}"
     if readers := name_readers(args, for_unet=family.folder == "unet"):
         what += f"\n{readers}"
     opener = "DiffusionPipeline.from_pretrained"

@@ -95,9 +95,8 @@ class DenoiserCalls:
         self.code = code
         self.structure = findings["structure"]
         self.parts: list[TextTensor] = findings["parts"]
-        self.options = dict(options)
-        if references:
-            self.options["image"] = as_argument(make_blanks(references))
+        self.image_argument = findings.get("references", {}).get("name", "image")
+        self.options = options | self.name_images(make_blanks(references))
         self.is_ragged = any(part["is_ragged"] for part in self.parts)
         self.channels, self.downscale = self.probe_geometry()
         self.time_maps = self.probe_times()
@@ -109,6 +108,10 @@ class DenoiserCalls:
         # a pipeline whose call can't be repeated is refused here
         lengths = [8] if self.one_by_one else [8, 6]
         self.record((len(lengths), *self.shape), lengths)
+
+    def name_images(self, images: list[Any]) -> dict[str, Any]:
+        """References as an argument of the pipeline."""
+        return {self.image_argument: as_argument(images)} if images else {}
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -26,15 +26,23 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.names import NAMED_REFERENCES
 from diffusion_training.families.recorded.calls import DenoiserCalls, find_difference
 from diffusion_training.families.recorded.findings import (
+    IMAGE_ARGUMENTS,
     TextParts,
     describe_captions,
     probe_readers,
     probe_references,
     turn_on,
 )
-from diffusion_training.families.recorded.layout import Layout, describe_scale, place, probe_layout
+from diffusion_training.families.recorded.layout import (
+    Layout,
+    describe_scale,
+    normalize_references,
+    place,
+    probe_layout,
+)
 from diffusion_training.families.recorded.modular import get_pipeline_class
 from diffusion_training.families.recorded.pipeline_run import (
     EncodedCaption,
@@ -46,7 +54,7 @@ from diffusion_training.families.recorded.pipeline_run import (
     replay,
 )
 from diffusion_training.families.recorded.reference_latents import (
-    as_argument,
+    has_statistics,
     make_blanks,
     measure_side,
     split_references,
@@ -118,9 +126,11 @@ class Recorded(Family):
         text = "ragged embeddings" if self.ragged else "ragged ids"
         self.features = ("recorded text", text)
         self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
-        # such a VAE scales references by statistics that are among its weights, not in its config
-        self.takes_references = "image" in options and "batch_norm_eps" not in configs["vae"]
+        self.takes_references = any(name in options for name in IMAGE_ARGUMENTS)
         about = self.findings.get("references", {})
+        self.image_argument = about.get("name", "image")
+        if "name" in about:
+            self.features += (NAMED_REFERENCES,)
         self.reads_references = about.get("are_read", False)
         self.needs_references = about.get("are_needed", False)
 
@@ -183,7 +193,9 @@ class Recorded(Family):
         side = base.resolution or self.resolution
         sizes = [BLANK] * known or [(side, side)] * base.num_references
         code = PipelineCode(self.folder, self.index, self.configs, models | others)
-        return TextParts(code, models, others, asked, make_blanks(sizes))
+        parts = TextParts(code, models, others, asked, make_blanks(sizes))
+        parts.image_argument = self.image_argument
+        return parts
 
     def load_tokenizer(
         self, source: str | None, options: dict[str, Any], text_encoder: Any
@@ -206,12 +218,17 @@ class Recorded(Family):
         if self.findings:
             return self
         (parts,) = text_encoders
+        is_without = not parts.images
         with self.explaining():
             references = probe_references(parts)
-        with self.explaining():
             findings = describe_captions(parts, references, self.max_tokens)
         found = self.restore_findings({"recorded": json.loads(json.dumps(findings))})
         found.check_text(parts)
+        if is_without and references:
+            fail(
+                f"a {self.pipeline} edits images: give those that edits start from, as "
+                "photo.control.png beside photo.png or with --conditioning_image_column"
+            )
         columns = [f"{part['column']} {part['shape']}" for part in findings["parts"]]
         tokens = ", as many tokens as it has" if found.ragged else ""
         PartialState().print(f"{self.pipeline}: a caption becomes {', '.join(columns)}{tokens}")
@@ -280,7 +297,7 @@ class Recorded(Family):
     def trace_references(self, images: list[Any]) -> PipelineTrace:
         """A run of the pipeline's code that notes what its VAE gets for references."""
         with self.explaining():
-            return self.own_calls.probe(image=as_argument(images))
+            return self.own_calls.probe(**self.own_calls.name_images(images))
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         run = self.trace_references(make_blanks([(resolution, resolution)] * count))
@@ -300,6 +317,9 @@ class Recorded(Family):
                 latents = super().encode_images(vae, each.to(vae.device, vae.dtype))
                 mean = latents.chunk(2, dim=1)[0] if self.has_moments(vae) else latents
                 of_row.append(mean.flatten(1, -3))
+            if has_statistics(vae.config):
+                with self.explaining():
+                    of_row = normalize_references(self.own_calls, vae, images, of_row)
             encoded.append(of_row)
         return [torch.cat(each) for each in zip(*encoded, strict=True)]
 

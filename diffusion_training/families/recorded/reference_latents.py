@@ -47,6 +47,11 @@ class ReferenceShapes:
         return self.known[pixels.shape]
 
 
+def has_statistics(config: Any) -> bool:
+    """Whether a VAE, as FLUX.2's, scales latents by statistics that are among its weights."""
+    return "batch_norm_eps" in config
+
+
 def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> ReferenceLatents:
     """Take the place of a VAE's `encode`: return the latents that a run has for this reference.
 

@@ -42,6 +42,12 @@ def list_tensors(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def list_numbers(calls: list[dict[str, Any]]) -> torch.Tensor:
+    """All floating-point numbers among the arguments of calls."""
+    numbers = [x.flatten().float() for x in list_tensors(calls) if x.is_floating_point()]
+    return torch.cat(numbers)
+
+
 def plain(result: Any) -> Any:
     """Tuples as lists, as JSON has them."""
     if isinstance(result, list | tuple):
