@@ -981,6 +981,10 @@ def add_blocks(name, kind, make):
 add_blocks("klein", "Flux2KleinAutoBlocks", make_klein)
 add_blocks("klein_base", "Flux2KleinBaseAutoBlocks", make_klein)
 add_blocks("flux2", "Flux2AutoBlocks", MAKE["flux2"])
+add_blocks("z_image", "ZImageAutoBlocks", make_z_image)
+add_blocks("qwen_image", "QwenImageAutoBlocks", make_qwen_image)
+add_blocks("qwen_image_2_1", "QwenImage21AutoBlocks", MAKE["qwen_image_2_1"])
+add_blocks("ernie_image", "ErnieImageAutoBlocks", MAKE["ernie_image"])
 
 
 # ------------------------------------------------------------------- pipelines that edit images

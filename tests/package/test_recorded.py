@@ -229,6 +229,40 @@ def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "z_image" else pytest.param(n, marks=pytest.mark.long)
+        for n in ("z_image", "qwen_image", "ernie_image", "qwen_image_2_1")
+    ],
+)
+@torch.no_grad()
+def test_blocks_are_recorded_as_the_other_pipeline_of_their_model(tmp_path, name):
+    """Their text blocks return lists, and components that are null are left out."""
+    tiny_pipelines.OTHER_BLOCKS[name](tmp_path / "blocks")
+    make = {"z_image": make_z_image, "qwen_image": make_qwen_image} | tiny_pipelines.MAKE
+    _, whole = open_recorded(make[name](tmp_path / "whole"))
+    flags = [
+        f"--pretrained_model_name_or_path={tmp_path / 'blocks'}",
+        f"--train_data_dir={tmp_path}",
+    ]
+    encoders = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    assert not encoders.family.needs_references
+    folder = tmp_path / "whole"
+    kind = getattr(diffusers, encoders.family.model)
+    model = kind.from_pretrained(folder, subfolder="transformer")
+    calls = encoders.family.own_calls
+    noise = torch.randn(2, calls.channels, 64 // calls.downscale, 64 // calls.downscale)
+    times = torch.tensor([0.7, 0.3])
+    ours, theirs = (
+        each.family.predict(
+            model, noise, times, encode_prompts(each, tokenize(each.tokenizers, CAPTIONS))
+        )
+        for each in (encoders, whole)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 # ------------------------------------------------------------------- a pipeline nobody has seen
 
 

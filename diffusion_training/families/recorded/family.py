@@ -76,6 +76,7 @@ from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 BLANK = 256, 256  # height and width in pixels of a reference in trials
+NO_READERS = ("safety_checker", "image_encoder", "feature_extractor")  # of captions
 # layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks
 SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router")
 # [(the plain values that they depend on, calls)], recorded once in a process
@@ -171,7 +172,7 @@ class Recorded(Family):
         models: dict[str, torch.nn.Module] = {}
         others: dict[str, Any] = {}
         for name, entry in self.index.items():
-            if not is_component(entry) or name in (self.folder, "vae", "scheduler"):
+            if not is_component(entry) or name in (self.folder, "vae", "scheduler", *NO_READERS):
                 continue
             # a library, or the folder of a pipeline that brings its own class
             libraries = {"diffusers": diffusers, "transformers": transformers}

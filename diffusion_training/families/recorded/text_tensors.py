@@ -32,6 +32,7 @@ class TextTensor(TypedDict, total=False):
     is_ragged: bool  # does its first axis count the caption's tokens?
     typical: float  # a value: 1 for a mask, except if it is 0 for each token
     is_zero: bool  # is each of its numbers 0, for any caption? If absent: no
+    is_mask: bool  # is it 1 for each token of a caption, as a mask of padding? If absent: no
 
 
 def is_part(node: Any) -> bool:
@@ -93,7 +94,7 @@ def describe_result(
     if ragged:
         structure = find_masks(structure, plain(record([SHORT, LONGEST])))
         if most_tokens is None:
-            words = plain(record(["sea " * 2000]))
+            words = plain(record(["a " * (MOST_BYTES // 2)]))
             most_tokens = max(len(tensor.squeeze(0)) for tensor in list_tensors(words))
         for part in ragged:
             part["shape"][0] = max(most_tokens, part["shape"][0])
@@ -128,6 +129,9 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     )
     if axis is not None and one.is_floating_point() and not longer.any():
         part["is_zero"] = True
+    if part["is_ragged"] and of_one.dim() == 1 and not one.is_floating_point():
+        if one.all() and longer.all():
+            part["is_mask"] = True
     return part
 
 
