@@ -1,7 +1,8 @@
 """How a recorded pipeline packs, scales and orders the latents that its VAE decodes.
 
 1. `trace_decoding` lets the pipeline's code go on from given noise to its VAE, without steps.
-2. From zeros, a large number and 0, 1, 2, ..., `probe_layout` reads shift, scale and order.
+2. From zeros, a large number and the digits of 0, 1, 2, ..., `probe_layout` reads shift, scale and
+   order.
 3. `describe_scale` gives shift and scale as a VAE's config has them, one for each channel.
 """
 
@@ -18,6 +19,7 @@ from diffusion_training.families.recorded.pipeline_run import PipelineTrace
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.families.recorded.text_tensors import list_numbers
 
+BASE = 4096  # of digits
 LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
 
 
@@ -99,9 +101,16 @@ def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layou
     if size not in calls.layouts:
         count = calls.channels * math.prod(size)
         with torch.inference_mode(False), torch.device("cpu"):
-            fills = (torch.zeros(count), torch.full((count,), LARGE), torch.arange(count) + 0.0)
-            shift, large, counted = (trace_decoding(calls, vae, size, each) for each in fills)
-            order = ((counted - shift) / (large / LARGE)).round().long().flatten()
+            numbers = torch.arange(count)
+            fills = torch.zeros(count), torch.full((count,), LARGE)
+            shift, large = (trace_decoding(calls, vae, size, each) for each in fills)
+            # scaled and shifted back, float32 counts to some thousands exactly, so in two digits
+            digits = (
+                (trace_decoding(calls, vae, size, each.float()) - shift) / (large / LARGE)
+                for each in (numbers // BASE, numbers % BASE)
+            )
+            high, low = (digit.round().long().flatten() for digit in digits)
+            order = high * BASE + low
             if not torch.equal(order.sort().values, torch.arange(count)):
                 raise Unrecordable("its VAE gets other numbers than its latents")
             back = order.argsort()
