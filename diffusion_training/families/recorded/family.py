@@ -110,7 +110,7 @@ class Recorded(Family):
         self.name = self.pipeline = index["_class_name"]
         self.title = self.name.removesuffix("Pipeline").removesuffix("Modular")
         kind = self.pipeline_class
-        self.blocks = getattr(kind, "default_blocks_name", "")
+        self.blocks = getattr(kind, "blocks_name", "")
         self.has_guider = "guider" in getattr(kind, "created", {})
         self.can_rewrite = getattr(kind, "can_rewrite", False)
         self.model = index[self.folder][1]
@@ -137,7 +137,7 @@ class Recorded(Family):
 
     @property
     def pipeline_class(self) -> Any:
-        return get_pipeline_class(self.pipeline)
+        return get_pipeline_class(self.index)
 
     @property
     def guided(self) -> dict[str, Any] | None:
@@ -499,7 +499,7 @@ def name_missing_part(index: dict[str, Any]) -> str | None:
     name = index.get("_class_name")
     if isinstance(name, list):
         return f"its class is in {name[0]}.py of its folder, and only classes of diffusers are read"
-    kind = get_pipeline_class(str(name))
+    kind = get_pipeline_class(index)
     if kind is None:
         return "diffusers has no class of this name"
     if not is_component(index.get(Recorded.folder)):

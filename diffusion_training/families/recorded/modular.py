@@ -21,11 +21,16 @@ from diffusers.modular_pipelines import ComponentSpec, ModularPipeline, Pipeline
 MOST_TOKENS = 512  # of a caption: FLUX.3 would take 8192, each with 20,480 numbers
 
 
-def get_pipeline_class(name: str) -> Any:
-    """The class of a pipeline in diffusers, or None."""
-    kind: Any = getattr(diffusers, name, None)
-    is_modular = isinstance(kind, type) and issubclass(kind, ModularPipeline)
-    return adapt(kind) if is_modular and kind.default_blocks_name else kind
+def get_pipeline_class(index: dict[str, Any]) -> Any:
+    """The class of a pipeline in diffusers, or None. index: model_index.json."""
+    kind: Any = getattr(diffusers, str(index.get("_class_name")), None)
+    if not (isinstance(kind, type) and issubclass(kind, ModularPipeline)):
+        return kind
+    name = index.get("_blocks_class_name")
+    # as diffusers does for blocks that it does not have
+    if not getattr(getattr(diffusers, str(name), None), "block_classes", None):
+        name = vars(kind).get("default_blocks_name")
+    return adapt(kind, name) if name else kind
 
 
 @contextlib.contextmanager
@@ -55,6 +60,7 @@ def walk(block: Any) -> Iterator[Any]:
 class CallableMixin:
     """Mixin that lets a modular pipeline be called like the others."""
 
+    blocks_name: str  # the class of its blocks
     own_blocks: Any  # all but those that encode captions
     text_blocks: list[Any]  # those, in their order
     encoded: list[str]  # their results, except those that one of them reads
@@ -129,12 +135,13 @@ class CallableMixin:
 
 @functools.cache
 @silencing()
-def adapt(kind: Any) -> Any:
+def adapt(kind: Any, blocks_name: str) -> Any:
     """A subclass of a modular pipeline that is called like the other pipelines of diffusers.
 
-    If it has no block named text_encoder, this is the class itself, without `encode_prompt`.
+    blocks_name: their class. If it has no block named text_encoder, the result is the pipeline's
+    class itself, without `encode_prompt`.
     """
-    blocks = getattr(diffusers, kind.default_blocks_name)()
+    blocks = getattr(diffusers, blocks_name)()
     can_rewrite = blocks.sub_blocks.pop("prompt_upsampler", None) is not None
     expected = {spec.name: spec for spec in blocks.expected_components}
     text_block = blocks.sub_blocks.pop("text_encoder", None)
@@ -176,7 +183,12 @@ def adapt(kind: Any) -> Any:
         for name, value in defaults.items()
     ]
     call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    names = {"own_blocks": blocks, "text_blocks": text_blocks, "encoded": encoded}
+    names = {
+        "blocks_name": blocks_name,
+        "own_blocks": blocks,
+        "text_blocks": text_blocks,
+        "encoded": encoded,
+    }
     names |= {"of_text": of_text, "expected": expected, "created": created}
     names |= {"of_images": {*of_images}}
     names |= {"can_rewrite": can_rewrite, "__call__": call, "__module__": kind.__module__}
@@ -210,9 +222,9 @@ def convert_index(config: dict[str, Any]) -> dict[str, Any]:
 
     Its entry _created has the configs of parts that have no folder, since the blocks make them.
     """
-    name = str(config.get("_class_name"))
-    index: dict[str, Any] = {"_class_name": name}
-    kind = get_pipeline_class(name)
+    names = ("_class_name", "_blocks_class_name")
+    index: dict[str, Any] = {name: config[name] for name in names if config.get(name)}
+    kind = get_pipeline_class(index)
     used = getattr(kind, "expected", {})
     for part, entry in config.items():
         if part in used and isinstance(entry, list) and len(entry) == 3:

@@ -222,7 +222,7 @@ class PipelineCode:
         parts: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
-        self.kind = get_pipeline_class(index["_class_name"])
+        self.kind = get_pipeline_class(index)
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch_pipeline(self.kind)
