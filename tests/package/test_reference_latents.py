@@ -15,6 +15,7 @@ import precompute_latents
 from diffusion_training.data.captions import tokenize
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recorded.family import name_plain_pipeline
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 
 MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
@@ -123,6 +124,9 @@ def test_an_edit_of_a_true_size_has_the_bits_of_the_pipeline(tmp_path, name, mon
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if name == "klein" else 0)
 
 
+MIXING = diffusers.FluxImg2ImgPipeline.__module__
+
+
 class OtherPipeline(diffusers.FluxKontextPipeline):
     """It needs references, has another name for them, and raises errors of its own."""
 
@@ -164,12 +168,35 @@ def test_references_are_given_by_the_name_that_the_pipeline_has(other):
     assert (family.predict(model, noise, time, prompts) - one).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("FluxImg2Img", "Flux"),
+        ("FluxKontextInpaint", "FluxKontext"),
+        ("StableDiffusion3PAG", "StableDiffusion3"),
+    ],
+)
+def test_a_pipeline_of_another_task_names_the_one_to_train(other, name, plain):
+    index = json.loads((other / "model_index.json").read_text())
+    (other / "model_index.json").write_text(json.dumps(index | {"_class_name": f"{name}Pipeline"}))
+    said = f"a {name}Pipeline draws for a task of its own with the weights of a "
+    with pytest.raises(Refused, match=f"{said}{plain}Pipeline: train"):
+        open_edit(other, 0)
+
+
+def test_weights_of_a_control_model_are_for_no_other_pipeline():
+    assert name_plain_pipeline("FluxControlImg2ImgPipeline") is None
+    assert name_plain_pipeline("FluxPipeline") is None
+
+
 def test_a_pipeline_that_needs_references_says_so_or_why_they_fail(other, monkeypatch):
     with pytest.raises(Refused, match="a OtherPipeline edits images: give those that edits start"):
         open_edit(other, 0)
     index = json.loads((other / "model_index.json").read_text())
     # it starts from the image and noise, as no edit does
-    index["_class_name"] = "FluxImg2ImgPipeline"
+    kind = type("MixingPipeline", (diffusers.FluxImg2ImgPipeline,), {"__module__": MIXING})
+    monkeypatch.setattr(diffusers, "MixingPipeline", kind, raising=False)
+    index["_class_name"] = "MixingPipeline"
     (other / "model_index.json").write_text(json.dumps(index))
     for count in (0, 1):
         with pytest.raises(Refused) as stop:

@@ -77,6 +77,8 @@ from diffusion_training.models import hash_rules, load_weights
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 BLANK = 256, 256  # height and width in pixels of a reference in trials
 NO_READERS = ("safety_checker", "image_encoder", "feature_extractor")  # of captions
+# in the names of pipelines that share their weights with another
+OTHER_TASK = re.compile("Img2Img|Inpaint(ing)?|PAG")
 # layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks
 SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router")
 # [(the plain values that they depend on, calls)], recorded once in a process
@@ -145,6 +147,11 @@ class Recorded(Family):
         return None if self.embedded_guidance else self.findings["guided"]
 
     def find_fault(self, base: Base) -> str | None:
+        if other := name_plain_pipeline(self.pipeline):
+            return (
+                f"a {self.pipeline} draws for a task of its own with the weights of a {other}: "
+                f'train those, by "_class_name": "{other}" in a copy of model_index.json'
+            )
         scheduler = self.configs["scheduler"]
         kind = scheduler["_class_name"]
         predicts_velocity = scheduler.get("prediction_type") == "flow_prediction"
@@ -492,6 +499,16 @@ class Recorded(Family):
                 if is_attention or which == "all":
                     chosen.append(name)
         return chosen
+
+
+def name_plain_pipeline(name: str) -> str | None:
+    """The class for text to image, or edits, of a pipeline's weights, if it is for another task.
+
+    A control model has weights of its own, which are for no other class.
+    """
+    other = OTHER_TASK.sub("", name)
+    is_known = other != name and hasattr(diffusers, other)
+    return other if is_known and "Control" not in name else None
 
 
 def name_missing_part(index: dict[str, Any]) -> str | None:
