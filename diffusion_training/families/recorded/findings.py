@@ -135,6 +135,9 @@ def probe_references(parts: TextParts) -> dict[str, Any]:
 
     It is called without them, and with them under each name of `IMAGE_ARGUMENTS` that it has.
     """
+    names = [name for name in IMAGE_ARGUMENTS if name in parts.code.has]
+    if not names:
+        return {}
     faults: dict[str | None, str] = {}  # {argument, or None: why the call fails}
     alone = None
     try:
@@ -145,9 +148,7 @@ def probe_references(parts: TextParts) -> dict[str, Any]:
         return {}
     count = len(parts.images)
     parts.images = parts.images or make_blanks([PROBED_SIDES])
-    for name in IMAGE_ARGUMENTS:
-        if name not in parts.code.has:
-            continue
+    for name in names:
         parts.image_argument = name
         try:
             white = try_references(parts)
