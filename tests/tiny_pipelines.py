@@ -2,6 +2,7 @@
 
 import importlib
 import string
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -164,6 +165,8 @@ def make_gemma2(tokenizer):
 ROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 SIGHT = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 SEES = "Qwen3VLForConditionalGeneration"
+# pixels of an image, as in the published models; by default it would shrink 1024 x 1024 pixels
+SEEN = {"shortest_edge": 56 * 56, "longest_edge": 2**24}
 
 
 def make_qwen25_vl(tokenizer, layers=3):
@@ -198,7 +201,7 @@ def make_mistral3(tokenizer, layers, kind):
 
 def make_qwen2_processor(tokenizer, kind="Qwen2VLProcessor"):
     return getattr(transformers, kind)(
-        transformers.Qwen2VLImageProcessor(),
+        transformers.Qwen2VLImageProcessor(size=SEEN),
         tokenizer,
         transformers.Qwen2VLVideoProcessor(),
         tokenizer.chat_template,
@@ -207,7 +210,7 @@ def make_qwen2_processor(tokenizer, kind="Qwen2VLProcessor"):
 
 def make_qwen3_processor(tokenizer):
     return transformers.Qwen3VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16),
+        image_processor=transformers.Qwen2VLImageProcessor(patch_size=16, size=SEEN),
         tokenizer=tokenizer,
         video_processor=transformers.Qwen3VLVideoProcessor(),
         chat_template=tokenizer.chat_template,
@@ -257,6 +260,7 @@ MAKE = {}
 EDIT = {}  # pipelines that edit images
 REFUSED = {}  # pipelines that can't be recorded
 BLOCKS = {}  # pipelines of blocks
+OTHER_BLOCKS = {}  # those of models that have another pipeline as well
 
 
 def randomize(transformer):
@@ -958,6 +962,31 @@ def make_anima():
     )
 
 
+def add_blocks(name, kind, make):
+    """Add a pipeline of blocks with the parts of the pipeline that `make(folder)` saves."""
+
+    def make_from_parts():
+        with tempfile.TemporaryDirectory() as folder:
+            parts = diffusers.DiffusionPipeline.from_pretrained(make(folder)).components
+        made = getattr(diffusers, kind)().init_pipeline()
+        known = made._component_specs
+        made.update_components(
+            **{key: part for key, part in parts.items() if key in known and part is not None}
+        )
+        return made
+
+    OTHER_BLOCKS[name] = partial(save, make_from_parts)
+
+
+add_blocks("klein", "Flux2KleinAutoBlocks", make_klein)
+add_blocks("klein_base", "Flux2KleinBaseAutoBlocks", make_klein)
+add_blocks("flux2", "Flux2AutoBlocks", MAKE["flux2"])
+add_blocks("z_image", "ZImageAutoBlocks", make_z_image)
+add_blocks("qwen_image", "QwenImageAutoBlocks", make_qwen_image)
+add_blocks("qwen_image_2_1", "QwenImage21AutoBlocks", MAKE["qwen_image_2_1"])
+add_blocks("ernie_image", "ErnieImageAutoBlocks", MAKE["ernie_image"])
+
+
 # ------------------------------------------------------------------- pipelines that edit images
 
 
@@ -1011,4 +1040,21 @@ def make_kontext():
     return diffusers.FluxKontextPipeline(**parts)
 
 
-EDIT["qwen_image_2_1"] = MAKE["qwen_image_2_1"]
+EDIT |= {name: MAKE[name] for name in ("qwen_image_2_1", "flux2")}
+
+
+def give_true_downscale(folder):
+    """Give a saved pipeline a VAE of 8 x 8 pixels per latent, for images of their true size."""
+    made = diffusers.DiffusionPipeline.from_pretrained(folder)
+    videos = {"dim_mult": [1, 1, 1, 1], "temperal_downsample": [False, True, True]}
+    kinds = {
+        "AutoencoderKL": partial(make_shifting_vae, depth=4),
+        "AutoencoderKLFlux2": partial(make_flux2_vae, depth=4),
+        "AutoencoderKLQwenImage": partial(make_video_vae, **videos),
+    }
+    kind = type(made.vae).__name__
+    if kind in kinds:  # the others have more than 2 x 2 already
+        torch.manual_seed(0)
+        made.register_modules(vae=kinds[kind]())
+        made.save_pretrained(folder)
+    return folder

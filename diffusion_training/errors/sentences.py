@@ -83,6 +83,8 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
         }
         setting = next((settings[flag] for flag in settings if flag in args), "batch")
         return f"there is not enough memory ({text[:200]}): try a smaller {setting}"
+    if is_a(error, "Unrecordable"):  # of families/recorded/, where no caller has explained it
+        return f"the pipeline can't be trained here: {text}"
     # a full disk, a file that was deleted, a stream that was cut off
     if is_a(error, "OSError", "EOFError", "TarError"):
         return f"{text}; files saved before are complete"

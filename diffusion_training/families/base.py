@@ -80,6 +80,7 @@ class Base:
     clip_skip: int | None = None
     max_tokens: int | None = None  # --max_sequence_length
     num_references: int = 0  # columns of images that an edit starts from
+    resolution: int = 0  # --resolution, the largest; 0 if it is not given
     classes: tuple[str, ...] = ()  # of --class_column, in place of a text encoder
 
     def locate(self, own_path: str | None, subfolder: str) -> tuple[str | None, dict[str, Any]]:
@@ -148,6 +149,7 @@ class Family:
     # Can the denoiser see references, the images that an edit starts from? And the text encoder?
     takes_references = False
     reads_references = False
+    image_argument = "image"  # of the pipeline, for references
     needs_references = False  # can't the pipeline be called without one?
     scales_references = True  # does `predict` take scaled latents of references?
     samples_one_by_one = True  # one call of the pipeline per sample

@@ -60,5 +60,7 @@ FACTS = {
         vae_classes=("AutoencoderKLQwenImage",),
     ),
 }
+# the feature of a cache whose pipeline has another argument for references than `image`
+NAMED_REFERENCES = "named references"
 DEFAULT_FAMILY = "sd"  # if models are given one by one
 DEFAULT_FLOW_FAMILY = "prx"  # in train_flow.py

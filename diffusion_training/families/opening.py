@@ -4,7 +4,7 @@ import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import diffusers
 import torch
@@ -15,6 +15,7 @@ from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from diffusion_training.arguments import list_values
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.known import find_family, load_family
@@ -74,12 +75,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
         if value is not None and not is_read:
             fail(f"{flag} {value} does nothing for {family.title}: leave it out")
     if num_references and not family.takes_references:
-        if args.conditioning_image_column or args.conditioning_data_dir:
-            fail(
-                f"references of a {family.pipeline} can't be trained: leave out the flag that "
-                "gives them"
-            )
-        num_references = 0
+        refuse_references(family, args)
     base = Base(
         family=family,
         name=name,
@@ -94,6 +90,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
         clip_skip=args.clip_skip,
         max_tokens=max_tokens,
         num_references=num_references,
+        resolution=max(side or 0 for side in list_values(vars(args).get("resolution"))),
     )
     if sentence := family.find_fault(base):
         fail(sentence)
@@ -104,6 +101,17 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
             "give --training_adapter, a LoRA that undoes the distillation while you train."
         )
     return base
+
+
+def refuse_references(family: Family, args: Namespace) -> NoReturn:
+    """Stop with an error, because the images have references that the family can't train."""
+    flags = vars(args)
+    is_asked = flags.get("conditioning_image_column") or flags.get("conditioning_data_dir")
+    what = "leave out the flag that gives them" if is_asked else "move photo.control.png elsewhere"
+    fail(
+        f"the images have references, which a {family.pipeline} can't be trained on: {what}, or "
+        "choose a model that edits images (docs/editing.md)"
+    )
 
 
 def read_index(source: str | None, args: Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import xxhash
 from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import choose_length
-from diffusion_training.families.names import FACTS
+from diffusion_training.families.names import FACTS, NAMED_REFERENCES
 
 FORMAT_VERSION = 4  # of cache.json
 # Files of the embeddings that replace a dropped caption
@@ -190,6 +190,7 @@ def name_feature(column: Column) -> str:
 def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
     features = {"ragged latents", "masks", "captions", "classes", "recorded text", "references"}
+    features |= {NAMED_REFERENCES}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(facts.features for facts in FACTS.values()))
 

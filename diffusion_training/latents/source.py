@@ -33,6 +33,7 @@ from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts
 from diffusion_training.families.names import FACTS
+from diffusion_training.families.opening import refuse_references
 from diffusion_training.latents.encoders import (
     Latents,
     check_sides,
@@ -174,7 +175,9 @@ def open_data(
     as conditioning_pixel_values.
     """
     if not args.latents_dir:
-        if base.family.takes_references and count_references(args):
+        if count_references(args) and not with_references:
+            if not base.family.takes_references:
+                refuse_references(base.family, args)
             fail("references (photo.control.png) are read from a cache: add --cache_latents")
         return open_images(launch, base, args, with_references)
     maker = "precompute_latents.py"

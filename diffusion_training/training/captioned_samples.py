@@ -118,8 +118,10 @@ def draw_prompts(
         references = validation.images[numbers[0] // per_prompt]
         height, width = fit_size(references[-1], args.resolution, data.latents.downscale)
         # those of a ControlNet for SD 3 or FLUX.1 have another name, see docs/patches.md
-        name = "image" if takes(pipeline, "image") else "control_image"
-        return data.family.size_args(height, width) | {name: references} | inputs
+        name = data.family.image_argument
+        name = name if takes(pipeline, name) else "control_image"
+        given = references if len(references) > 1 else references[0]
+        return data.family.size_args(height, width) | {name: given} | inputs
 
     drawn: list[tuple[tuple[int, int], np.ndarray]] = []  # ((base, image), its pixels)
     for place, base in enumerate(bases):

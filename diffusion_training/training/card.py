@@ -152,7 +152,7 @@ def describe_text_to_image(
         what += f"trained on {trained_on}."
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
-        call += f", image={files if references == 1 else f'[{files}]'}"
+        call += f", {family.image_argument}={files if references == 1 else f'[{files}]'}"
     if readers := name_readers(args, for_unet=family.folder == "unet"):
         what += f"\n{readers}"
 

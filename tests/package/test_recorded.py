@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from argparse import Namespace
 from types import SimpleNamespace
 
 import diffusers
@@ -15,11 +16,13 @@ from test_families import make_prx_pipeline
 
 import precompute_latents
 from diffusion_training.data.captions import are_cut, tokenize
+from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base, read_configs
 from diffusion_training.families.recorded import family as recorded
 from diffusion_training.families.recorded import findings as recorded_captions
+from diffusion_training.families.recorded import layout
 from diffusion_training.families.recorded.calls import DenoiserCalls, Unrecordable, reshape_noise
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recorded.pipeline_run import list_pipeline_settings
@@ -229,6 +232,40 @@ def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "z_image" else pytest.param(n, marks=pytest.mark.long)
+        for n in ("z_image", "qwen_image", "ernie_image", "qwen_image_2_1")
+    ],
+)
+@torch.no_grad()
+def test_blocks_are_recorded_as_the_other_pipeline_of_their_model(tmp_path, name):
+    """Their text blocks return lists, and components that are null are left out."""
+    tiny_pipelines.OTHER_BLOCKS[name](tmp_path / "blocks")
+    make = {"z_image": make_z_image, "qwen_image": make_qwen_image} | tiny_pipelines.MAKE
+    _, whole = open_recorded(make[name](tmp_path / "whole"))
+    flags = [
+        f"--pretrained_model_name_or_path={tmp_path / 'blocks'}",
+        f"--train_data_dir={tmp_path}",
+    ]
+    encoders = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    assert not encoders.family.needs_references
+    folder = tmp_path / "whole"
+    kind = getattr(diffusers, encoders.family.model)
+    model = kind.from_pretrained(folder, subfolder="transformer")
+    calls = encoders.family.own_calls
+    noise = torch.randn(2, calls.channels, 64 // calls.downscale, 64 // calls.downscale)
+    times = torch.tensor([0.7, 0.3])
+    ours, theirs = (
+        each.family.predict(
+            model, noise, times, encode_prompts(each, tokenize(each.tokenizers, CAPTIONS))
+        )
+        for each in (encoders, whole)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 # ------------------------------------------------------------------- a pipeline nobody has seen
 
 
@@ -385,6 +422,71 @@ def test_a_time_computed_in_an_unknown_way_is_refused(own, monkeypatch):
         own()
     assert "OwnPipeline can't be trained here: its denoiser's ['timestep']" in str(stop.value)
     assert "\n" not in str(stop.value)
+
+
+def test_a_pipeline_that_encodes_captions_elsewhere_is_refused(own, monkeypatch):
+    def call(self, prompt=None, height=None, width=None, num_inference_steps=2):
+        assert self.tokenizer and prompt
+
+    monkeypatch.setattr(OwnPipeline, "__call__", call)
+    with pytest.raises(SystemExit, match="it does not encode captions by encode_prompt"):
+        own()
+
+
+def test_a_modular_pipeline_is_run_with_the_blocks_that_it_names(tmp_path):
+    """FLUX.2 klein's base has a guider, and its distilled model, of the same class, has none."""
+    for name, has_guider in {"klein": False, "klein_base": True}.items():
+        folder = tiny_pipelines.OTHER_BLOCKS[name](tmp_path / name)
+        path = folder / "modular_model_index.json"
+        index = json.loads(path.read_text()) | {"_class_name": "Flux2KleinModularPipeline"}
+        path.write_text(json.dumps(index))
+        flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+        family = open_base(precompute_latents.parse_args(flags)).family
+        assert family.has_guider == has_guider
+        assert family.blocks == index["_blocks_class_name"]
+        path.write_text(json.dumps(index | {"_blocks_class_name": "SequentialPipelineBlocks"}))
+        assert (
+            open_base(precompute_latents.parse_args(flags)).family.blocks == "Flux2KleinAutoBlocks"
+        )
+
+
+class StandIn:
+    """In place of calls: latents go to the VAE in another order, scaled and shifted."""
+
+    channels = 32
+
+    def __init__(self):
+        self.layouts = {}
+
+
+@pytest.mark.long
+def test_a_layout_of_more_numbers_than_float32_counts_is_exact(monkeypatch):
+    """8.4 million, as of FLUX.2 at 4096 x 4096 pixels."""
+    size = 512, 512
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(32 * 512 * 512, generator=generator)
+    scale = torch.rand(32, 1, generator=generator) * 3 + 0.3
+    shift = torch.randn(32, 1, generator=generator)
+
+    def decode(calls, vae, size, noise):
+        return ((noise.view(32, -1) / scale) + shift).flatten()[order].view(1, 32, *size)
+
+    monkeypatch.setattr(layout, "trace_decoding", decode)
+    assert torch.equal(layout.probe_layout(StandIn(), None, size).order, order)
+
+
+@torch.no_grad()
+def test_a_caption_with_more_tokens_than_there_is_room_for_ends_in_a_sentence(tmp_path):
+    _, encoders = open_recorded(tiny_pipelines.MAKE["ernie_image"](tmp_path))
+    for part in encoders.family.findings["parts"]:
+        part["shape"][0] = 8
+    with pytest.raises(SystemExit, match="can't encode a caption: it has .* room for 8; shorten"):
+        encode(encoders, CAPTIONS)
+
+
+def test_what_nobody_has_explained_about_a_pipeline_is_a_sentence():
+    said = describe_expected(Unrecordable("it draws videos"), Namespace())
+    assert said == "the pipeline can't be trained here: it draws videos"
 
 
 def test_a_use_of_captions_that_depends_on_their_values_is_refused(own, monkeypatch):

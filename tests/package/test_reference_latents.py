@@ -1,5 +1,7 @@
 """Edits are called as the pipelines' own code calls them, to the bit."""
 
+import json
+
 import diffusers
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import precompute_latents
 from diffusion_training.data.captions import tokenize
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recorded.family import name_plain_pipeline
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 
 MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
@@ -21,10 +24,12 @@ MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
 def open_edit(folder, count):
     """(pipeline, its encoders), with so many references."""
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
-    flags += ["--conditioning_image_column", *map(str, range(count))]
+    if count:
+        flags += ["--conditioning_image_column", *map(str, range(count))]
     base = open_base(precompute_latents.parse_args(flags), num_references=count)
     assert base.num_references == count
-    return diffusers.DiffusionPipeline.from_pretrained(folder), load_encoders(base, torch.float32)
+    encoders = load_encoders(base, torch.float32)
+    return getattr(diffusers, base.family.pipeline).from_pretrained(folder), encoders
 
 
 def draw_images(sizes):
@@ -95,6 +100,110 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
         pipeline.transformer, noise.repeat(2, 1, 1, 1), time.repeat(2), both
     )  # fmt: skip
     torch.testing.assert_close(together, torch.cat([first, second]), rtol=0, atol=tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MAKE)
+@torch.no_grad()
+def test_an_edit_of_a_true_size_has_the_bits_of_the_pipeline(tmp_path, name, monkeypatch):
+    """One reference is given to the pipeline as an image, as its users give it."""
+    monkeypatch.setattr("test_recorded.SIDE", 256)
+    folder = tiny_pipelines.give_true_downscale(MAKE[name](tmp_path))
+    pipeline, encoders = open_edit(folder, 1)
+    family = encoders.family
+    side = family.choose_reference_side(1024, 1)
+    assert side == 1024
+    images, caption, noise = draw_images([(side, side)]), "a digit two", draw_noise(encoders, 1)
+    prompts = encode(encoders, caption, images)
+    ours = family.predict(pipeline.transformer, noise, torch.tensor([0.5]), prompts)
+    inputs = {"image": images[0]} | family.size_args(256, 256)
+    if name == "klein":
+        inputs["max_sequence_length"] = 64
+    theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **inputs)
+    theirs = in_order(family, noise, theirs).float()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if name == "klein" else 0)
+
+
+MIXING = diffusers.FluxImg2ImgPipeline.__module__
+
+
+class OtherPipeline(diffusers.FluxKontextPipeline):
+    """It needs references, has another name for them, and raises errors of its own."""
+
+    def __call__(self, prompt=None, height=None, width=None, num_inference_steps=2,
+                 guidance_scale=1.0, output_type="pil", image=None, images=None):  # fmt: skip
+        if image is not None or images is None:
+            raise ZeroDivisionError("it wants images, and nothing else")
+        return super().__call__(
+            images, prompt, height=height, width=width, num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale, output_type=output_type, max_area=height * width,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """The folder of a pipeline of this class."""
+    tiny_pipelines.make_small(monkeypatch)
+    monkeypatch.setattr(diffusers, "OtherPipeline", OtherPipeline, raising=False)
+    MAKE["kontext"](tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_class_name": "OtherPipeline"}))
+    return tmp_path
+
+
+@torch.no_grad()
+def test_references_are_given_by_the_name_that_the_pipeline_has(other):
+    _, encoders = open_edit(other, 1)
+    family = encoders.family
+    found = {"count": 1, "are_needed": True, "are_read": False, "name": "images"}
+    assert family.findings["references"] == found
+    assert family.image_argument == "images" and "named references" in family.features
+    again = family.restore_findings({"recorded": json.loads(json.dumps(family.findings))})
+    assert again.image_argument == "images" and again.needs_references
+    images, noise, time = draw_images([(64, 64)]), torch.randn(1, 4, 8, 8), torch.tensor([0.5])
+    prompts = encode(encoders, "a digit", images)
+    model = diffusers.FluxTransformer2DModel.from_pretrained(other, subfolder="transformer")
+    one = family.predict(model, noise, time, prompts)
+    prompts["reference_0"] = -prompts["reference_0"]
+    assert (family.predict(model, noise, time, prompts) - one).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("FluxImg2Img", "Flux"),
+        ("FluxKontextInpaint", "FluxKontext"),
+        ("StableDiffusion3PAG", "StableDiffusion3"),
+    ],
+)
+def test_a_pipeline_of_another_task_names_the_one_to_train(other, name, plain):
+    index = json.loads((other / "model_index.json").read_text())
+    (other / "model_index.json").write_text(json.dumps(index | {"_class_name": f"{name}Pipeline"}))
+    said = f"a {name}Pipeline draws for a task of its own with the weights of a "
+    with pytest.raises(Refused, match=f"{said}{plain}Pipeline: train"):
+        open_edit(other, 0)
+
+
+def test_weights_of_a_control_model_are_for_no_other_pipeline():
+    assert name_plain_pipeline("FluxControlImg2ImgPipeline") is None
+    assert name_plain_pipeline("FluxPipeline") is None
+
+
+def test_a_pipeline_that_needs_references_says_so_or_why_they_fail(other, monkeypatch):
+    with pytest.raises(Refused, match="a OtherPipeline edits images: give those that edits start"):
+        open_edit(other, 0)
+    index = json.loads((other / "model_index.json").read_text())
+    # it starts from the image and noise, as no edit does
+    kind = type("MixingPipeline", (diffusers.FluxImg2ImgPipeline,), {"__module__": MIXING})
+    monkeypatch.setattr(diffusers, "MixingPipeline", kind, raising=False)
+    index["_class_name"] = "MixingPipeline"
+    (other / "model_index.json").write_text(json.dumps(index))
+    for count in (0, 1):
+        with pytest.raises(Refused) as stop:
+            open_edit(other, count)
+        said = str(stop.value)
+        assert "without an image, its code raises an error" in said
+        assert "with image=, its denoiser does not get references beside the noise" in said
 
 
 @pytest.mark.parametrize("name", ["kontext", pytest.param("qwen_edit", marks=pytest.mark.long)])

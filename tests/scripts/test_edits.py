@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_pipelines
 import torch
-from conftest import ROOT, Script, assert_same_weights, make_klein, metrics
+from conftest import ROOT, Script, assert_same_weights, make_klein, make_z_image, metrics
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
@@ -97,6 +97,28 @@ def test_an_edit_lora_trains_draws_and_is_read_by_the_pipeline(tmp_path, name, m
     assert drawn.size == (SIDE, SIDE)
 
 
+# Qwen-Image-Edit's text encoder sees a reference of 1024 px, and has most tokens for a wide one
+@pytest.mark.long
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.usefixtures("without_figures")
+def test_large_pairs_train_at_the_size_that_the_pipeline_gives_them(tmp_path, name):
+    """Nothing is made small here but weights."""
+    pairs = Pairs(tmp_path, name)
+    tiny_pipelines.give_true_downscale(tmp_path / "base")
+    for path, size in (("0.png", (1024, 1024)), ("1.png", (2000, 500))):
+        for each in (path, path.replace(".", ".control.")):
+            Image.open(pairs.images / each).resize(size).save(pairs.images / each)
+    for extra in [*pairs.images.glob("2*"), *pairs.images.glob("3*")]:
+        extra.unlink()
+    pairs.data[1] = f"--resolution={128 if name == 'klein' else SIDE}"
+    settings = pairs.precompute("--bucket_step=64", "--batch_size=1")
+    assert settings["rows"] == 2
+    assert settings["references"]["side"] == (128 if name == "klein" else 1024)
+    more = ["--rank=2", "--max_train_steps=1", "--train_batch_size=1", "--num_validation_images=1"]
+    train(*pairs.flags("lora", *more, *pairs.samples()))
+    assert list((tmp_path / "lora/samples").glob("step-*.png"))
+
+
 def test_samples_from_before_training_are_shown_only_for_the_same_prompts(tmp_path):
     images = [np.full((4, 4, 3), value, np.uint8) for value in (1, 2)]
     assert keep_before(images, ["a", "b"], tmp_path, step=0) == []
@@ -104,6 +126,19 @@ def test_samples_from_before_training_are_shown_only_for_the_same_prompts(tmp_pa
         before = keep_before([image + 9 for image in shown], ["a", "b"][: len(shown)], tmp_path, 3)
         assert np.array_equal(before, shown)
     assert keep_before(images, ["b", "a"], tmp_path, step=3) == []
+
+
+def test_references_of_a_model_that_does_not_edit_end_in_a_sentence(tmp_path):
+    """They would be dropped, and instructions be trained as captions."""
+    images = make_pairs(tmp_path / "pairs")
+    base = f"--pretrained_model_name_or_path={make_z_image(tmp_path / 'base')}"
+    flags = [base, f"--train_data_dir={images}", "--resolution=16"]
+    reason = "the images have references, which a ZImagePipeline can't be trained on: move photo"
+    assert reason in precompute.refused(*flags, f"--output_dir={tmp_path / 'cache'}")
+    assert reason in train.refused(*flags, f"--output_dir={tmp_path / 'out'}", "--report_to=none")
+    before = ["--conditioning_data_dir", str(tmp_path)]
+    said = precompute.refused(*flags, *before, f"--output_dir={tmp_path / 'cache'}")
+    assert "leave out the flag that gives them" in said
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ import pytest
 import tiny_pipelines
 import torch
 from conftest import Script, assert_same_weights, make_captioned
+from PIL import Image
 
 import precompute_latents
 import train_flow
@@ -90,6 +91,53 @@ def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path, name, 
         assert torch.equal(ours, velocity.reshape(noise.shape))
 
 
+# klein's own file divides by what this one's code multiplies
+@pytest.mark.parametrize(
+    "name, tolerance",
+    [("klein", 1e-5), *(pytest.param(n, 1e-5, marks=pytest.mark.long) for n in ("flux3", "flux2"))],
+)
+@torch.no_grad()
+def test_an_edit_of_a_modular_pipeline_is_called_as_by_its_blocks(tmp_path, name, tolerance):
+    make_other = tiny_pipelines.OTHER_BLOCKS | tiny_pipelines.BLOCKS
+    make_other[name](tmp_path / "base")
+    flags = [f"--pretrained_model_name_or_path={tmp_path / 'base'}", f"--train_data_dir={tmp_path}"]
+    flags += ["--conditioning_image_column", "before"]
+    base = open_base(precompute_latents.parse_args(flags), num_references=1)
+    encoders = load_encoders(base, torch.float32)
+    family, calls = encoders.family, []
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    reference = Image.fromarray(pixels)
+    prompts = dict(encode_prompts(encoders, tokenize(encoders.tokenizers, ["a digit two"])))
+    (latents,) = family.encode_references(encoders.vae, [[reference]])
+    size = {"reference_0_size": torch.empty(1, 0, 64, 64)}
+    pipeline = open_blocks(tmp_path / "base")
+    forward = pipeline.transformer.forward
+
+    @functools.wraps(forward)
+    def note(*args, **options):
+        calls.append((options, forward(*args, **options)[0]))
+        return (calls[-1][1],)
+
+    pipeline.transformer.forward = note
+    if "guider" in pipeline.components:
+        pipeline.guider.disable()
+    sides = {"height": 16, "width": 24, "num_inference_steps": 1, "output_type": "np"}
+    noise = torch.randn(1, 16, 4, 6)
+    options = {"max_sequence_length": family.max_tokens} if name != "flux3" else {}
+    pipeline(prompt="a digit two", image=reference, latents=noise, **sides, **options)
+    pipeline.transformer.forward = forward
+    options, velocity = calls[0]
+    time = options["timestep"]
+    ours = [
+        family.predict(pipeline.transformer, noise, time, prompts | size | {"reference_0": each})
+        for each in (latents, -latents)
+    ]
+    count = noise.shape[2] * noise.shape[3]
+    velocity = velocity[:, :count].mT.reshape(noise.shape)
+    torch.testing.assert_close(ours[0], velocity, rtol=0, atol=tolerance)
+    assert (ours[1] - ours[0]).abs().max() > 1e-3
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", ["flux3", pytest.param("anima", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("without_figures")
@@ -137,11 +185,6 @@ def test_a_modular_pipeline_with_a_quantized_base_keeps_its_prior(tmp_path, prec
     "name, more, reason",
     [
         ("flux3_distilled", "", "['target_timestep'] is not a known function of the time"),
-        (
-            "flux3",
-            "--conditioning_data_dir=images",
-            "references of a Flux3ModularPipeline can't be",
-        ),
         # its blocks start from an image with noise
         pytest.param(
             "anima",

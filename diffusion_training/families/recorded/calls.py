@@ -27,7 +27,7 @@ from torch.utils._pytree import (
 
 from diffusion_training.families.recorded.mask_values import is_whole_numbers, on_meta
 from diffusion_training.families.recorded.pipeline_run import NUM_TIMES, PipelineCode, PipelineTrace
-from diffusion_training.families.recorded.reference_latents import make_blanks
+from diffusion_training.families.recorded.reference_latents import as_argument, make_blanks
 from diffusion_training.families.recorded.tape import Tape, Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     TextTensor,
@@ -95,7 +95,8 @@ class DenoiserCalls:
         self.code = code
         self.structure = findings["structure"]
         self.parts: list[TextTensor] = findings["parts"]
-        self.options = options | ({"image": make_blanks(references)} if references else {})
+        self.image_argument = findings.get("references", {}).get("name", "image")
+        self.options = options | self.name_images(make_blanks(references))
         self.is_ragged = any(part["is_ragged"] for part in self.parts)
         self.channels, self.downscale = self.probe_geometry()
         self.time_maps = self.probe_times()
@@ -107,6 +108,10 @@ class DenoiserCalls:
         # a pipeline whose call can't be repeated is refused here
         lengths = [8] if self.one_by_one else [8, 6]
         self.record((len(lengths), *self.shape), lengths)
+
+    def name_images(self, images: list[Any]) -> dict[str, Any]:
+        """References as an argument of the pipeline."""
+        return {self.image_argument: as_argument(images)} if images else {}
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -134,10 +139,16 @@ class DenoiserCalls:
         run = self.probe()
         first = next(iter(run.calls[0].values()))
         if isinstance(first, torch.Tensor) and first.dim() == 3:
-            return math.isqrt(height * width // first.shape[1])
+            # the sequence of an edit holds the references as well
+            share = math.prod(self.shape) / self.count_numbers(run)
+            return math.isqrt(round(height * width / (first.shape[1] * share)))
         config = self.code.pipeline.components[self.code.folder].config
         size = config.get("patch_size", 1)
         return size if isinstance(size, int) else size[-1]
+
+    def count_numbers(self, run: PipelineTrace) -> int:
+        """How many numbers the latents have in a run, with those of references."""
+        return math.prod(self.shape) + sum(latents.numel() for latents in run.latents)
 
     def probe(self, time: float = 250.0, **options: Any) -> PipelineTrace:
         """Run the pipeline's code for one caption up to the denoiser."""
@@ -157,10 +168,16 @@ class DenoiserCalls:
             part["column"]: torch.full((count, *part["shape"]), part["typical"], device="cpu")
             for part in self.parts
         }
-        blank |= known or {}
         blank["prompt_mask"] = torch.ones(count, max(lengths), dtype=torch.bool, device="cpu")
         blank["prompt_lengths"] = torch.tensor(lengths, device="cpu")
-        return self.join(blank)
+        for part in self.list_masks():
+            tokens = torch.arange(part["shape"][0], device="cpu")
+            blank[part["column"]] = (tokens < blank["prompt_lengths"].unsqueeze(1)).float()
+        return self.join(blank | (known or {}))
+
+    def list_masks(self) -> list[TextTensor]:
+        """The parts whose values follow from the numbers of tokens."""
+        return [part for part in self.parts if part.get("is_mask")]
 
     def run(
         self, count: int, size: Sequence[int], run: PipelineTrace, **options: Any
@@ -259,7 +276,8 @@ class DenoiserCalls:
         return [torch.zeros(each, device="cpu") for each in shapes]
 
     def get_call(self, shape: torch.Size, lengths: list[int], texts: list[torch.Tensor]) -> Call:
-        known = (shape, *(text.shape for text in texts))
+        # masks without padding may be left out by the pipeline
+        known = (shape, len({*lengths}) == 1, *(text.shape for text in texts))
         if known not in self.calls:
             self.calls[known] = self.record(shape, lengths)
         return self.calls[known]
@@ -286,13 +304,26 @@ class DenoiserCalls:
         where = [i for i, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)]
         times = {i: self.time_maps[name] for i, name in enumerate(names) if name in self.time_maps}
         made = Call(Tape(call, inputs), arguments, spec, where, times)
-        others = [vary(tensor) for tensor in inputs]
+        is_fixed = self.find_fixed(inputs, lengths)
+        pairs = zip(inputs, is_fixed, strict=True)
+        others = [tensor if is_fixed else vary(tensor) for tensor, is_fixed in pairs]
         expected, _ = tree_flatten_with_path(call(*others))
         if [path for path, _ in expected] != [path for path, _ in named]:
             raise Unrecordable("its denoiser gets other arguments for other captions")
         if name := find_difference(expected, made.fill(others)):
             raise Unrecordable(f"its denoiser's {name} can't be repeated for other values")
         return made
+
+    def find_fixed(self, inputs: list[torch.Tensor], lengths: list[int]) -> list[bool]:
+        """Which inputs of a call, see `record`, are masks: they have no other values."""
+        masks = {
+            part["column"]: torch.zeros(len(lengths), *part["shape"], device="cpu")
+            for part in self.list_masks()
+        }
+        others = list_tensors(self.make_texts(lengths, masks))
+        images = [False] * (len(inputs) - len(others))
+        texts = inputs[len(images) :]
+        return images + [not is_equal(*pair) for pair in zip(texts, others, strict=True)]
 
     def read(self, output: Any, shape: torch.Size, lengths: list[int]) -> torch.Tensor:
         """The velocity that the pipeline makes of the denoiser's output, float32 [N, C, h, w]."""

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -27,15 +26,23 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.names import NAMED_REFERENCES
 from diffusion_training.families.recorded.calls import DenoiserCalls, find_difference
 from diffusion_training.families.recorded.findings import (
+    IMAGE_ARGUMENTS,
     TextParts,
     describe_captions,
     probe_readers,
     probe_references,
     turn_on,
 )
-from diffusion_training.families.recorded.layout import Layout, describe_scale, place, probe_layout
+from diffusion_training.families.recorded.layout import (
+    Layout,
+    describe_scale,
+    normalize_references,
+    place,
+    probe_layout,
+)
 from diffusion_training.families.recorded.modular import get_pipeline_class
 from diffusion_training.families.recorded.pipeline_run import (
     EncodedCaption,
@@ -46,7 +53,12 @@ from diffusion_training.families.recorded.pipeline_run import (
     make_pipeline,
     replay,
 )
-from diffusion_training.families.recorded.reference_latents import make_blanks, split_references
+from diffusion_training.families.recorded.reference_latents import (
+    has_statistics,
+    make_blanks,
+    measure_side,
+    split_references,
+)
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     LONG,
@@ -64,6 +76,9 @@ from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 BLANK = 256, 256  # height and width in pixels of a reference in trials
+NO_READERS = ("safety_checker", "image_encoder", "feature_extractor")  # of captions
+# in the names of pipelines that share their weights with another
+OTHER_TASK = re.compile("Img2Img|Inpaint(ing)?|PAG")
 # layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks
 SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router")
 # [(the plain values that they depend on, calls)], recorded once in a process
@@ -97,7 +112,7 @@ class Recorded(Family):
         self.name = self.pipeline = index["_class_name"]
         self.title = self.name.removesuffix("Pipeline").removesuffix("Modular")
         kind = self.pipeline_class
-        self.blocks = getattr(kind, "default_blocks_name", "")
+        self.blocks = getattr(kind, "blocks_name", "")
         self.has_guider = "guider" in getattr(kind, "created", {})
         self.can_rewrite = getattr(kind, "can_rewrite", False)
         self.model = index[self.folder][1]
@@ -114,15 +129,17 @@ class Recorded(Family):
         text = "ragged embeddings" if self.ragged else "ragged ids"
         self.features = ("recorded text", text)
         self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
-        # such a VAE scales references by statistics that are among its weights, not in its config
-        self.takes_references = "image" in options and "batch_norm_eps" not in configs["vae"]
+        self.takes_references = any(name in options for name in IMAGE_ARGUMENTS)
         about = self.findings.get("references", {})
+        self.image_argument = about.get("name", "image")
+        if "name" in about:
+            self.features += (NAMED_REFERENCES,)
         self.reads_references = about.get("are_read", False)
         self.needs_references = about.get("are_needed", False)
 
     @property
     def pipeline_class(self) -> Any:
-        return get_pipeline_class(self.pipeline)
+        return get_pipeline_class(self.index)
 
     @property
     def guided(self) -> dict[str, Any] | None:
@@ -130,6 +147,11 @@ class Recorded(Family):
         return None if self.embedded_guidance else self.findings["guided"]
 
     def find_fault(self, base: Base) -> str | None:
+        if other := name_plain_pipeline(self.pipeline):
+            return (
+                f"a {self.pipeline} draws for a task of its own with the weights of a {other}: "
+                f'train those, by "_class_name": "{other}" in a copy of model_index.json'
+            )
         scheduler = self.configs["scheduler"]
         kind = scheduler["_class_name"]
         predicts_velocity = scheduler.get("prediction_type") == "flow_prediction"
@@ -141,12 +163,12 @@ class Recorded(Family):
         )
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self, what: str = "can't be trained here") -> Iterator[None]:
         """End the program in a sentence if the pipeline's code can't be recorded."""
         try:
             yield
         except Unrecordable as error:
-            fail(f"{self.pipeline} can't be trained here: {error}")
+            fail(f"{self.pipeline} {what}: {error}")
 
     # ---- captions
 
@@ -157,7 +179,7 @@ class Recorded(Family):
         models: dict[str, torch.nn.Module] = {}
         others: dict[str, Any] = {}
         for name, entry in self.index.items():
-            if not is_component(entry) or name in (self.folder, "vae", "scheduler"):
+            if not is_component(entry) or name in (self.folder, "vae", "scheduler", *NO_READERS):
                 continue
             # a library, or the folder of a pipeline that brings its own class
             libraries = {"diffusers": diffusers, "transformers": transformers}
@@ -175,9 +197,13 @@ class Recorded(Family):
             raise ValueError("it has no text encoder")
         asked = {"max_sequence_length": base.max_tokens} if base.max_tokens else {}
         known = self.findings.get("references", {}).get("count", 0)
-        images = make_blanks([BLANK] * (base.num_references or known))
+        # as large as the images of a new cache: the pipeline may give references their size
+        side = base.resolution or self.resolution
+        sizes = [BLANK] * known or [(side, side)] * base.num_references
         code = PipelineCode(self.folder, self.index, self.configs, models | others)
-        return TextParts(code, models, others, asked, images)
+        parts = TextParts(code, models, others, asked, make_blanks(sizes))
+        parts.image_argument = self.image_argument
+        return parts
 
     def load_tokenizer(
         self, source: str | None, options: dict[str, Any], text_encoder: Any
@@ -200,12 +226,17 @@ class Recorded(Family):
         if self.findings:
             return self
         (parts,) = text_encoders
+        is_without = not parts.images
         with self.explaining():
             references = probe_references(parts)
-        with self.explaining():
             findings = describe_captions(parts, references, self.max_tokens)
         found = self.restore_findings({"recorded": json.loads(json.dumps(findings))})
         found.check_text(parts)
+        if is_without and references:
+            fail(
+                f"a {self.pipeline} edits images: give those that edits start from, as "
+                "photo.control.png beside photo.png or with --conditioning_image_column"
+            )
         columns = [f"{part['column']} {part['shape']}" for part in findings["parts"]]
         tokens = ", as many tokens as it has" if found.ragged else ""
         PartialState().print(f"{self.pipeline}: a caption becomes {', '.join(columns)}{tokens}")
@@ -214,9 +245,11 @@ class Recorded(Family):
     def check_text(self, parts: TextParts) -> None:
         """Stop if a recorded caption gives the denoiser other arguments than the caption itself."""
         off, structure = self.findings["off"], self.findings["structure"]
-        live = parts.record([LONG], off, "denoiser")
-        batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
-        calls = self.open_calls(self.configs[self.folder], tuple([BLANK] * len(parts.images)))
+        with self.explaining():
+            live = parts.record([LONG], off, "denoiser")
+            batch = stack_rows(self.findings["parts"], [take_rows(structure, live.encoded[0])])
+        sizes = tuple((image.height, image.width) for image in parts.images)
+        calls = self.open_calls(self.configs[self.folder], sizes)
         run = PipelineTrace("denoiser", torch.zeros, texts=[calls.join(batch)])
         with self.explaining():
             calls.run(1, calls.shape[1:], run)
@@ -242,10 +275,11 @@ class Recorded(Family):
         rows = []
         captions = decode_texts(tokens["input_ids"])
         references = tokens.get("references") or [None] * len(captions)
-        for caption, images in zip(captions, references, strict=True):
-            (result,) = parts.record([caption], self.findings["off"], images=images).encoded
-            rows.append(take_rows(structure, result))
-        return cast(Prompts, stack_rows(self.findings["parts"], rows))
+        with self.explaining("can't encode a caption"):
+            for caption, images in zip(captions, references, strict=True):
+                (result,) = parts.record([caption], self.findings["off"], images=images).encoded
+                rows.append(take_rows(structure, result))
+            return cast(Prompts, stack_rows(self.findings["parts"], rows))
 
     def encode_empty(self, encoders: Encoders, base: Base, tokens: Tokens) -> Prompts:
         """What the pipeline takes for no caption when it guides. It may lack a template."""
@@ -271,11 +305,12 @@ class Recorded(Family):
     def trace_references(self, images: list[Any]) -> PipelineTrace:
         """A run of the pipeline's code that notes what its VAE gets for references."""
         with self.explaining():
-            return self.own_calls.probe(image=images)
+            return self.own_calls.probe(**self.own_calls.name_images(images))
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         run = self.trace_references(make_blanks([(resolution, resolution)] * count))
-        return math.isqrt(math.prod(run.pixels[0].shape[-2:]))
+        with self.explaining():
+            return measure_side(run.pixels)
 
     def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
         (latents,) = self.trace_references(make_blanks([(side, side)])).latents
@@ -290,6 +325,9 @@ class Recorded(Family):
                 latents = super().encode_images(vae, each.to(vae.device, vae.dtype))
                 mean = latents.chunk(2, dim=1)[0] if self.has_moments(vae) else latents
                 of_row.append(mean.flatten(1, -3))
+            if has_statistics(vae.config):
+                with self.explaining():
+                    of_row = normalize_references(self.own_calls, vae, images, of_row)
             encoded.append(of_row)
         return [torch.cat(each) for each in zip(*encoded, strict=True)]
 
@@ -463,12 +501,22 @@ class Recorded(Family):
         return chosen
 
 
+def name_plain_pipeline(name: str) -> str | None:
+    """The class for text to image, or edits, of a pipeline's weights, if it is for another task.
+
+    A control model has weights of its own, which are for no other class.
+    """
+    other = OTHER_TASK.sub("", name)
+    is_known = other != name and hasattr(diffusers, other)
+    return other if is_known and "Control" not in name else None
+
+
 def name_missing_part(index: dict[str, Any]) -> str | None:
     """What the pipeline of a model_index.json lacks to be recorded, or None."""
     name = index.get("_class_name")
     if isinstance(name, list):
         return f"its class is in {name[0]}.py of its folder, and only classes of diffusers are read"
-    kind = get_pipeline_class(str(name))
+    kind = get_pipeline_class(index)
     if kind is None:
         return "diffusers has no class of this name"
     if not is_component(index.get(Recorded.folder)):

@@ -22,14 +22,18 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import fail
 from diffusion_training.families.recorded.calls import PROBED_SIDES
 from diffusion_training.families.recorded.pipeline_run import (
     SWITCHED_OFF,
     PipelineCode,
     PipelineTrace,
 )
-from diffusion_training.families.recorded.reference_latents import join_alone
+from diffusion_training.families.recorded.reference_latents import (
+    as_argument,
+    join_alone,
+    make_blanks,
+    measure_side,
+)
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.families.recorded.text_tensors import (
     LONG,
@@ -38,6 +42,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_guided,
     describe_result,
     is_equal,
+    list_numbers,
     list_tensors,
     rebuild_results,
     stack_rows,
@@ -45,7 +50,10 @@ from diffusion_training.families.recorded.text_tensors import (
 )
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
+# of pipelines, for the images that an edit starts from
+IMAGE_ARGUMENTS = ("image", "images", "condition_image", "control_image", "image_reference")
 PROBED_SCALE = 4.0
+ROUNDING = 1.25  # how many more tokens a reference may have than a square with as many pixels
 
 
 class TextParts(torch.nn.Module):
@@ -69,6 +77,7 @@ class TextParts(torch.nn.Module):
         self.code = code
         self.options = options
         self.images = images
+        self.image_argument = "image"  # of the pipeline, for references
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,18 +90,21 @@ class TextParts(torch.nn.Module):
         options: dict[str, Any],
         ends_at: str = "text",
         images: list[Any] | None = None,
-        texts: list[Any] | None = None,
+        run: PipelineTrace | None = None,
     ) -> PipelineTrace:
         """Run the pipeline's code for captions. options: further arguments of the pipeline.
 
-        images: references of the captions. texts: see `PipelineTrace`.
+        images: references of the captions. run: used in place of one that ends at `ends_at`.
         """
         images = self.images if images is None else images
-        options = options | ({"image": images} if images else {})
+        options = options | ({self.image_argument: as_argument(images)} if images else {})
         self.code.pipeline.own_device = next(self.parameters()).device
         height, width = PROBED_SIDES
-        run = PipelineTrace(ends_at, torch.zeros, texts=texts)
-        return self.code(captions, self.options | {"height": height, "width": width} | options, run)
+        run = run or PipelineTrace(ends_at, torch.zeros)
+        self.code(captions, self.options | {"height": height, "width": width} | options, run)
+        if not run.encoded:
+            raise Unrecordable("it does not encode captions by encode_prompt")
+        return run
 
 
 def probe_readers(parts: TextParts) -> list[partial[bool]]:
@@ -119,32 +131,90 @@ def is_cut(tokenizer: Any, options: Any, before: str, behind: str, caption: str)
 
 
 def probe_references(parts: TextParts) -> dict[str, Any]:
-    """How the pipeline uses references; {} if there are none."""
-    if "image" not in parts.code.has:
+    """How the pipeline uses references; {} if there are none, and none are needed.
+
+    It is called without them, and with them under each name of `IMAGE_ARGUMENTS` that it has.
+    """
+    names = [name for name in IMAGE_ARGUMENTS if name in parts.code.has]
+    if not names:
         return {}
-    are_needed = False
+    faults: dict[str | None, str] = {}  # {argument, or None: why the call fails}
+    alone = None
     try:
-        alone = list_tensors(parts.record([SHORT], {}, images=[]).encoded[0])
+        alone = parts.record([SHORT], {}, "denoiser", images=[])
     except Unrecordable as error:
-        if not isinstance(error.__cause__, AttributeError | NameError | TypeError):
-            raise  # else it asks the image that is not there
-        are_needed, alone = True, []
-        if not parts.images:
-            fail(
-                f"a {parts.code.kind.__name__} edits images: give those that edits start from, "
-                "with --conditioning_image_column"
-            )
-    if not parts.images:
+        faults[None] = str(error)
+    if alone and not parts.images:
         return {}
-    try:
-        white = list_tensors(parts.record([SHORT], {}).encoded[0])
-    except Unrecordable as error:
-        count = amount(len(parts.images), "reference")
-        raise Unrecordable(f"it can't be called with {count}: {error}") from error
-    black = [Image.new("RGB", image.size) for image in parts.images]
-    other = list_tensors(parts.record([SHORT], {}, images=black).encoded[0])
-    are_read = not all(map(is_equal, white, other)) or not all(map(is_equal, white, alone))
-    return {"count": len(black), "are_needed": are_needed, "are_read": are_read}
+    count = len(parts.images)
+    parts.images = parts.images or make_blanks([PROBED_SIDES])
+    for name in names:
+        parts.image_argument = name
+        try:
+            white = try_references(parts)
+        except Unrecordable as error:
+            faults[name] = str(error)
+            continue
+        black = [Image.new("RGB", image.size) for image in parts.images]
+        other = parts.record([SHORT], {}, images=black)
+        runs = filter(None, (white, other, alone))
+        first, *texts = (list_tensors(run.encoded[0]) for run in runs)
+        are_read = not all(is_equal_list(first, each) for each in texts)
+        found: dict[str, Any] = {
+            "count": len(parts.images),
+            "are_needed": alone is None,
+            "are_read": are_read,
+        }
+        return found | ({"name": name} if name != "image" else {})
+    raise Unrecordable(describe_faults(faults, count))
+
+
+def describe_faults(faults: dict[str | None, str], count: int) -> str:
+    """Why a pipeline can't be called, without references and with so many."""
+    said = [f"with {name}=, {fault}" for name, fault in faults.items() if name]
+    if None in faults:
+        said.insert(0, f"without an image, {faults[None]}" if said else faults[None])
+    return f"it can't be called with {amount(count, 'reference')}: " * (count > 0) + "; ".join(said)
+
+
+def try_references(parts: TextParts) -> PipelineTrace:
+    """Call the pipeline with references as large as those of a cache, which `parts` then has.
+
+    Raises Unrecordable if its denoiser does not get each number of their latents, beside the noise.
+    """
+    side = measure_side(parts.record([SHORT], {}, "denoiser").pixels)
+    # of these, some text encoders have more tokens than of smaller ones
+    parts.images = make_blanks([(side, side)] * len(parts.images))
+    run = parts.record([SHORT], {}, "denoiser")
+    shapes = [latents.shape for latents in run.latents]
+    texts = run.encoded
+    zeros, noises, references = (
+        list_numbers(parts.record([SHORT], {}, run=each).calls)
+        for each in (
+            PipelineTrace("denoiser", torch.zeros, texts=texts),
+            PipelineTrace("denoiser", torch.ones, texts=texts),
+            PipelineTrace(
+                "denoiser", torch.zeros, texts=texts, references=[*map(torch.ones, shapes)]
+            ),
+        )
+    )
+    if not len(zeros) == len(noises) == len(references):
+        raise Unrecordable("its denoiser gets other arguments for other references")
+    of_noise, of_references = noises != zeros, references != zeros
+    count = sum(map(math.prod, shapes))
+    # twice as many with guidance
+    is_beside = of_references.any() and int(of_references.sum()) % count == 0
+    if not is_beside or (of_noise & of_references).any():
+        raise Unrecordable("its denoiser does not get references beside the noise, as edits do")
+    wide = {"height": PROBED_SIDES[1], "width": PROBED_SIDES[0]}
+    again = PipelineTrace("denoiser", torch.zeros, texts=texts)
+    if parts.record([SHORT], wide, run=again).latents[0].shape != shapes[0]:
+        raise Unrecordable("it gives references the size of the result, as edits do not")
+    return run
+
+
+def is_equal_list(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_equal, some, others))
 
 
 def turn_guidance_off(parts: TextParts) -> dict[str, Any]:
@@ -161,12 +231,12 @@ def turn_guidance_off(parts: TextParts) -> dict[str, Any]:
 
 
 def is_guided(run: PipelineTrace) -> bool:
-    """Whether the denoiser was called twice, or with more latents than the captions have."""
+    """Whether the denoiser was called twice, or with more latents than the caption has."""
     given = sum(tensor.numel() for tensor in list_tensors(next(iter(run.calls[0].values()))))
-    expected = math.prod(run.noise_shapes[0]) + sum(latents.numel() for latents in run.latents)
-    if run.latents and given < expected:
-        raise Unrecordable("its denoiser does not get references beside the noise, as edits do")
-    return len(run.calls) > 1 or given != expected
+    noise = math.prod(run.noise_shapes[0])
+    # references are in the same argument, or in one of their own
+    expected = noise, noise + sum(latents.numel() for latents in run.latents)
+    return len(run.calls) > 1 or given not in expected
 
 
 def describe_captions(
@@ -175,9 +245,10 @@ def describe_captions(
     """All findings. references: see `probe_references`. most_tokens: of a caption, 0 if unknown."""
     off = turn_guidance_off(parts)
     most = parts.options.get("max_sequence_length", most_tokens or None)
-    if most and references.get("are_read"):  # references have tokens too
+    if most and references.get("are_read"):
+        # references have tokens too, and more if they are no squares, since sides are rounded
         embeds, *_ = list_tensors(parts.record([SHORT], off).encoded[0])
-        most += embeds.shape[1]
+        most += math.ceil(ROUNDING * embeds.shape[1])
     structure, described = describe_result(partial(record_together, parts, off), most)
     findings = {"off": off, "structure": structure, "parts": described}
     findings |= {"references": references} if references else {}
@@ -214,7 +285,8 @@ def probe_guidance(
             if is_guided(run):
                 results = [describe_guided(each, structure, alone) for each in run.encoded]
                 texts = [rebuild_results(each, sources) for each in results]
-                parts.record([SHORT], asked, "step", texts=texts)
+                again = PipelineTrace("step", torch.zeros, texts=texts)
+                parts.record([SHORT], asked, run=again)
                 return {"name": name, "results": results, "from_zero": off[name] == 0}
         except Unrecordable:
             continue

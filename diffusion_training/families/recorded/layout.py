@@ -1,12 +1,14 @@
 """How a recorded pipeline packs, scales and orders the latents that its VAE decodes.
 
 1. `trace_decoding` lets the pipeline's code go on from given noise to its VAE, without steps.
-2. From zeros, a large number and 0, 1, 2, ..., `probe_layout` reads shift, scale and order.
+2. From zeros, a large number and the digits of 0, 1, 2, ..., `probe_layout` reads shift, scale and
+   order.
 3. `describe_scale` gives shift and scale as a VAE's config has them, one for each channel.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,9 @@ import torch
 from diffusion_training.families.recorded.calls import DenoiserCalls
 from diffusion_training.families.recorded.pipeline_run import PipelineTrace
 from diffusion_training.families.recorded.tape import Unrecordable
+from diffusion_training.families.recorded.text_tensors import list_numbers
 
+BASE = 4096  # of digits
 LARGE = 2.0**40  # beside it, a shift of latents is lost in rounding
 
 
@@ -46,13 +50,50 @@ def trace_decoding(
 ) -> torch.Tensor:
     """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
     run = PipelineTrace("decode", noise.reshape, texts=[calls.make_texts([1])])
+    run_with(calls, vae, size, run)
+    return run.decoded.cpu().float()
+
+
+def run_with(
+    calls: DenoiserCalls, vae: Any, size: Sequence[int], run: PipelineTrace, **options: Any
+) -> None:
+    """Run the pipeline's code with the weights and config of a VAE."""
     pipeline = calls.code.pipeline
     stand_in, pipeline.vae = pipeline.vae, InFloat32(vae)
     try:
-        calls.run(1, size, run)
+        calls.run(1, size, run, **options)
     finally:
         pipeline.vae = stand_in
-    return run.decoded.cpu().float()
+
+
+def normalize_references(
+    calls: DenoiserCalls, vae: Any, images: list[Any], latents: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Latents of a row's references with the VAE's statistics, as the pipeline applies them.
+
+    The shapes and the order of the numbers are those of `latents`. The pipeline's own code runs
+    with 0, 1, 2, ... in place of latents, which tells where each number goes, and with the latents
+    and the VAE's statistics.
+    """
+    sizes = [each.numel() for each in latents]
+    positions = torch.arange(1.0, 1 + sum(sizes)).split(sizes)
+    numbers = []
+    for given in ([torch.zeros(count) for count in sizes], positions, latents):
+        run = PipelineTrace("denoiser", torch.zeros, texts=[calls.make_texts([8])])
+        run.references = [each.cpu() for each in given]
+        options = calls.name_images(images)
+        if given is latents:
+            run_with(calls, vae, calls.shape[1:], run, **options)
+        else:
+            calls.run(1, calls.shape[1:], run, **options)
+        numbers.append(list_numbers(run.calls))
+    blank, counted, scaled = numbers
+    is_reference = counted != blank
+    order = counted[is_reference].long()
+    if not torch.equal(order.sort().values, torch.arange(1, 1 + sum(sizes))):
+        raise Unrecordable("its denoiser gets other numbers than the latents of references")
+    found = scaled[is_reference][order.argsort()].split(sizes)
+    return [each.view_as(own) for each, own in zip(found, latents, strict=True)]
 
 
 def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layout:
@@ -60,9 +101,16 @@ def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layou
     if size not in calls.layouts:
         count = calls.channels * math.prod(size)
         with torch.inference_mode(False), torch.device("cpu"):
-            fills = (torch.zeros(count), torch.full((count,), LARGE), torch.arange(count) + 0.0)
-            shift, large, counted = (trace_decoding(calls, vae, size, each) for each in fills)
-            order = ((counted - shift) / (large / LARGE)).round().long().flatten()
+            numbers = torch.arange(count)
+            fills = torch.zeros(count), torch.full((count,), LARGE)
+            shift, large = (trace_decoding(calls, vae, size, each) for each in fills)
+            # scaled and shifted back, float32 counts to some thousands exactly, so in two digits
+            digits = (
+                (trace_decoding(calls, vae, size, each.float()) - shift) / (large / LARGE)
+                for each in (numbers // BASE, numbers % BASE)
+            )
+            high, low = (digit.round().long().flatten() for digit in digits)
+            order = high * BASE + low
             if not torch.equal(order.sort().values, torch.arange(count)):
                 raise Unrecordable("its VAE gets other numbers than its latents")
             back = order.argsort()

@@ -21,11 +21,16 @@ from diffusers.modular_pipelines import ComponentSpec, ModularPipeline, Pipeline
 MOST_TOKENS = 512  # of a caption: FLUX.3 would take 8192, each with 20,480 numbers
 
 
-def get_pipeline_class(name: str) -> Any:
-    """The class of a pipeline in diffusers, or None."""
-    kind: Any = getattr(diffusers, name, None)
-    is_modular = isinstance(kind, type) and issubclass(kind, ModularPipeline)
-    return adapt(kind) if is_modular and kind.default_blocks_name else kind
+def get_pipeline_class(index: dict[str, Any]) -> Any:
+    """The class of a pipeline in diffusers, or None. index: model_index.json."""
+    kind: Any = getattr(diffusers, str(index.get("_class_name")), None)
+    if not (isinstance(kind, type) and issubclass(kind, ModularPipeline)):
+        return kind
+    name = index.get("_blocks_class_name")
+    # as diffusers does for blocks that it does not have
+    if not getattr(getattr(diffusers, str(name), None), "block_classes", None):
+        name = vars(kind).get("default_blocks_name")
+    return adapt(kind, name) if name else kind
 
 
 @contextlib.contextmanager
@@ -55,10 +60,12 @@ def walk(block: Any) -> Iterator[Any]:
 class CallableMixin:
     """Mixin that lets a modular pipeline be called like the others."""
 
+    blocks_name: str  # the class of its blocks
     own_blocks: Any  # all but those that encode captions
     text_blocks: list[Any]  # those, in their order
     encoded: list[str]  # their results, except those that one of them reads
     of_text: dict[str, Any]  # {input of the first of these: its default}
+    of_images: set[str]  # inputs of the others
     expected: dict[str, Any]  # {part: its ComponentSpec}
     created: dict[str, dict[str, Any]]  # {part that the blocks make: its config}
     can_rewrite: bool  # was there a block that rewrites captions?
@@ -80,7 +87,7 @@ class CallableMixin:
 
     def encode_prompt(
         self, prompt: list[str], negative_prompt: list[str] | None = None, **options: Any
-    ) -> list[torch.Tensor | None]:
+    ) -> list[Any]:
         """Encode each caption alone, as the blocks do; shorter rows are padded with zeros."""
         given = self.of_text | options
         given["negative_prompt"] = negative_prompt[0] if negative_prompt else None
@@ -106,7 +113,11 @@ class CallableMixin:
                 pipeline.guider.disable()
         asked = {name: value for name, value in options.items() if name in self.of_text}
         encoded = self.encode_prompt(prompt, **asked)
-        options = {name: value for name, value in options.items() if name not in self.of_text}
+        options = {
+            name: value
+            for name, value in options.items()
+            if name not in self.of_text or name in self.of_images
+        }
         state = super().__call__(  # type: ignore[misc]
             **dict(zip(self.encoded, encoded, strict=True)), **options
         )
@@ -124,12 +135,13 @@ class CallableMixin:
 
 @functools.cache
 @silencing()
-def adapt(kind: Any) -> Any:
+def adapt(kind: Any, blocks_name: str) -> Any:
     """A subclass of a modular pipeline that is called like the other pipelines of diffusers.
 
-    If it has no block named text_encoder, this is the class itself, without `encode_prompt`.
+    blocks_name: their class. If it has no block named text_encoder, the result is the pipeline's
+    class itself, without `encode_prompt`.
     """
-    blocks = getattr(diffusers, kind.default_blocks_name)()
+    blocks = getattr(diffusers, blocks_name)()
     can_rewrite = blocks.sub_blocks.pop("prompt_upsampler", None) is not None
     expected = {spec.name: spec for spec in blocks.expected_components}
     text_block = blocks.sub_blocks.pop("text_encoder", None)
@@ -138,15 +150,22 @@ def adapt(kind: Any) -> Any:
     first = {each.name for each in text_block.intermediate_outputs}
     text_blocks = [text_block, *take_readers(blocks, first)]
     read = {each.name for block in text_blocks[1:] for each in block.inputs}
-    results = [each.name for block in text_blocks for each in block.intermediate_outputs]
-    encoded = [name for name in results if name not in read]
+    results = [
+        each.name
+        for block in text_blocks
+        for inner in walk(block)
+        if not inner.sub_blocks and has_model(inner)  # others resize references, as the VAE's do
+        for each in inner.intermediate_outputs
+    ]
+    encoded = [name for name in dict.fromkeys(results) if name not in read]
     of_text = {each.name: each.default for each in text_block.inputs}
     created = {}
     for name, spec in expected.items():
         if spec.default_creation_method == "from_config":
             part = spec.create()
             created[name] = {"_class_name": type(part).__name__} | dict(getattr(part, "config", {}))
-    inputs = of_text | {each.name: each.default for each in blocks.inputs if each.name}
+    of_images = {each.name: each.default for each in blocks.inputs if each.name}
+    inputs = of_text | of_images
     defaults = {name: value for name, value in inputs.items() if name not in encoded}
     limit = {}
     if "max_sequence_length" in defaults:
@@ -164,8 +183,14 @@ def adapt(kind: Any) -> Any:
         for name, value in defaults.items()
     ]
     call.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
-    names = {"own_blocks": blocks, "text_blocks": text_blocks, "encoded": encoded}
+    names = {
+        "blocks_name": blocks_name,
+        "own_blocks": blocks,
+        "text_blocks": text_blocks,
+        "encoded": encoded,
+    }
     names |= {"of_text": of_text, "expected": expected, "created": created}
+    names |= {"of_images": {*of_images}}
     names |= {"can_rewrite": can_rewrite, "__call__": call, "__module__": kind.__module__}
     return type(kind.__name__, (CallableMixin, kind), names)
 
@@ -178,14 +203,18 @@ def take_readers(blocks: Any, results: set[str]) -> list[Any]:
     taken = {}
     for block in walk(blocks):
         for name, inner in list(block.sub_blocks.items()):
-            has_model = any(
-                issubclass(spec.type_hint or object, torch.nn.Module)
-                for spec in inner.expected_components
-                if spec.name not in ("transformer", "vae")
-            )
-            if has_model and results.issuperset(each.name for each in inner.inputs):
+            if has_model(inner) and results.issuperset(each.name for each in inner.inputs):
                 taken[name] = block.sub_blocks.pop(name)
     return list(taken.values())
+
+
+def has_model(block: Any) -> bool:
+    """Whether a block calls a model besides the denoiser and the VAE."""
+    return any(
+        issubclass(spec.type_hint or object, torch.nn.Module)
+        for spec in block.expected_components
+        if spec.name not in ("transformer", "vae")
+    )
 
 
 def convert_index(config: dict[str, Any]) -> dict[str, Any]:
@@ -193,13 +222,17 @@ def convert_index(config: dict[str, Any]) -> dict[str, Any]:
 
     Its entry _created has the configs of parts that have no folder, since the blocks make them.
     """
-    name = str(config.get("_class_name"))
-    index: dict[str, Any] = {"_class_name": name}
-    kind = get_pipeline_class(name)
+    names = ("_class_name", "_blocks_class_name")
+    index: dict[str, Any] = {name: config[name] for name in names if config.get(name)}
+    kind = get_pipeline_class(index)
     used = getattr(kind, "expected", {})
     for part, entry in config.items():
         if part in used and isinstance(entry, list) and len(entry) == 3:
-            index[part] = entry[:2] if entry[1] else list(entry[2]["type_hint"])
+            # a part without a class is null, or is only named by where it is
+            if entry[1]:
+                index[part] = entry[:2]
+            elif entry[2].get("pretrained_model_name_or_path"):
+                index[part] = list(entry[2]["type_hint"])
     scheduler = getattr(kind, "created", {}).get("scheduler")
     if scheduler and "scheduler" not in index:
         index["scheduler"] = ["diffusers", scheduler["_class_name"]]
@@ -207,7 +240,12 @@ def convert_index(config: dict[str, Any]) -> dict[str, Any]:
     return index
 
 
-def join(rows: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Results of captions that were encoded alone, [1, tokens, ...] each, as one tensor."""
+def join(rows: Sequence[Any]) -> Any:
+    """Results of captions that were encoded alone, [1, tokens, ...] each, as one tensor.
+
+    A block may return a list with a tensor for each caption instead; the result is such a list.
+    """
+    if isinstance(rows[0], list):
+        return [tensor for row in rows for tensor in row]
     tensors = [row.squeeze(0) for row in rows if row is not None]
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True) if tensors else None

@@ -21,7 +21,11 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.families.recorded.modular import get_pipeline_class, silencing
-from diffusion_training.families.recorded.reference_latents import ReferenceShapes, encode_reference
+from diffusion_training.families.recorded.reference_latents import (
+    ReferenceShapes,
+    encode_reference,
+    has_statistics,
+)
 from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.models import is_component
 
@@ -218,7 +222,7 @@ class PipelineCode:
         parts: dict[str, Any] | None = None,
     ) -> None:
         self.folder = folder
-        self.kind = get_pipeline_class(index["_class_name"])
+        self.kind = get_pipeline_class(index)
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch_pipeline(self.kind)
@@ -226,6 +230,11 @@ class PipelineCode:
             denoiser = self.denoiser_class.from_config(configs[folder])
             vae_class = getattr(diffusers, configs["vae"]["_class_name"])
             vae = vae_class.from_config(configs["vae"])
+        if has_statistics(vae.config):  # a cache has references as they leave these
+            vae.bn = torch.nn.BatchNorm2d(vae.bn.num_features, affine=False, device="cpu")
+            vae.register_to_config(batch_norm_eps=0.0)
+        # pipelines move references to the device of their VAE
+        vae.__class__ = type(vae_class.__name__, (vae_class,), {"device": torch.device("cpu")})
         self.reference_shapes = ReferenceShapes(vae)
         self.parameters = list(inspect.signature(self.denoiser_class.forward).parameters)[1:]
 

@@ -1,5 +1,6 @@
 """References, the images that an edit starts from, in recordings of a pipeline's code."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,11 @@ class ReferenceShapes:
         return self.known[pixels.shape]
 
 
+def has_statistics(config: Any) -> bool:
+    """Whether a VAE, as FLUX.2's, scales latents by statistics that are among its weights."""
+    return "batch_norm_eps" in config
+
+
 def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) -> ReferenceLatents:
     """Take the place of a VAE's `encode`: return the latents that a run has for this reference.
 
@@ -66,6 +72,18 @@ def encode_reference(shapes: ReferenceShapes, pixels: torch.Tensor, run: Any) ->
 def make_blanks(sizes: Sequence[tuple[int, int]]) -> list[Image.Image]:
     """White images of these sizes, (height, width)."""
     return [Image.new("RGB", (width, height), "white") for height, width in sizes]
+
+
+def measure_side(pixels: Sequence[torch.Tensor]) -> int:
+    """The side of a square as large as the first reference. pixels: as the VAE gets them."""
+    if not pixels:
+        raise Unrecordable("its VAE does not encode references")
+    return math.isqrt(math.prod(pixels[0].shape[-2:]))
+
+
+def as_argument(images: Sequence[Image.Image]) -> Any:
+    """References as an argument of a pipeline, which may resize an image, but not a list of one."""
+    return images[0] if len(images) == 1 else [*images]
 
 
 def split_references(

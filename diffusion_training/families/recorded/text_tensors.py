@@ -32,6 +32,7 @@ class TextTensor(TypedDict, total=False):
     is_ragged: bool  # does its first axis count the caption's tokens?
     typical: float  # a value: 1 for a mask, except if it is 0 for each token
     is_zero: bool  # is each of its numbers 0, for any caption? If absent: no
+    is_mask: bool  # is it 1 for each token of a caption, as a mask of padding? If absent: no
 
 
 def is_part(node: Any) -> bool:
@@ -40,6 +41,12 @@ def is_part(node: Any) -> bool:
 
 def list_tensors(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def list_numbers(calls: list[dict[str, Any]]) -> torch.Tensor:
+    """All floating-point numbers among the arguments of calls."""
+    numbers = [x.flatten().float() for x in list_tensors(calls) if x.is_floating_point()]
+    return torch.cat(numbers)
 
 
 def plain(result: Any) -> Any:
@@ -87,7 +94,7 @@ def describe_result(
     if ragged:
         structure = find_masks(structure, plain(record([SHORT, LONGEST])))
         if most_tokens is None:
-            words = plain(record(["sea " * 2000]))
+            words = plain(record(["a " * (MOST_BYTES // 2)]))
             most_tokens = max(len(tensor.squeeze(0)) for tensor in list_tensors(words))
         for part in ragged:
             part["shape"][0] = max(most_tokens, part["shape"][0])
@@ -122,6 +129,9 @@ def describe_tensor(one: torch.Tensor, same: torch.Tensor, longer: torch.Tensor)
     )
     if axis is not None and one.is_floating_point() and not longer.any():
         part["is_zero"] = True
+    if part["is_ragged"] and of_one.dim() == 1 and not one.is_floating_point():
+        if one.all() and longer.all():
+            part["is_mask"] = True
     return part
 
 
@@ -174,7 +184,10 @@ def stack_rows(
         if part["is_ragged"]:
             most = part["shape"][0]
             if (longest := max(map(len, tensors))) > most:
-                raise Unrecordable(f"a caption has {longest} tokens, not {most} at most")
+                raise Unrecordable(
+                    f"it has {longest} tokens, and there is room for {most}; shorten captions, or "
+                    "give a larger --max_sequence_length"
+                )
             behind = [0, 0] * (tensors[0].dim() - 1)
             tensors = [pad(tensor, [*behind, 0, most - len(tensor)]) for tensor in tensors]
         stacked = torch.stack(tensors)
