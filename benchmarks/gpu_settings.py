@@ -48,10 +48,12 @@ def copy_beside():
 
 
 def keep_layout():
-    """Leave models in torch's own memory layout. Trainers choose channels_last on a GPU."""
+    """Leave models in torch's own memory layout, whatever `choose_layout` would choose."""
+    import torch
+
     from diffusion_training import models
 
-    models.put_on_device = lambda model, device: model.to(device)
+    models.choose_layout = lambda device: torch.preserve_format
 
 
 SETTINGS = {

@@ -20,6 +20,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from torch.nn import Linear
+from torch.nn.functional import group_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from diffusion_training.batches import Models, Predict
@@ -185,17 +186,30 @@ def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
             weight.requires_grad_(False)
 
 
+def choose_layout(device: torch.device) -> torch.memory_format:
+    """Return the memory layout of convolutions' weights for a device.
+
+    channels_last is the fastest on CUDA, but only if group norms keep it, which the device is asked
+    here. Those of torch before 2.15 return a contiguous tensor (pytorch issue 111824), so that each
+    norm and the convolution after it would copy their inputs. The twins in minimal/ ask the same.
+    """
+    if not is_gpu(device):
+        return torch.preserve_format
+    image = torch.empty(1, 64, 2, 2, device=device, memory_format=torch.channels_last)
+    keeps_it = group_norm(image, 32).is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if keeps_it else torch.preserve_format
+
+
 def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model; on CUDA, also use the memory layout that is fastest for convolutions.
+    """Move a model, and change its memory layout to the device's, see `choose_layout`.
 
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     What --blocks_to_swap keeps in the host's memory stays there.
     """
     is_for_video = any(weight.dim() == 5 for weight in model.parameters())
+    layout = torch.preserve_format if is_for_video else choose_layout(device)
     with model.block_swap.hiding(model) if is_swapped(model) else contextlib.nullcontext():
-        if is_gpu(device) and not is_for_video:
-            return model.to(device, memory_format=torch.channels_last)
-        return model.to(device)
+        return model.to(device, memory_format=layout)
 
 
 def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:

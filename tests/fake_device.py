@@ -172,6 +172,8 @@ def run_operator(function, args, kwargs):
         return convert(function, *args, **kwargs)
     if name == "aten::copy_":
         return copy(*args, **kwargs)
+    if name == "aten::native_group_norm" and not GpuModule.norms_keep_layout:
+        args = (args[0].contiguous(), *args[1:])
     values = list_values([*args, *kwargs.values()])
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if name in INDEXING:
@@ -437,6 +439,7 @@ class GpuModule:
     Event = Event
     Stream = Stream
     forbids_waits = False
+    norms_keep_layout = True  # False: as on CUDA before torch 2.15
     BFloat16Tensor = HalfTensor = FloatTensor = torch.Tensor
 
     def is_available(self):

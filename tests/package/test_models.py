@@ -2,25 +2,31 @@
 
 import argparse
 import contextlib
+import re
 import types
 
 import diffusers
 import pytest
 import torch
-from conftest import make_unet_config
+import torch.nn.functional as F
+from conftest import ROOT, make_unet_config
 from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
+from fake_device import DEVICE, NAME, GpuModule, forked
 from safetensors.torch import load_file, save_file
 
 from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     AveragedWeights,
+    choose_layout,
     compile_model,
     list_parameters,
     list_reached,
     load_weights,
+    put_on_device,
     update_ema,
 )
+from diffusion_training.training.block_swap import pin
 from diffusion_training.training.checkpoints import read_weights, save_weights
 from diffusion_training.training.denoiser import check_denoiser
 
@@ -120,3 +126,36 @@ def test_a_map_counts_as_channels_only_if_it_has_the_latents_size(side, fits):
     refused = pytest.raises(SystemExit, match="takes 4 channels")
     with contextlib.nullcontext() if fits else refused:
         check_denoiser({"unet": unet}, predict, "U-Net", "here", data, further)
+
+
+def run_layout_lines(path, device):
+    """Run the lines of a twin that choose the layout, which take the imitated GPU for CUDA."""
+    lines = re.search(r"^trial = .*?^layout = .*?$", path.read_text(), re.M | re.S)
+    names = {"torch": torch, "F": F, "device": device}
+    exec(lines[0].replace('"cuda"', f'"{NAME}"'), names)
+    return names["layout"]
+
+
+@forked
+def test_models_get_the_layout_that_the_devices_group_norms_keep():
+    """U-Net, VAE, swapped blocks and twins alike. Only the layout changes, never a weight."""
+    device, cpu = torch.device(DEVICE), torch.device("cpu")
+    last = torch.channels_last
+    for GpuModule.norms_keep_layout in (True, False):
+        for place in (device, cpu):
+            is_last = GpuModule.norms_keep_layout and place == device
+            layout = last if is_last else torch.preserve_format
+            assert choose_layout(place) == layout
+            for path in (ROOT / "minimal").glob("train_*.py"):
+                assert run_layout_lines(path, place) == layout, path
+            weight = torch.randn(8, 4, 3, 3)
+            model = torch.nn.Conv2d(4, 8, 3)
+            model.weight.data = weight.clone()
+            swapped = torch.nn.Parameter(weight.clone())
+            moved = put_on_device(model, place).weight
+            pin([swapped], place)
+            for each in (moved, swapped):
+                assert each.is_contiguous(memory_format=last) == is_last
+                assert torch.equal(each.cpu(), weight)
+        video = put_on_device(torch.nn.Conv3d(4, 8, 3), device)
+        assert video.weight.is_contiguous()
