@@ -56,8 +56,18 @@ def keep_layout():
     models.choose_layout = lambda device: torch.preserve_format
 
 
+def keep_attention():
+    """Leave attention to torch's first choice. Trainers try cuDNN's first on Hopper."""
+    import contextlib
+
+    from diffusion_training import launch
+
+    launch.choose_attention = lambda device: contextlib.nullcontext()
+
+
 SETTINGS = {
     "torch's memory layout": keep_layout,
+    "torch's attention": keep_attention,
     "cudnn.benchmark": choose_convolutions,
     "expandable segments": expand_segments,
     "copies on a stream of their own": copy_beside,
