@@ -16,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from diffusers import ModelMixin
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
@@ -28,6 +29,9 @@ from diffusion_training.errors.sentences import explained
 from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 
+# For `load_weights`, in place of a dtype: weights in the precision of their files, with which the
+# model computes what it would compute with float32 weights, bit for bit; see exact.py.
+EXACT: Any = "exact"
 NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 
@@ -36,13 +40,22 @@ def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Modu
     """Call `kind.from_pretrained`; raise ValueError if weights are missing or have other shapes.
 
     Such weights would be random, or not loaded at all. It also raises ValueError for weights with
-    NaN or infinity, which can't be trained.
+    NaN or infinity, which can't be trained. options: may have torch_dtype=EXACT.
     """
+    is_exact = options.get("torch_dtype") is EXACT
+    if is_exact:
+        options["torch_dtype"] = read_precision(source, kind=kind, **options)
     model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     for what in ("missing_keys", "mismatched_keys"):
         raise_for_keys(what.replace("_", " "), info[what])
     broken = [name for name, weight in model.named_parameters() if not is_finite(weight)]
     raise_for_keys(NOT_FINITE, broken)
+    if is_exact and options["torch_dtype"] != torch.float32:
+        from diffusion_training.exact import compute_in_float32
+
+        if not compute_in_float32(model):
+            del model
+            return load_weights(kind, source, **options | {"torch_dtype": torch.float32})
     return model
 
 
@@ -58,11 +71,16 @@ def raise_for_keys(what: str, keys: Collection[Any]) -> None:
 
 
 def find_weight_files(
-    source: str, subfolder: str, variant: str | None = None, **options: Any
+    source: str,
+    subfolder: str,
+    variant: str | None = None,
+    stem: str = "diffusion_pytorch_model",
+    **options: Any,
 ) -> list[str]:
     """List the .safetensors files that `from_pretrained` reads, several for a sharded model.
 
-    Raises FileNotFoundError if there are none. options: revision and cache_dir.
+    Raises FileNotFoundError if there are none. stem: of their names, "model" for transformers.
+    options: revision and cache_dir.
     """
 
     def locate(name: str) -> str | None:
@@ -70,13 +88,13 @@ def find_weight_files(
             path = os.path.join(source, subfolder, name)
             return path if os.path.isfile(path) else None
         try:
-            return hf_hub_download(source, f"{subfolder}/{name}", **options)
+            return hf_hub_download(source, name, subfolder=subfolder or None, **options)
         except EntryNotFoundError:
             return None
 
     end = f".{variant}" if variant else ""
-    names = {f"diffusion_pytorch_model{end}.safetensors"}
-    index = locate(f"diffusion_pytorch_model.safetensors.index{end}.json")
+    names = {f"{stem}{end}.safetensors"}
+    index = locate(f"{stem}.safetensors.index{end}.json")
     if index:
         with open(index) as file:
             names = set(json.load(file)["weight_map"].values())
@@ -97,7 +115,8 @@ def hash_weights(model: torch.nn.Module) -> str:
 
 def hash_weight(weight: torch.Tensor) -> str:
     digest = hashlib.sha256(str(tuple(weight.shape)).encode())
-    digest.update(weight.detach().float().cpu().contiguous().numpy())
+    for part in weight.detach().flatten().split(2**20):  # a copy of all would take memory
+        digest.update(part.float().cpu().numpy())
     return digest.hexdigest()
 
 
@@ -336,16 +355,30 @@ def update_ema(averages: AveragedWeights, step: int, args: argparse.Namespace) -
     averages.move(decay)
 
 
-def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
+def read_precision(
+    source: str | None,
+    subfolder: str = "",
+    variant: str | None = None,
+    kind: Any = None,
+    revision: str | None = None,
+    cache_dir: Any = None,
+    **others: Any,
+) -> torch.dtype:
     """Return the precision of a model's safetensors files; float32 if it is mixed or unknown.
 
-    options: those of `from_pretrained`. By default, diffusers would load 16-bit weights as float32.
+    By default, diffusers would load 16-bit weights as float32.
+
+    kind: the model's class, of diffusers if it is None. The rest is as for `from_pretrained`.
     """
+    is_diffusers = kind is None or issubclass(kind, ModelMixin)
+    stem = "diffusion_pytorch_model" if is_diffusers else "model"
+    options = {"revision": revision, "cache_dir": cache_dir}
     kinds = set()
     with contextlib.suppress(Exception):  # other kinds of files
-        for path in find_weight_files(source, subfolder, **options):
+        for path in find_weight_files(str(source), subfolder, variant, stem, **options):
             with safe_open(path, "pt") as file:
                 kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}
+    kinds = {each for each in kinds if "F" in each}  # also integers, such as numbers of positions
     if kinds in ({"F16"}, {"BF16"}):
         return torch.float16 if kinds == {"F16"} else torch.bfloat16
     return torch.float32

@@ -188,6 +188,7 @@ COVERED = {
     "data.class_names": "scripts/test_classes.py",
     "data.texts": "package/test_captions.py",
     "data.transforms": "package/test_references.py",
+    "exact": "package/test_encoders.py",
     "families.base": "scripts/test_new_family.py",
     "families.class_labels": "scripts/test_classes.py",
     "families.flux2": "package/test_families.py flux2-klein",
