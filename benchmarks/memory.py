@@ -55,7 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.exact import compute_in_float32, list_outer_blocks
+from diffusion_training.blocks import compute_in_float32, list_outer_blocks
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
 from diffusion_training.models import start_average

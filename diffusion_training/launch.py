@@ -25,6 +25,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from huggingface_hub.constants import HF_HOME
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffusion_training.errors.faults import explain
@@ -200,6 +201,8 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     backend = args.compile
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
+    if backend:
+        keep_compiled(vars(args).get("cache_dir"))
     if shard and (backend or precision == "fp16"):
         what, flag = ("fp16", "mixed_precision bf16")
         if backend:
@@ -236,6 +239,18 @@ def advise_precision(device: torch.device, precision: str, args: Namespace) -> s
         f"Float32 leaves the tensor cores of this GPU unused: {flags} is several times faster "
         "(--mixed_precision no keeps float32 and hides this line)"
     )
+
+
+def keep_compiled(cache_dir: str | None) -> None:
+    """Let inductor keep its code for later runs, in the folder of downloads.
+
+    Otherwise it would be in the machine's folder for temporary files, and a resumed run might have
+    to compile again. The variable TORCHINDUCTOR_CACHE_DIR names another folder.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if name not in os.environ:
+        os.environ[name] = str(Path(cache_dir or HF_HOME, "diffusion_training", "inductor"))
+        CHANGED.callback(os.environ.pop, name, None)
 
 
 def choose_attention(device: torch.device) -> contextlib.AbstractContextManager:

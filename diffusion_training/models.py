@@ -30,7 +30,7 @@ from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 
 # For `load_weights`, in place of a dtype: weights in the precision of their files, with which the
-# model computes what it would compute with float32 weights, bit for bit; see exact.py.
+# model computes what it would compute with float32 weights, bit for bit; see blocks.py.
 EXACT: Any = "exact"
 NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
@@ -51,7 +51,7 @@ def load_weights(kind: Any, source: str | None, **options: Any) -> torch.nn.Modu
     broken = [name for name, weight in model.named_parameters() if not is_finite(weight)]
     raise_for_keys(NOT_FINITE, broken)
     if is_exact and options["torch_dtype"] != torch.float32:
-        from diffusion_training.exact import compute_in_float32
+        from diffusion_training.blocks import compute_in_float32
 
         if not compute_in_float32(model):
             del model
@@ -258,22 +258,29 @@ def checkpoint_gradients(models: Models) -> None:
 def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> None:
     """Compile a model in place, with the options that `accelerate config` set.
 
-    In place, the weights keep their names. Each of several shapes of the inputs is compiled
-    separately. Code for all of them would be slower, and torch would make it only after the second
-    shape, so that a resumed run would end with other bits.
+    In place, the weights keep their names. If repeated blocks hold nearly all of the model, they
+    are compiled one for all. Each of several shapes of the inputs is compiled separately. Code for
+    all of them would be slower, and torch would make it only after the second shape, so that a
+    resumed run would end with other bits.
     """
+    from diffusion_training.blocks import list_repeated
+
     options = {}
     dynamo = TorchDynamoPlugin()
     if dynamo.backend != DynamoBackend.NO:  # else dynamic=False is only the plugin's default
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
     if num_shapes > 1:
         options["dynamic"] = False
-        raise_recompile_limit(num_shapes)
     with explained(f"torch.compile with {backend} is not possible"):
         if dynamo.use_regional_compilation and dynamo.backend != DynamoBackend.NO:
             model.compile_repeated_blocks(backend=backend, **options)
-        else:
-            model.compile(backend=backend, **options)
+            return
+        parts = list_repeated(model) or [model]
+        # torch counts the code of all blocks of a class together, which may differ, as in a LoRA
+        if num_shapes * len(parts) > 1:
+            raise_recompile_limit(num_shapes * len(parts))
+        for part in parts:
+            part.compile(backend=backend, **options)
 
 
 def is_component(entry: Any) -> bool:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_pipelines import MAKE
 
 import precompute_latents
-from diffusion_training.exact import compute_in_float32
+from diffusion_training.blocks import compute_in_float32
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents import encoders as module

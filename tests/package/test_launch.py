@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from conftest import finish, free_port, kill, patch, reset, start, wait_until
 from fake_device import GpuModule, forked
 from filelock import FileLock
+from huggingface_hub.constants import HF_HOME
 from torch.nn.attention import SDPBackend
 
 import train_unconditional
@@ -70,6 +71,25 @@ def test_float32_by_default_on_a_gpu_prints_advice_once(monkeypatch, capsys):
     patch(monkeypatch, "advise_precision", lambda *found: f"told of {found[1]}")
     assert make().mixed_precision == "no"
     assert capsys.readouterr().out.count("told of no\n") == 1
+
+
+def test_compiled_code_is_kept_with_the_downloads_unless_a_variable_names_a_folder(monkeypatch):
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.delenv(name, raising=False)
+    with CHANGED:
+        make(compile="inductor", cache_dir="cache")
+        assert os.environ[name] == os.path.join("cache", "diffusion_training", "inductor")
+    with CHANGED:
+        make(compile="inductor")
+        assert os.environ[name] == os.path.join(HF_HOME, "diffusion_training", "inductor")
+    assert name not in os.environ
+    with CHANGED:
+        make()
+        assert name not in os.environ
+    monkeypatch.setenv(name, "own")
+    with CHANGED:
+        make(compile="inductor", cache_dir="cache")
+    assert os.environ[name] == "own"
 
 
 def name_kernels():

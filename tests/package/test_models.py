@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import re
 import types
 
@@ -9,12 +10,15 @@ import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, make_unet_config
+from conftest import PRX, ROOT, make_unet_config
 from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
 from fake_device import DEVICE, NAME, GpuModule, forked
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 
+from diffusion_training.blocks import list_repeated
 from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     AveragedWeights,
@@ -81,6 +85,41 @@ def test_weights_of_any_module_are_saved_and_read(tmp_path):
 def test_an_unknown_compiler_backend_ends_in_one_sentence():
     with pytest.raises(SystemExit, match=r"^torch.compile with nosuch is not possible \("):
         compile_model(torch.nn.Linear(1, 1), "nosuch")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_transformers_blocks_are_compiled_one_for_all(rank):
+    """With a LoRA, too. The first block differs, because its input needs no gradient."""
+    torch.manual_seed(0)
+    kind, config = diffusers.PRXTransformer2DModel, PRX | {"depth": 5}
+    plain = kind(**config)
+    if rank:
+        plain.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=["img_qkv_proj"]), plain)
+    compiled = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compile_model(compiled, counter)
+    assert [*compiled.state_dict()] == [*plain.state_dict()]
+    for model in (plain, compiled):
+        torch.manual_seed(1)
+        image = torch.randn(2, config["in_channels"], 4, 4)
+        prompt = torch.randn(2, 3, config["context_in_dim"])
+        model(image, torch.ones(2), prompt).sample.square().mean().backward()
+    assert 1 <= counter.frame_count <= 3
+    gradients = ([w.grad for w in list_parameters({"": model})] for model in (plain, compiled))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_unet_is_compiled_whole(tmp_path):
+    """Its ResNets and norms are in no repeated block."""
+    config = UNet2DModel.load_config(make_unet_config(tmp_path))
+    with torch.device("meta"):
+        unets = [UNet2DModel.from_config(config), diffusers.UNet2DConditionModel()]
+    for model in (*unets, torch.nn.Linear(1, 1)):
+        assert list_repeated(model) == []
 
 
 def test_list_reached_finds_the_weights_that_get_a_gradient():

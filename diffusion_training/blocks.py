@@ -1,4 +1,4 @@
-"""Models that keep weights of 16 bits, and compute in float32."""
+"""The repeated blocks of a model: in 16 bits where it computes in float32, compiled one for all."""
 
 from typing import Any
 
@@ -54,3 +54,21 @@ def narrow(block: torch.nn.Module, inputs: Any, output: Any) -> None:
         if hasattr(weight, "stored"):
             weight.data = weight.stored
             del weight.stored
+
+
+def list_repeated(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the repeated blocks of a transformer of diffusers; none for other models.
+
+    The ResNets and norms of a U-Net are in no repeated block, so it would stay uncompiled in part:
+    71 % of Stable Diffusion's, 15 % of SDXL's. In transformers it is less than 6 %.
+    """
+    kinds = set(getattr(model, "_repeated_blocks", ()))
+    if not kinds:  # diffusers does not name those of Stable Diffusion 3 and PRX
+        lists = [child for child in model.children() if isinstance(child, torch.nn.ModuleList)]
+        kinds = {type(block).__name__ for blocks in lists for block in blocks}
+        if len(kinds) > 1:  # such as the levels of a U-Net
+            return []
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    inside = {id(weight): weight.numel() for block in blocks for weight in block.parameters()}
+    total = sum(weight.numel() for weight in model.parameters())
+    return blocks if sum(inside.values()) > 0.9 * total else []
