@@ -57,6 +57,7 @@ from diffusion_training.training.posthoc import (
     WIDTHS,
     PosthocEma,
     check_snapshots,
+    find_snapshot_folders,
     write_losses,
     write_snapshot,
 )
@@ -646,7 +647,8 @@ def check_free_space(models: Models, args: Namespace) -> None:
     """Stop with an error if --output_dir has no room for the checkpoints and the result.
 
     There are up to two checkpoints, because the next one is written before an old one is deleted,
-    and with --checkpoints_to a third that is being copied. Existing ones need no more room.
+    and with --checkpoints_to a third that is being copied. Existing ones need no more room, nor do
+    existing snapshots of --posthoc_ema.
     """
     widths = args.posthoc_ema or ()
     checkpoint, result = count_disk(models, args.use_ema + len(widths), args.optimizer)
@@ -655,9 +657,11 @@ def check_free_space(models: Models, args: Namespace) -> None:
     needed = count * checkpoint + result
     if widths:
         every = args.posthoc_ema_steps or args.checkpointing_steps
-        snapshots = math.ceil(args.max_train_steps / every)
+        existing = len(find_snapshot_folders(args.output_dir))
+        snapshots = max(0, math.ceil(args.max_train_steps / every) - existing)
         size = snapshots * len(widths) * result // 2  # in float16
-        print(f"Post-hoc EMA: {size / 1e9:.3g} GB for {amount(snapshots, 'snapshot')}")
+        what = amount(snapshots, "more snapshot" if existing else "snapshot")
+        print(f"Post-hoc EMA: {size / 1e9:.3g} GB for {what}")
         needed += size
     free = shutil.disk_usage(args.output_dir).free
     if free < needed:
