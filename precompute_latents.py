@@ -150,7 +150,7 @@ from diffusion_training.latents.published import check_published, open_published
 from diffusion_training.launch import Meeting, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
-from diffusion_training.models import DTYPES
+from diffusion_training.models import DTYPES, EXACT
 from diffusion_training.order import KEYS, step_seed
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -634,13 +634,17 @@ def main(args: Namespace) -> None:
     if args.class_column:  # they replace captions and a text encoder
         images, classes = name_classes(images, args)
         base = replace(base, classes=tuple(classes))
-    # One process of each machine describes the models, because in float32 they take gigabytes.
+    # One process of each machine describes the models, because they take gigabytes. On a CPU these
+    # also encode in float32.
+    keeps_exact = launch.dtype == torch.float32 and device.type == "cpu" and not launch.compile
     exact = found = None
     if accelerator.is_local_main_process:
-        exact = load_encoders(base, torch.float32)
+        exact = load_encoders(base, EXACT)
         if args.import_latents:
             check_published(images.rows, exact, args)
         found = exact.family, *describe_encoders(base, exact, args, launch.mixed_precision)
+    if not keeps_exact:
+        exact = None  # free it before the same models are loaded to encode
     local_main = rank - accelerator.local_process_index
     family, empty_prompt, described = gather_object([found])[local_main]
     base = replace(base, family=family)  # it has found out what it needs
@@ -648,9 +652,8 @@ def main(args: Namespace) -> None:
         described["classes"] = classes
     load_exact = None
     if launch.dtype != torch.float32:
-        exact = None  # free it before the same models are loaded in 16 bits
         load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
-    encoders = exact or load_encoders(base, launch.dtype)
+    encoders = exact or load_encoders(base, EXACT if keeps_exact else launch.dtype)
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     if not list_reference_columns(images.rows, args):  # edits may share one instruction
         report_equal(texts, args)

@@ -179,6 +179,7 @@ from diffusion_training.latents.passes import LatentRows, try_batch_sizes, write
 from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import move
+from diffusion_training.models import EXACT
 from diffusion_training.remote import reading, remove
 from precompute_latents import TransformedRows, describe_encoders, encode, encode_all
 
@@ -553,9 +554,10 @@ def place_encoder(job: Any, engine: Engine) -> tuple[Any, Any]:
     return actor.remote(job), group
 
 
-def count_weight_bytes(encoders: Encoders) -> int:
-    """The bytes of the weights of all models."""
-    return sum(weight.nbytes for model in encoders.modules() for weight in model.parameters())
+def count_weight_bytes(encoders: Encoders, dtype: torch.dtype) -> int:
+    """The bytes of the weights of all models in a precision."""
+    weights = (weight for model in encoders.modules() for weight in model.parameters())
+    return dtype.itemsize * sum(weight.numel() for weight in weights)
 
 
 def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
@@ -838,12 +840,12 @@ def main(args: argparse.Namespace) -> None:
     recorded = Flags(**{name: value for name, value in vars(args).items() if name not in ENGINE})
     accelerator = Accelerator(cpu=True)  # for `open_cache`: there is one process
 
-    # The driver loads and hashes the models on its CPU, in float32 and in the precision that
-    # encodes. The encoders compare theirs with these hashes, and load float32 only if rows need it.
+    # The driver loads and hashes the models on its CPU, `EXACT` and in the precision that encodes.
+    # The encoders compare theirs with these hashes, and load float32 only if rows need it.
     base = open_base(args, num_references=count_references(args))
     if base.num_references:
         fail("images to edit (references) can't be encoded on Ray yet: use precompute_latents.py")
-    encoders = load_encoders(base, torch.float32)
+    encoders = load_encoders(base, EXACT)
     empty_prompt, described = describe_encoders(base, encoders, args, mixed_precision)
     texts = []
     if is_address(args.train_data_dir):
@@ -863,13 +865,13 @@ def main(args: argparse.Namespace) -> None:
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return
-    models, weight_bytes = described, count_weight_bytes(encoders)
+    models, weight_bytes = described, count_weight_bytes(encoders, torch.float32)
     if (dtype := getattr(torch, described["dtype"])) != torch.float32:
         base = replace(base, family=encoders.family)  # it has found out what it needs
         del encoders  # before the same models are loaded in 16 bits
         encoders = load_encoders(base, dtype)
         models = describe_models(encoders)
-        weight_bytes += count_weight_bytes(encoders)  # a row may need float32 as well
+        weight_bytes += count_weight_bytes(encoders, dtype)  # a row may need float32 as well
     del encoders
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.

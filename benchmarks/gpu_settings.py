@@ -48,14 +48,26 @@ def copy_beside():
 
 
 def keep_layout():
-    """Leave models in torch's own memory layout. Trainers choose channels_last on a GPU."""
+    """Leave models in torch's own memory layout, whatever `choose_layout` would choose."""
+    import torch
+
     from diffusion_training import models
 
-    models.put_on_device = lambda model, device: model.to(device)
+    models.choose_layout = lambda device: torch.preserve_format
+
+
+def keep_attention():
+    """Leave attention to torch's first choice. Trainers try cuDNN's first on Hopper."""
+    import contextlib
+
+    from diffusion_training import launch
+
+    launch.choose_attention = lambda device: contextlib.nullcontext()
 
 
 SETTINGS = {
     "torch's memory layout": keep_layout,
+    "torch's attention": keep_attention,
     "cudnn.benchmark": choose_convolutions,
     "expandable segments": expand_segments,
     "copies on a stream of their own": copy_beside,

@@ -55,6 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
+from diffusion_training.blocks import compute_in_float32, list_outer_blocks
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
 from diffusion_training.models import start_average
@@ -795,15 +796,33 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
         ]
 
 
+def count_exact(model: Published) -> int:
+    """The bytes of VAE and text encoders at the start, from files in 16 bits; see `EXACT`."""
+    usual = torch.get_default_dtype()
+    total = 4 * count_numbers(make_vae(model))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        encoders = make_encoders(model)
+    finally:
+        torch.set_default_dtype(usual)
+    largest = 0
+    for encoder in encoders:
+        if not compute_in_float32(encoder):
+            total += 4 * count_numbers(encoder)
+            continue
+        total += sum(weight.nbytes for weight in encoder.parameters())
+        largest = max(largest, *(4 * count_numbers(each) for each in list_outer_blocks(encoder)))
+    return total + largest  # one block at a time is in float32 as well
+
+
 def list_host(names: list[str]) -> Iterator[list[str]]:
     """Memory of the first process: with the encoders, then with the model."""
     for name in names:
         model = MODELS[name]
         with torch.device("meta"):
-            frozen = sum(map(count_numbers, [make_vae(model), *make_encoders(model)]))
+            frozen = count_exact(model)
             trained = count_numbers(make_denoiser(model))
-        base = gigabytes(2 * trained)
-        yield [name, gigabytes(4 * frozen), base, gigabytes(4 * trained)]
+        yield [name, gigabytes(frozen), gigabytes(2 * trained), gigabytes(4 * trained)]
 
 
 def list_encoders(names: list[str]) -> Iterator[list[str]]:

@@ -17,10 +17,12 @@ import torch
 import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from diffusers import ModelMixin
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from torch.nn import Linear
+from torch.nn.functional import group_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from diffusion_training.batches import Models, Predict
@@ -32,6 +34,9 @@ from diffusion_training.memory import is_gpu
 # drops the old name; transformers has both.
 IS_RENAMED = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40)
 DTYPE = "dtype" if IS_RENAMED else "torch_dtype"
+# For `load_weights`, in place of a dtype: weights in the precision of their files, with which the
+# model computes what it would compute with float32 weights, bit for bit; see blocks.py.
+EXACT: Any = "exact"
 NOT_FINITE = "weights with NaN or infinity"  # for `raise_for_keys`
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of --mixed_precision
 
@@ -42,15 +47,22 @@ def load_weights(
     """Call `kind.from_pretrained`; raise ValueError if weights are missing or have other shapes.
 
     Such weights would be random, or not loaded at all. It also raises ValueError for weights with
-    NaN or infinity, which can't be trained.
+    NaN or infinity, which can't be trained. torch_dtype: may be EXACT.
     """
-    if torch_dtype is not None:
-        options[DTYPE] = torch_dtype
-    model, info = kind.from_pretrained(source, output_loading_info=True, **options)
+    is_exact = torch_dtype is EXACT
+    dtype = read_precision(source, kind=kind, **options) if is_exact else torch_dtype
+    own = {} if dtype is None else {DTYPE: dtype}
+    model, info = kind.from_pretrained(source, output_loading_info=True, **options, **own)
     for what in ("missing_keys", "mismatched_keys"):
         raise_for_keys(what.replace("_", " "), info[what])
     broken = [name for name, weight in model.named_parameters() if not is_finite(weight)]
     raise_for_keys(NOT_FINITE, broken)
+    if is_exact and dtype != torch.float32:
+        from diffusion_training.blocks import compute_in_float32
+
+        if not compute_in_float32(model):
+            del model
+            return load_weights(kind, source, torch.float32, **options)
     return model
 
 
@@ -66,11 +78,16 @@ def raise_for_keys(what: str, keys: Collection[Any]) -> None:
 
 
 def find_weight_files(
-    source: str, subfolder: str, variant: str | None = None, **options: Any
+    source: str,
+    subfolder: str,
+    variant: str | None = None,
+    stem: str = "diffusion_pytorch_model",
+    **options: Any,
 ) -> list[str]:
     """List the .safetensors files that `from_pretrained` reads, several for a sharded model.
 
-    Raises FileNotFoundError if there are none. options: revision and cache_dir.
+    Raises FileNotFoundError if there are none. stem: of their names, "model" for transformers.
+    options: revision and cache_dir.
     """
 
     def locate(name: str) -> str | None:
@@ -78,13 +95,13 @@ def find_weight_files(
             path = os.path.join(source, subfolder, name)
             return path if os.path.isfile(path) else None
         try:
-            return hf_hub_download(source, f"{subfolder}/{name}", **options)
+            return hf_hub_download(source, name, subfolder=subfolder or None, **options)
         except EntryNotFoundError:
             return None
 
     end = f".{variant}" if variant else ""
-    names = {f"diffusion_pytorch_model{end}.safetensors"}
-    index = locate(f"diffusion_pytorch_model.safetensors.index{end}.json")
+    names = {f"{stem}{end}.safetensors"}
+    index = locate(f"{stem}.safetensors.index{end}.json")
     if index:
         with open(index) as file:
             names = set(json.load(file)["weight_map"].values())
@@ -105,7 +122,8 @@ def hash_weights(model: torch.nn.Module) -> str:
 
 def hash_weight(weight: torch.Tensor) -> str:
     digest = hashlib.sha256(str(tuple(weight.shape)).encode())
-    digest.update(weight.detach().float().cpu().contiguous().numpy())
+    for part in weight.detach().flatten().split(2**20):  # a copy of all would take memory
+        digest.update(part.float().cpu().numpy())
     return digest.hexdigest()
 
 
@@ -194,17 +212,30 @@ def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
             weight.requires_grad_(False)
 
 
+def choose_layout(device: torch.device) -> torch.memory_format:
+    """Return the memory layout of convolutions' weights for a device.
+
+    channels_last is the fastest on CUDA, but only if group norms keep it, which the device is asked
+    here. Those of torch before 2.15 return a contiguous tensor (pytorch issue 111824), so that each
+    norm and the convolution after it would copy their inputs. The twins in minimal/ ask the same.
+    """
+    if not is_gpu(device):
+        return torch.preserve_format
+    image = torch.empty(1, 64, 2, 2, device=device, memory_format=torch.channels_last)
+    keeps_it = group_norm(image, 32).is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if keeps_it else torch.preserve_format
+
+
 def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move a model; on CUDA, also use the memory layout that is fastest for convolutions.
+    """Move a model, and change its memory layout to the device's, see `choose_layout`.
 
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     What --blocks_to_swap keeps in the host's memory stays there.
     """
     is_for_video = any(weight.dim() == 5 for weight in model.parameters())
+    layout = torch.preserve_format if is_for_video else choose_layout(device)
     with model.block_swap.hiding(model) if is_swapped(model) else contextlib.nullcontext():
-        if is_gpu(device) and not is_for_video:
-            return model.to(device, memory_format=torch.channels_last)
-        return model.to(device)
+        return model.to(device, memory_format=layout)
 
 
 def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:
@@ -234,22 +265,29 @@ def checkpoint_gradients(models: Models) -> None:
 def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> None:
     """Compile a model in place, with the options that `accelerate config` set.
 
-    In place, the weights keep their names. Each of several shapes of the inputs is compiled
-    separately. Code for all of them would be slower, and torch would make it only after the second
-    shape, so that a resumed run would end with other bits.
+    In place, the weights keep their names. If repeated blocks hold nearly all of the model, they
+    are compiled one for all. Each of several shapes of the inputs is compiled separately. Code for
+    all of them would be slower, and torch would make it only after the second shape, so that a
+    resumed run would end with other bits.
     """
+    from diffusion_training.blocks import list_repeated
+
     options = {}
     dynamo = TorchDynamoPlugin()
     if dynamo.backend != DynamoBackend.NO:  # else dynamic=False is only the plugin's default
         options = {"mode": dynamo.mode, "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic}
     if num_shapes > 1:
         options["dynamic"] = False
-        raise_recompile_limit(num_shapes)
     with explained(f"torch.compile with {backend} is not possible"):
         if dynamo.use_regional_compilation and dynamo.backend != DynamoBackend.NO:
             model.compile_repeated_blocks(backend=backend, **options)
-        else:
-            model.compile(backend=backend, **options)
+            return
+        parts = list_repeated(model) or [model]
+        # torch counts the code of all blocks of a class together, which may differ, as in a LoRA
+        if num_shapes * len(parts) > 1:
+            raise_recompile_limit(num_shapes * len(parts))
+        for part in parts:
+            part.compile(backend=backend, **options)
 
 
 def is_component(entry: Any) -> bool:
@@ -331,16 +369,30 @@ def update_ema(averages: AveragedWeights, step: int, args: argparse.Namespace) -
     averages.move(decay)
 
 
-def read_precision(source: str, subfolder: str, **options: Any) -> torch.dtype:
+def read_precision(
+    source: str | None,
+    subfolder: str = "",
+    variant: str | None = None,
+    kind: Any = None,
+    revision: str | None = None,
+    cache_dir: Any = None,
+    **others: Any,
+) -> torch.dtype:
     """Return the precision of a model's safetensors files; float32 if it is mixed or unknown.
 
-    options: those of `from_pretrained`. By default, diffusers would load 16-bit weights as float32.
+    By default, diffusers would load 16-bit weights as float32.
+
+    kind: the model's class, of diffusers if it is None. The rest is as for `from_pretrained`.
     """
+    is_diffusers = kind is None or issubclass(kind, ModelMixin)
+    stem = "diffusion_pytorch_model" if is_diffusers else "model"
+    options = {"revision": revision, "cache_dir": cache_dir}
     kinds = set()
     with contextlib.suppress(Exception):  # other kinds of files
-        for path in find_weight_files(source, subfolder, **options):
+        for path in find_weight_files(str(source), subfolder, variant, stem, **options):
             with safe_open(path, "pt") as file:
                 kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}
+    kinds = {each for each in kinds if "F" in each}  # also integers, such as numbers of positions
     if kinds in ({"F16"}, {"BF16"}):
         return torch.float16 if kinds == {"F16"} else torch.bfloat16
     return torch.float32

@@ -173,6 +173,8 @@ def run_operator(function, args, kwargs):
         return convert(function, *args, **kwargs)
     if name == "aten::copy_":
         return copy(*args, **kwargs)
+    if name == "aten::native_group_norm" and not GpuModule.norms_keep_layout:
+        args = (args[0].contiguous(), *args[1:])
     values = list_values([*args, *kwargs.values()])
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if name in INDEXING:
@@ -438,6 +440,8 @@ class GpuModule:
     Event = Event
     Stream = Stream
     forbids_waits = False
+    norms_keep_layout = True  # False: as on CUDA before torch 2.15
+    capability = (8, 0)
     BFloat16Tensor = HalfTensor = FloatTensor = torch.Tensor
 
     def is_available(self):
@@ -511,6 +515,9 @@ class GpuModule:
 
     def get_device_name(self, device=None):
         return "Imitated GPU"
+
+    def get_device_capability(self, device=None):
+        return self.capability
 
     def get_device_properties(self, device=None):
         return SimpleNamespace(name="Imitated GPU", total_memory=16 * 10**9)

@@ -139,6 +139,8 @@ def check_stream_args(parser: ArgumentParser, args: Namespace) -> None:
     given = vars(args) if vars(args).get("streaming") else {}
     if given.get("max_train_steps", 1) is None:
         parser.error("--streaming needs --max_train_steps, because a stream has no epochs")
+    if given.get("checkpointing_epochs"):
+        parser.error("a stream has no epochs: give --checkpointing_steps instead")
     if given.get("holdout"):
         parser.error("--holdout needs the images on a disk: leave --holdout or --streaming out")
     for name in ("train_batch_size", "batch_size"):

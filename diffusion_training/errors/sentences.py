@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -190,6 +191,12 @@ def in_one_sentence(
         with contextlib.ExitStack() as terminal:
             try:
                 run(args, terminal)
+            except Exception:
+                if not is_program:
+                    raise
+                # here, where stderr hides secrets, which the message may repeat
+                print(traceback.format_exc(), end="", file=sys.stderr)
+                raise SystemExit(1) from None
             finally:
                 if is_program:  # a Ctrl-C while Python ends would print a traceback of `atexit`
                     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)

@@ -52,7 +52,7 @@ from diffusion_training.latents.shards import Shards, name_repair
 from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
 from diffusion_training.launch import Launch
 from diffusion_training.memory import move
-from diffusion_training.models import put_on_device
+from diffusion_training.models import EXACT, put_on_device
 
 MOST_CLASS_PROMPTS = 32
 
@@ -265,11 +265,13 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
     images = load_rows(args, args.streaming, [args.caption_column], with_references=with_references)
     references = list_reference_columns(images.rows, args) if with_references else ()
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
-    encoders = load_encoders(base, launch.dtype)
-    base = replace(base, family=encoders.family)
-    check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
+    # in 16 bits they are loaded last, when those that encode prompts exactly are gone
+    encoders = load_encoders(base, launch.dtype) if launch.dtype == torch.float32 else None
     validation = encode_for_all(launch, base, encoders, args.validation_prompts)
     class_prompts = encode_class_prompts(launch, base, encoders, texts, args)
+    encoders = encoders or load_encoders(base, launch.dtype)
+    base = replace(base, family=encoders.family)
+    check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
     put_on_device(encoders.vae.requires_grad_(False), launch.device)
     encoders.text_encoders.requires_grad_(False).to(launch.device)
     try_encoders(encoders)
@@ -398,10 +400,10 @@ def load_matching_encoders(
 ) -> Encoders:
     """Stop with an error if caches are of other models, or lack data that the flags need.
 
-    Returns the encoders used for the comparison, in float32 on the CPU.
+    Returns the encoders used for the comparison, `EXACT` ones on the CPU.
     """
     first = next(iter(caches.values())).settings
-    encoders = load_encoders(base, torch.float32)
+    encoders = load_encoders(base, EXACT)
     check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
     try_encoders(encoders)
     # --clip_skip does not change a cache of ids, which the trainer encodes
@@ -487,15 +489,14 @@ def encode_for_all(
 ) -> PromptEmbeds | None:
     """Encode the prompts of a flag in float32 on the first process, and send them to all.
 
-    images: the references of each prompt. encoders: used if they are loaded, and in float32.
+    images: the references of each prompt. encoders: `EXACT` or in float32; None: loaded here.
     Prompts are encoded one by one, so that the samples of one do not depend on the others.
     """
     if not prompts:
         return None
     sent: list[PromptEmbeds | None] = [None]
     if launch.is_main:
-        if encoders is None or encoders.text_encoders[0].dtype != torch.float32:
-            encoders = load_encoders(base, torch.float32, with_vae=False)
+        encoders = encoders or load_encoders(base, EXACT, with_vae=False)
 
         def encode_empty(references: list[Any] | None = None) -> Any:
             empty = encode_empty_prompt(encoders, base, references)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from diffusion_training.errors.sentences import fail
 from diffusion_training.launch import Launch
 from diffusion_training.memory import BLOCK, HostMemory, is_gpu, measure_free
-from diffusion_training.models import read_precision
+from diffusion_training.models import choose_layout, read_precision
 from diffusion_training.training.quantization import list_blocks, list_quantizable
 
 # of one block: {name in it: weight}
@@ -197,8 +197,8 @@ def pin(weights: list[torch.Tensor], device: torch.device) -> None:
         if number == len(weights) or size + weights[number].nbytes > 0.9 * BLOCK:
             memory = HostMemory(size, device)
             for each in group:
-                # as in `put_on_device`
-                layout = torch.channels_last if each.dim() == 4 else torch.preserve_format
+                # as `put_on_device` does
+                layout = choose_layout(device) if each.dim() == 4 else torch.preserve_format
                 value = each.detach().to(memory_format=layout)
                 each.data = memory.cut(value).copy_(value)
             group = []

@@ -109,9 +109,13 @@ class Costs:
         self.copies = None
 
     def measure(self, images_per_second: float) -> dict[str, float]:
-        """Return {"memory_gb": at its peak, "tflops": per device, "mfu": share of the peak}."""
+        """Return {"memory_gb": at its peak, "host_gb", "tflops": per device, "mfu": share of peak}.
+
+        host_gb: what this process and its loader's processes hold of the host's memory now.
+        """
         self.most = max(self.most, measure_memory(self.device)[0] / 1e9)
-        measured = {"memory_gb": self.most}
+        host, _ = measure_memory(torch.device("cpu"))
+        measured = {"memory_gb": self.most, "host_gb": host / 1e9}
         if self.flops:
             measured["tflops"] = images_per_second / self.num_processes * self.flops / 1e12
             if self.peak:

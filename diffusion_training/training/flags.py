@@ -324,6 +324,11 @@ def add_saving_flags(add: Add) -> None:
         "--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints"
     )
     add(
+        "--checkpointing_epochs",
+        type=COUNT,
+        help="epochs between checkpoints, instead of --checkpointing_steps",
+    )
+    add(
         "--checkpoints_total_limit",
         type=COUNT,
         help="keep only this many checkpoints, the newest (default: all)",

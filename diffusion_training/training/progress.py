@@ -63,6 +63,10 @@ class Progress:
         """The epoch of the next image, counted from 0."""
         return self.images_seen // self.num_images
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.num_images / self.images_per_step)
+
     def next_step(self) -> NextStep:
         """Return the next step; an epoch's last step takes the images that are left.
 
@@ -106,10 +110,9 @@ class Progress:
 
     def last_step(self, num_epochs: int) -> int:
         """Return the step at which `num_epochs` end: the steps so far plus those still to do."""
-        steps_per_epoch = math.ceil(self.num_images / self.images_per_step)
         images_left = self.num_images - self.images_seen % self.num_images
         rest_of_epoch = math.ceil(images_left / self.images_per_step)
-        return self.data_step + rest_of_epoch + (num_epochs - self.epoch - 1) * steps_per_epoch
+        return self.data_step + rest_of_epoch + (num_epochs - self.epoch - 1) * self.steps_per_epoch
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""

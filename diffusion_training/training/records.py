@@ -280,7 +280,9 @@ class Records:
         if self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
         # the terminal cuts off its right end
-        shown = (
+        is_stream = vars(self.args).get("streaming")
+        shown = "" if is_stream else f"epoch {self.epoch + 1}, "
+        shown += (
             f"loss {record['loss']:.3g}, waiting {record['data_wait']:.0%}, "
             f"{record['images_per_second']:.3g} img/s"
         )

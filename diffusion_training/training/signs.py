@@ -178,6 +178,23 @@ def judge_loss(losses: list[float], constant: float) -> dict[str, str]:
     return {}
 
 
+def judge_end(records: list[dict]) -> str:
+    """Return a sentence if the loss still fell at the end of a run, else "".
+
+    The last two eighths of the records are compared, as in `judge_loss`. records: see
+    `read_metrics`.
+    """
+    losses = [record["loss"] for record in records if "loss" in record]
+    if len(losses) < 32:
+        return ""
+    before, last = np.array_split(losses, 8)[-2:]
+    errors = [eighth.std(ddof=1) / math.sqrt(len(eighth)) for eighth in (before, last)]
+    if before.mean() - last.mean() <= 4 * math.hypot(*errors):
+        return ""
+    fell = f"from {before.mean():.3g} to {last.mean():.3g} in the last quarter of the run"
+    return f"\nThe loss still falls, {fell}: try more steps"
+
+
 def name_faster_reader(args: Namespace) -> str:
     """What to change so that batches come faster."""
     caches = vars(args).get("latents_dir") or []

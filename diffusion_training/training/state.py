@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from diffusion_training import __version__
 from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
 from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import CHANGED, fail
+from diffusion_training.errors.sentences import CHANGED, fail, name_command
 from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
 from diffusion_training.models import (
     AveragedWeights,
@@ -57,6 +57,7 @@ from diffusion_training.training.posthoc import (
     WIDTHS,
     PosthocEma,
     check_snapshots,
+    find_snapshot_folders,
     write_losses,
     write_snapshot,
 )
@@ -67,6 +68,7 @@ from diffusion_training.training.report import DescribeModel, save_report
 from diffusion_training.training.run_folder import RunFolder, begin_run, end_run
 from diffusion_training.training.samples import samples_path
 from diffusion_training.training.sharding import gather_model, gather_state, shard
+from diffusion_training.training.signs import judge_end, read_metrics
 from diffusion_training.training.tuning import Plan
 
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
@@ -145,6 +147,7 @@ class Training:
         self.begun_at = time.monotonic()  # in seconds
         self.first_step = plan.progress.global_step
         self.has_folder = False
+        self.has_saved = False  # whether this process has written a checkpoint
         # `data_step` at the last update of the records, and at the last checkpoint
         self.updated_at = self.saved_at = plan.progress.data_step
         self.posthoc_at = self.first_step  # the step of the last snapshot of --posthoc_ema
@@ -316,14 +319,15 @@ class Training:
             self.records.update(self.step, log, self.step == self.args.max_train_steps)
 
     def save_what_is_due(self, results: Results) -> None:
-        """Save a checkpoint every --checkpointing_steps, and others of the flags' files.
+        """Save a checkpoint every --checkpointing_steps or epochs, and others of the flags' files.
 
         These are snapshots of --posthoc_ema and, every `save_epochs`, the result. A copy of a
         checkpoint or snapshot is taken; a thread of the first process writes it meanwhile.
         """
         if self.is_due(self.posthoc_every):
             self.save_posthoc()
-        if self.is_due(self.args.checkpointing_steps):
+        epochs = self.args.checkpointing_epochs
+        if self.is_due(None if epochs else self.args.checkpointing_steps, epochs):
             self.save_checkpoint()
         if self.is_due(None, results.save_epochs) and self.continues():
             self.save_result(results.save)
@@ -407,6 +411,7 @@ class Training:
                 posthoc.result()
             with self.records.timed("checkpoint_write_seconds", is_pause=False):
                 save_checkpoint(path, state, models, moments, scale, write_extra)
+            self.report_saved(path)
             self.prune(path)
             if self.run.copies:
                 self.run.copies.news.set()
@@ -418,6 +423,14 @@ class Training:
             self.writing = self.writer.submit(
                 write, self.checkpoint_copy.models(), self.checkpoint_copy.moments
             )
+
+    def report_saved(self, path: Path) -> None:
+        """Print that a checkpoint is whole; at the first one also what continues from it."""
+        sentence = f"Saved {path.name}"
+        if not self.has_saved:
+            sentence += f": after an interruption, {name_command()} continues from it"
+        self.has_saved = True
+        self.records.bar.write(sentence)
 
     def prune(self, saved: Path) -> None:
         """Delete the oldest checkpoints beyond the limit."""
@@ -630,6 +643,8 @@ class Training:
         done = f"Done in {duration}: {name}, {samples} and report.html are in {args.output_dir}"
         if readers := name_readers(args, for_unet="unet" in self.models):
             done += f". {readers.replace('`', '')}"
+        if self.launch.is_main:
+            done += judge_end(read_metrics(args.output_dir))
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {name}"
@@ -640,7 +655,8 @@ def check_free_space(models: Models, args: Namespace) -> None:
     """Stop with an error if --output_dir has no room for the checkpoints and the result.
 
     There are up to two checkpoints, because the next one is written before an old one is deleted,
-    and with --checkpoints_to a third that is being copied. Existing ones need no more room.
+    and with --checkpoints_to a third that is being copied. Existing ones need no more room, nor do
+    existing snapshots of --posthoc_ema.
     """
     widths = args.posthoc_ema or ()
     checkpoint, result = count_disk(models, args.use_ema + len(widths), args.optimizer)
@@ -649,9 +665,11 @@ def check_free_space(models: Models, args: Namespace) -> None:
     needed = count * checkpoint + result
     if widths:
         every = args.posthoc_ema_steps or args.checkpointing_steps
-        snapshots = math.ceil(args.max_train_steps / every)
+        existing = len(find_snapshot_folders(args.output_dir))
+        snapshots = max(0, math.ceil(args.max_train_steps / every) - existing)
         size = snapshots * len(widths) * result // 2  # in float16
-        print(f"Post-hoc EMA: {size / 1e9:.3g} GB for {amount(snapshots, 'snapshot')}")
+        what = amount(snapshots, "more snapshot" if existing else "snapshot")
+        print(f"Post-hoc EMA: {size / 1e9:.3g} GB for {what}")
         needed += size
     free = shutil.disk_usage(args.output_dir).free
     if free < needed:

@@ -45,6 +45,7 @@ class Plan:
     lr_scheduler: str
     lr_warmup_steps: int
     max_train_steps: int
+    checkpointing_steps: int  # with --checkpointing_epochs those of so many whole epochs
     is_done: bool  # whether nothing is left to train
     progress: Progress
     state: dict[str, Any]  # of the checkpoint; see `read_state`
@@ -58,6 +59,7 @@ class Plan:
             "lr_scheduler",
             "lr_warmup_steps",
             "max_train_steps",
+            "checkpointing_steps",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -96,6 +98,11 @@ def plan_run(
         lr_scheduler=lr_scheduler,
         lr_warmup_steps=lr_warmup_steps,
         max_train_steps=max_train_steps,
+        checkpointing_steps=(
+            args.checkpointing_epochs * progress.steps_per_epoch
+            if args.checkpointing_epochs
+            else args.checkpointing_steps
+        ),
         is_done=progress.global_step > max_train_steps and not args.find_lr,
         progress=progress,
         state=state,

@@ -74,7 +74,7 @@ REMOTE = "train_text_to_image --latents_dir=s3"  # a cache in a bucket, with roo
 NEWER = [FLOW, BEST, *STREAMS, REMOTE]
 LONG = pytest.mark.long
 # fields of a record that depend on the machine
-MACHINE_FIELDS = ("images_per_second", "data_wait", "memory_gb", "tflops", "seconds")
+MACHINE_FIELDS = ("images_per_second", "data_wait", "memory_gb", "host_gb", "tflops", "seconds")
 
 
 def cases(many, quick, slow=None, names=NAMES):

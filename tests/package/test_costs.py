@@ -264,7 +264,8 @@ def test_costs_measures_tflops_per_device_and_mfu(base, capsys):
     )
     assert float(line[1]) == pytest.approx(4 * float(line[2]), rel=0.01)
     assert (
-        made.measure(10.0).keys() == {"memory_gb"} and 0.1 < made.measure(10.0)["memory_gb"] < 100
+        made.measure(10.0).keys() == {"memory_gb", "host_gb"}
+        and 0.1 < made.measure(10.0)["memory_gb"] < 100
     )
     made.count_operations(PREPARED)
     made.num_processes, made.peak = 2, 1e-3
@@ -282,7 +283,7 @@ def test_training_goes_on_if_operations_can_not_be_counted(base, capsys):
     made = make_costs({"unet": unet_of(base)}, loss)
     for _ in range(2):
         made.count_operations(PREPARED)
-    assert made.measure(10.0).keys() == {"memory_gb"}
+    assert made.measure(10.0).keys() == {"memory_gb", "host_gb"}
     said = "tflops are not recorded: the model's operations can't be counted ("
     assert capsys.readouterr().err.count(said) == 1
 
@@ -321,7 +322,9 @@ def test_costs_reads_memory_and_peak_of_the_gpu(base, monkeypatch, capsys):
     assert made.describe() == "Memory in use: 30 GB at the peak, 40 reserved, of 80"
     assert resets == [accelerator.device]
     made.flops = 1e12
-    assert made.measure(156.0) == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}
+    measured = made.measure(156.0)
+    assert 0.1 < measured.pop("host_gb") < 100
+    assert measured == {"memory_gb": 30.0, "tflops": 156.0, "mfu": 0.5}
 
 
 def test_a_run_prints_estimated_and_measured_memory_and_batch_size_trials(

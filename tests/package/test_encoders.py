@@ -8,17 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import MODELS
+from conftest import MODELS, make_sdxl, make_z_image
 from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel
 from safetensors.torch import load_file, save_file
+from tiny_pipelines import MAKE
 
 import precompute_latents
+from diffusion_training.blocks import compute_in_float32
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents import encoders as module
 from diffusion_training.latents.encoders import encode_prompts
 from diffusion_training.latents.plan import compare_settings
-from diffusion_training.models import hash_rules
+from diffusion_training.models import EXACT, hash_rules
 
 
 def load(*argv, resolution=16, dtype=torch.float32):
@@ -278,3 +280,77 @@ def test_a_recorded_pipeline_is_known_by_the_merges_of_its_tokenizers(tmp_path):
         for tokenizer, template in ((first, "a"), (other, "a"), (first, "b"))
     ]
     assert len({hash_parts(processor=processor) for processor in processors}) == 3
+
+
+def shorten_files(folder, dtype):
+    """Write all of a pipeline's weights, except the VAE's, in 16 bits."""
+    for path in folder.rglob("*.safetensors"):
+        if path.parent.name != "vae":
+            weights = load_file(path).items()
+            short = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights}
+            save_file(short, path, {"format": "pt"})
+
+
+def encode_both(folder):
+    """For float32 and `EXACT`: the encoders, their description, and all embeddings of captions."""
+    for dtype in (torch.float32, EXACT):
+        args = precompute_latents.parse_args(
+            [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+        )
+        base = open_base(args)
+        encoders = module.load_encoders(base, dtype)
+        with torch.inference_mode():  # as precompute_latents.py encodes
+            embeds = [dict(module.encode_caption(encoders, "a red apple, 12"))]
+        embeds.append(module.encode_empty_prompt(encoders, base))
+        module.try_encoders(encoders)
+        yield encoders, module.describe_models(encoders), embeds
+
+
+def count_bytes(encoders):
+    return sum(weight.nbytes for weight in encoders.text_encoders.parameters())
+
+
+def check_exact(folder):
+    """Returns the share of float32's memory."""
+    (whole, described, embeds), (exact, again, same) = encode_both(folder)
+    assert described == again
+    for one, other in zip(embeds, same, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    return count_bytes(exact) / count_bytes(whole)
+
+
+@pytest.mark.parametrize("make, dtype", [(make_z_image, "bfloat16"), (make_sdxl, "float16")])
+def test_exact_encoders_have_float32s_bits_in_less_memory(tmp_path, make, dtype):
+    """Only blocks are in 16 bits, which are nearly all of a true text encoder."""
+    folder = make(tmp_path)
+    shorten_files(folder, getattr(torch, dtype))
+    assert 0.7 < check_exact(folder) < 0.8
+
+
+def test_exact_encoders_are_in_float32_if_any_file_is(tmp_path):
+    """Weights that were read as 16 bits would lose digits."""
+    folder = make_sdxl(tmp_path)
+    shorten_files(folder / "text_encoder_2", torch.float16)
+    _, (encoders, *_) = encode_both(folder)
+    first, second = ({w.dtype for w in each.parameters()} for each in encoders.text_encoders)
+    assert first == {torch.float32} and second == {torch.float32, torch.float16}
+    assert check_exact(folder) > 0.8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MAKE)
+def test_exact_encoders_of_any_pipeline_have_float32s_bits(tmp_path, name):
+    MAKE[name](tmp_path)
+    shorten_files(tmp_path, torch.bfloat16)
+    assert check_exact(tmp_path) <= 1
+
+
+def test_a_model_that_has_rounded_numbers_of_its_own_does_not_compute_exactly():
+    """Gemma keeps a factor that it computes in the precision in which it is loaded."""
+    model = torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2, dtype=torch.bfloat16)]))
+    factor = torch.tensor(2**0.5, dtype=torch.bfloat16)
+    model.register_buffer("from_file", factor)
+    assert compute_in_float32(model) and model.from_file.dtype == torch.float32
+    model.register_buffer("own", factor.bfloat16(), persistent=False)
+    assert not compute_in_float32(model)

@@ -200,6 +200,31 @@ def test_ctrl_c_while_the_program_ends_prints_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
+UNEXPECTED = """
+import gc, sys
+from diffusion_training.arguments import make_parser
+from diffusion_training.errors.sentences import in_one_sentence
+
+@in_one_sentence
+def main(args):
+    raise KeyError("no bucket at s3://me:hunter22@host/photos, key hunter22")
+
+parser = make_parser(__file__, "a script")
+parser.add_argument("--train_data_dir")
+main(parser.parse_args())
+"""
+
+
+def test_the_traceback_of_an_unexpected_error_hides_secrets(tmp_path):
+    (tmp_path / "script.py").write_text(UNEXPECTED)
+    command = [sys.executable, "script.py", "--train_data_dir=s3://me:hunter22@host/photos"]
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    done = subprocess.run(command, **options, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr, done.stderr
+    assert "KeyError: 'no bucket at s3://***@host/photos, key ***'" in done.stderr
+    assert "hunter22" not in done.stdout + done.stderr
+
+
 def test_printing_non_ascii_to_an_ascii_terminal_does_not_fail(monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", shown)

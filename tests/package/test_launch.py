@@ -14,11 +14,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import finish, free_port, kill, patch, reset, start, wait_until
+from fake_device import GpuModule, forked
 from filelock import FileLock
+from huggingface_hub.constants import HF_HOME
+from torch.nn.attention import SDPBackend
 
 import train_unconditional
 from diffusion_training.arguments import Flags
-from diffusion_training.errors.sentences import AGAIN, PEER_ENDED, fail, in_one_sentence
+from diffusion_training.errors.sentences import AGAIN, CHANGED, PEER_ENDED, fail, in_one_sentence
 from diffusion_training.launch import (
     Launch,
     Meeting,
@@ -68,6 +71,52 @@ def test_float32_by_default_on_a_gpu_prints_advice_once(monkeypatch, capsys):
     patch(monkeypatch, "advise_precision", lambda *found: f"told of {found[1]}")
     assert make().mixed_precision == "no"
     assert capsys.readouterr().out.count("told of no\n") == 1
+
+
+def test_compiled_code_is_kept_with_the_downloads_unless_a_variable_names_a_folder(monkeypatch):
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.delenv(name, raising=False)
+    with CHANGED:
+        make(compile="inductor", cache_dir="cache")
+        assert os.environ[name] == os.path.join("cache", "diffusion_training", "inductor")
+    with CHANGED:
+        make(compile="inductor")
+        assert os.environ[name] == os.path.join(HF_HOME, "diffusion_training", "inductor")
+    assert name not in os.environ
+    with CHANGED:
+        make()
+        assert name not in os.environ
+    monkeypatch.setenv(name, "own")
+    with CHANGED:
+        make(compile="inductor", cache_dir="cache")
+    assert os.environ[name] == "own"
+
+
+def name_kernels():
+    """The kernels of attention in the order in which torch tries them, those that it may use."""
+    order = [SDPBackend(number).name for number in torch._C._get_sdp_priority_order()]
+    return order[:4] if torch.backends.cuda.cudnn_sdp_enabled() else []
+
+
+@forked
+def test_attention_is_cudnns_first_on_hopper_until_the_run_ends():
+    """Only there, and not with --deterministic, nor in scripts that do not train."""
+    usual = name_kernels()
+    assert usual[0] == "FLASH_ATTENTION"
+    hopper = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
+    train = {"report_to": "none", "output_dir": ".", "logging_dir": ".", "allow_tf32": False}
+    for capability, flags, expected in (
+        ((9, 0), train | {"deterministic": False}, hopper),
+        ((9, 0), train | {"deterministic": True}, usual),
+        ((9, 0), {}, usual),
+        ((8, 0), train | {"deterministic": False}, usual),
+        ((10, 0), train | {"deterministic": False}, usual),
+    ):
+        GpuModule.capability = capability
+        with CHANGED:
+            make(**flags)
+            assert name_kernels() == expected, (capability, flags)
+        assert name_kernels() == usual
 
 
 def test_make_launch_refuses_unsupported_settings(monkeypatch):

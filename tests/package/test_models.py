@@ -2,26 +2,36 @@
 
 import argparse
 import contextlib
+import copy
+import re
 import types
 
 import diffusers
 import pytest
 import torch
-from conftest import make_unet_config
+import torch.nn.functional as F
+from conftest import PRX, ROOT, make_unet_config
 from diffusers import UNet2DModel
 from diffusers.training_utils import EMAModel
+from fake_device import DEVICE, NAME, GpuModule, forked
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from torch._dynamo.testing import CompileCounter
 
 from diffusion_training import models
+from diffusion_training.blocks import list_repeated
 from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     AveragedWeights,
+    choose_layout,
     compile_model,
     list_parameters,
     list_reached,
     load_weights,
+    put_on_device,
     update_ema,
 )
+from diffusion_training.training.block_swap import pin
 from diffusion_training.training.checkpoints import read_weights, save_weights
 from diffusion_training.training.denoiser import check_denoiser
 
@@ -96,6 +106,41 @@ def test_an_unknown_compiler_backend_ends_in_one_sentence():
         compile_model(torch.nn.Linear(1, 1), "nosuch")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_transformers_blocks_are_compiled_one_for_all(rank):
+    """With a LoRA, too. The first block differs, because its input needs no gradient."""
+    torch.manual_seed(0)
+    kind, config = diffusers.PRXTransformer2DModel, PRX | {"depth": 5}
+    plain = kind(**config)
+    if rank:
+        plain.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=rank, target_modules=["img_qkv_proj"]), plain)
+    compiled = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compile_model(compiled, counter)
+    assert [*compiled.state_dict()] == [*plain.state_dict()]
+    for model in (plain, compiled):
+        torch.manual_seed(1)
+        image = torch.randn(2, config["in_channels"], 4, 4)
+        prompt = torch.randn(2, 3, config["context_in_dim"])
+        model(image, torch.ones(2), prompt).sample.square().mean().backward()
+    assert 1 <= counter.frame_count <= 3
+    gradients = ([w.grad for w in list_parameters({"": model})] for model in (plain, compiled))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_unet_is_compiled_whole(tmp_path):
+    """Its ResNets and norms are in no repeated block."""
+    config = UNet2DModel.load_config(make_unet_config(tmp_path))
+    with torch.device("meta"):
+        unets = [UNet2DModel.from_config(config), diffusers.UNet2DConditionModel()]
+    for model in (*unets, torch.nn.Linear(1, 1)):
+        assert list_repeated(model) == []
+
+
 def test_list_reached_finds_the_weights_that_get_a_gradient():
     """Also behind a branch, but not behind detach or in a layer whose output is dropped."""
     first, second, detached, dropped = (torch.nn.Linear(3, 3, device="meta") for _ in range(4))
@@ -139,3 +184,36 @@ def test_a_map_counts_as_channels_only_if_it_has_the_latents_size(side, fits):
     refused = pytest.raises(SystemExit, match="takes 4 channels")
     with contextlib.nullcontext() if fits else refused:
         check_denoiser({"unet": unet}, predict, "U-Net", "here", data, further)
+
+
+def run_layout_lines(path, device):
+    """Run the lines of a twin that choose the layout, which take the imitated GPU for CUDA."""
+    lines = re.search(r"^trial = .*?^layout = .*?$", path.read_text(), re.M | re.S)
+    names = {"torch": torch, "F": F, "device": device}
+    exec(lines[0].replace('"cuda"', f'"{NAME}"'), names)
+    return names["layout"]
+
+
+@forked
+def test_models_get_the_layout_that_the_devices_group_norms_keep():
+    """U-Net, VAE, swapped blocks and twins alike. Only the layout changes, never a weight."""
+    device, cpu = torch.device(DEVICE), torch.device("cpu")
+    last = torch.channels_last
+    for GpuModule.norms_keep_layout in (True, False):
+        for place in (device, cpu):
+            is_last = GpuModule.norms_keep_layout and place == device
+            layout = last if is_last else torch.preserve_format
+            assert choose_layout(place) == layout
+            for path in (ROOT / "minimal").glob("train_*.py"):
+                assert run_layout_lines(path, place) == layout, path
+            weight = torch.randn(8, 4, 3, 3)
+            model = torch.nn.Conv2d(4, 8, 3)
+            model.weight.data = weight.clone()
+            swapped = torch.nn.Parameter(weight.clone())
+            moved = put_on_device(model, place).weight
+            pin([swapped], place)
+            for each in (moved, swapped):
+                assert each.is_contiguous(memory_format=last) == is_last
+                assert torch.equal(each.cpu(), weight)
+        video = put_on_device(torch.nn.Conv3d(4, 8, 3), device)
+        assert video.weight.is_contiguous()

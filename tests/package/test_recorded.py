@@ -1,7 +1,10 @@
 """Pipelines without a family of their own are called as their own code calls them, to the bit."""
 
+import itertools
 import json
 import pickle
+import sys
+import threading
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -25,7 +28,7 @@ from diffusion_training.families.recorded import findings as recorded_captions
 from diffusion_training.families.recorded import layout
 from diffusion_training.families.recorded.calls import DenoiserCalls, Unrecordable, reshape_noise
 from diffusion_training.families.recorded.family import Recorded
-from diffusion_training.families.recorded.pipeline_run import list_pipeline_settings
+from diffusion_training.families.recorded.pipeline_run import drawing, list_pipeline_settings
 from diffusion_training.families.recorded.tape import Tape
 from diffusion_training.families.recorded.text_tensors import (
     CaptionBytes,
@@ -49,6 +52,32 @@ HAND_WRITTEN = {
     "qwen-image": make_qwen_image,
     "prx": make_prx,
 }
+
+
+def test_modules_that_are_imported_meanwhile_do_not_stop_a_recording():
+    """For example by a thread of a tracker."""
+    ends = threading.Event()
+
+    def import_modules():
+        for number in itertools.cycle(range(50)):
+            sys.modules[f"imported_{number}"] = sys.modules.pop(f"imported_{number - 1}", sys)
+            if ends.is_set():
+                return
+
+    thread = threading.Thread(target=import_modules)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(50):
+            with drawing(diffusers.FluxPipeline, None):
+                pass
+    finally:
+        ends.set()
+        thread.join()
+        sys.setswitchinterval(usual)
+        for number in range(50):
+            sys.modules.pop(f"imported_{number}", None)
 
 
 def open_recorded(folder, max_tokens=None):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from diffusers import DDPMPipeline, UNet2DModel
 from safetensors.torch import load_file, save_file
 
 from diffusion_training.training import posthoc, state
+from diffusion_training.training.state import check_free_space
 
 train = Script("train_unconditional")
 reconstruct = Script("reconstruct_ema")
@@ -282,3 +284,32 @@ def test_two_processes_resume_to_the_same_snapshots_and_measure_as_one(tmp_path,
 def read_losses(folder):
     losses = json.loads((folder / "posthoc_ema/held_out.json").read_text())["held_out_loss"]
     return [losses[name] for name in sorted(losses)]
+
+
+def test_snapshots_on_the_disk_need_no_more_room(tmp_path, monkeypatch, capsys):
+    """A run near its end has written most of them."""
+    models = {"unet": torch.nn.Linear(1000, 1000, bias=False)}
+    args = Namespace(
+        output_dir=str(tmp_path),
+        optimizer="adamw",
+        use_ema=False,
+        posthoc_ema=[0.05, 0.1],
+        posthoc_ema_steps=None,
+        checkpointing_steps=10,
+        checkpoints_to=None,
+        max_train_steps=100,
+    )
+    weights = 4 * 1000**2
+    # checkpoint: weights, two averages and two moments; result; two float16 averages a snapshot
+    room = 2 * 5 * weights + weights + 3 * weights
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Namespace(free=room))
+    with pytest.raises(SystemExit, match="two checkpoints and the result take 0.084 GB"):
+        check_free_space(models, args)
+    for step in range(10, 80, 10):
+        (tmp_path / f"posthoc_ema/step-{step:07d}").mkdir(parents=True)
+    check_free_space(models, args)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2] for line in said] == [
+        "0.04 GB for 10 snapshots",
+        "0.012 GB for 3 more snapshots",
+    ]

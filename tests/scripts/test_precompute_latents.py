@@ -42,6 +42,7 @@ import precompute_latents as script
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.errors.stop_signals import SIGNALS
 from diffusion_training.latents.encoders import encode_images, encode_prompts
+from diffusion_training.models import EXACT
 from diffusion_training.order import draw_choices
 
 precompute = Script("precompute_latents")
@@ -247,12 +248,12 @@ def test_bf16_latents_are_close_and_overflows_are_encoded_in_float32(tmp_path, f
             else latents
         )
 
-    loaded = []  # weights of the models in float32; they must not be held while rows are encoded
+    loaded = []  # weights of the exact models; they must not be held while rows are encoded
 
     def load(base, dtype):
         assert [held() for held in loaded] in ([], [None])  # never two copies
         encoders = load_encoders(base, dtype)
-        if dtype == torch.float32:
+        if dtype in (EXACT, torch.float32):
             loaded.append(weakref.ref(encoders.text_encoders))
         return encoders
 
@@ -274,9 +275,7 @@ def test_bf16_latents_are_close_and_overflows_are_encoded_in_float32(tmp_path, f
     assert np.array_equal(again[:9], low[:9])
 
 
-def test_only_the_first_process_of_a_machine_loads_the_models_in_float32(
-    tmp_path, flags, monkeypatch
-):
+def test_only_the_first_process_of_a_machine_loads_the_exact_models(tmp_path, flags, monkeypatch):
     def load(base, dtype):
         with open(tmp_path / os.environ["RANK"], "a") as log:
             print(dtype, file=log)
@@ -285,7 +284,7 @@ def test_only_the_first_process_of_a_machine_loads_the_models_in_float32(
     load_encoders = script.load_encoders
     monkeypatch.setattr(script, "load_encoders", load)
     precompute.fork(*flags, "--mixed_precision=bf16", num_processes=2)
-    assert (tmp_path / "0").read_text() == "torch.float32\ntorch.bfloat16\n"
+    assert (tmp_path / "0").read_text() == f"{EXACT}\ntorch.bfloat16\n"
     assert (tmp_path / "1").read_text() == "torch.bfloat16\n"
 
 

@@ -60,6 +60,7 @@ import precompute_latents as single
 import precompute_latents_ray as script
 from diffusion_training.cluster import remote_rows
 from diffusion_training.data.rows import load_rows
+from diffusion_training.models import EXACT
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
 # The modules that the script sends to its workers
@@ -521,7 +522,7 @@ def test_ray_encoders_in_bf16_load_float32_only_for_rows_that_need_it(
     low, exact = torch.bfloat16, torch.float32
     loaded.clear()
     code, said = without_ray(*flags, "--num_encoders=2", setup=noting_encoder)
-    assert code == 0 and loaded == [exact, low, low, low], said  # the driver, two encoders
+    assert code == 0 and loaded == [EXACT, low, low, low], said  # the driver, two encoders
     encode_images = single.encode_images
 
     def overflow(encoders, pixel_values):
@@ -544,7 +545,7 @@ def test_ray_encoders_in_bf16_load_float32_only_for_rows_that_need_it(
     monkeypatch.setattr(script, "describe_models", describe)
     loaded.clear()
     code, said = without_ray(*flags, setup=noting_encoder)
-    assert code == 0 and loaded == [exact, low, low, exact], said
+    assert code == 0 and loaded == [EXACT, low, low, exact], said
     assert read_files(tmp_path / "again") == read_files(tmp_path / "whole")
 
 

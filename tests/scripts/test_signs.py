@@ -1,11 +1,12 @@
 """Signs in the loss of real short runs: each one with the fault, none without a fault."""
 
+import random
 import shlex
 
 import pytest
 from conftest import ROOT, Script, make_unet_config
 
-from diffusion_training.training.signs import read_metrics
+from diffusion_training.training.signs import judge_end, read_metrics
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 OF_THE_LOSS = {"zero", "high", "nothing"}
@@ -31,6 +32,18 @@ def train_digits(tmp_path, argv, name="out"):
     return find_signs(
         Script("train_unconditional"), tmp_path / name / "out", f"{data} {SHORT} {argv}"
     )
+
+
+def test_only_a_loss_that_falls_beyond_its_noise_needs_more_steps():
+    noise = random.Random(0)
+    for slope, falls in ((-0.003, True), (-0.0002, False), (0.0, False), (0.003, False)):
+        losses = [1 + slope * number + noise.gauss(0, 0.02) for number in range(160)]
+        records = [{"loss": loss} for loss in losses] + [{"held_out_loss": 1.0}]
+        said = judge_end(records)
+        assert bool(said) == falls, (slope, said)
+        assert not judge_end(records[:31])
+    said = judge_end([{"loss": 1 - 0.003 * number} for number in range(160)])
+    assert "The loss still falls, from 0.612 to 0.551 in the last quarter of the run" in said
 
 
 @pytest.mark.parametrize("argv, kind, words", [

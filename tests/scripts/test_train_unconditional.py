@@ -88,6 +88,28 @@ def test_diffusers_unconditional_commands_save_the_same_checkpoints(tmp_path, fl
     assert checkpoints(tmp_path / "several") == {"checkpoint-10", "checkpoint-12"}
 
 
+def test_checkpoints_of_whole_epochs_are_reported_when_they_are_whole(
+    tmp_path, flags, unet_config, capsys
+):
+    """An epoch of 6 images has 2 steps of 4 and 2 images, also in a resumed run."""
+    argv = [f"--model_config_name_or_path={unet_config}", "--num_epochs=4", "--use_ema"]
+    argv += ["--train_batch_size=4", "--checkpointing_epochs=2", "--posthoc_ema", "0.05", "0.1"]
+    argv += [f"--dataset_name={tmp_path / 'images'}", "--ddpm_num_inference_steps=1"]
+    argv += [f"--output_dir={tmp_path / 'out'}", "--save_images_epochs=9", "--resolution=16"]
+    train(*argv)
+    assert checkpoints(tmp_path / "out") == {"checkpoint-4", "checkpoint-8"}
+    assert len([*(tmp_path / "out/posthoc_ema").iterdir()]) == 2  # as often
+    said = capsys.readouterr().out
+    first = "after an interruption, the same command with --resume_from_checkpoint latest continues"
+    assert f"Saved checkpoint-4: {first} from it" in said and "Saved checkpoint-8\n" in said
+    assert 0.1 < metrics(tmp_path / "out")[-1]["host_gb"] < 100
+    train(*argv, "--num_epochs=5", "--resume_from_checkpoint=latest", "--train_batch_size=6")
+    assert checkpoints(tmp_path / "out") == {"checkpoint-4", "checkpoint-8", "checkpoint-9"}
+    stream = ["--streaming", "--max_train_steps=3", "--checkpointing_epochs=2"]
+    said = train.refused(f"--train_data_dir={tmp_path / 'images'}", *stream, status=2)
+    assert "a stream has no epochs: give --checkpointing_steps instead" in said
+
+
 # Flags and defaults of diffusers' train_unconditional.py, autumn 2026. docs/from-diffusers.md
 # explains those that differ or do not exist here.
 DIFFUSERS = {
@@ -185,7 +207,7 @@ def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flag
     assert [record["epoch"] for record in records] == [0] * 6 + [1] * 6
     names = (
         "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images memory_gb "
-        "tflops"
+        "host_gb tflops"
     )
     for record in records:  # the record after an epoch's end also has its mean
         others = [name for name in record if not name.endswith("_seconds")]

@@ -47,7 +47,7 @@ def outcome(folder):
         for path in folder.rglob("*")
         if path.name.endswith(kinds) and path.name != "loss.png"
     }
-    times = ("images_per_second", "data_wait", "tflops", "memory_gb")
+    times = ("images_per_second", "data_wait", "tflops", "memory_gb", "host_gb")
     records = [
         {
             key: value

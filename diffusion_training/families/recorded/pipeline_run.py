@@ -124,7 +124,8 @@ def drawing(pipeline_class: Any, draw: Callable[..., torch.Tensor]) -> Iterator[
     with contextlib.ExitStack() as stack:
         own = {kind.__module__ for kind in pipeline_class.__mro__}
         folder = pipeline_class.__module__.rpartition(".")[0]  # of the blocks of a modular one
-        own |= {name for name in sys.modules if name.startswith(f"{folder}.")}
+        # a copy, because another thread may import a module meanwhile
+        own |= {name for name in [*sys.modules] if name.startswith(f"{folder}.")}
         for module in map(sys.modules.get, own):
             if hasattr(module, "randn_tensor"):
                 stack.enter_context(patch.object(module, "randn_tensor", draw))
