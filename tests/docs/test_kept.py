@@ -19,6 +19,9 @@ KEPT = {
         ["`--ddpm_beta_schedule`", "squaredcos_cap_v2"],
         ["| 10,000 | 64 | 200,000 |"],
         ["| 1,000,000 | 64 | 1,000,000 |"],
+        ["| unet_256.json | 256 |", "35"],
+        ["| unet_64 |", "30.5", "5.1"],
+        ["benchmarks/memory.py --models my/config.json"],
         ["10 to 50 times", "3,682 times", "100 times too many"],
         ["3 to 5 GB", "12.3 GB"],
         ["mixed precision", "halves", "10 to 40 %"],
@@ -33,7 +36,9 @@ KEPT = {
     "docs/cluster.md": [
         ["`accelerate config`", "No distributed training", "DeepSpeed", "traceback"],
         ["images", "2,000,000,000"],
+        ["Cores for a GPU", "4.6 cores"],
     ],
+    "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000,000,000 images", "24.8% used"]],
     "README.md": [["`accelerate config default`", "once", "OMP_NUM_THREADS"]],
 }
 
