@@ -648,13 +648,14 @@ def count_activations(
         blocks = Blocks(memory, alike)
         if gradient_checkpointing:
             denoiser.enable_gradient_checkpointing(blocks.checkpoint)
-        else:
-            denoiser.disable_gradient_checkpointing()
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, images)
         enabled = mixed_precision == "bf16"
         with torch.autocast("cuda", torch.bfloat16, enabled, cache_enabled):
             prediction = predict(family, denoiser, latents, times, prompts)
+        if gradient_checkpointing:  # the model is kept, but nothing of this call
+            denoiser.enable_gradient_checkpointing(None)
+            denoiser.disable_gradient_checkpointing()
         in_backward = memory.held + blocks.largest
         assert prediction.requires_grad
         return max(memory.peak, in_backward) - before
