@@ -1,7 +1,7 @@
 """How much memory and disk does training take? Counted from published shapes.
 
     python benchmarks/memory.py                       # some minutes, on any machine, without a GPU
-    python benchmarks/memory.py --models SDXL         # a minute of processor time at most
+    python benchmarks/memory.py --models SDXL         # within two minutes of processor time
     python benchmarks/memory.py --models my/unet/config.json  # a model of your own
 
 Prints tables, for one process unless a table names several GPUs. GB is 1e9 bytes. No weights are

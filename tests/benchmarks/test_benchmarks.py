@@ -391,6 +391,21 @@ def test_count_moments_equals_the_optimizers_state(optimizer):
         ), shape
 
 
+def test_memory_estimates_a_model_of_ones_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "KEPT", {**memory.KEPT})
+    path = tmp_path / "own.json"
+    config = json.loads((ROOT / "demo/digits_unet.json").read_text())
+    path.write_text(json.dumps({"_class_name": "UNet2DModel", "sample_size": 8} | config))
+    memory.main(["--models", str(path)])
+    row = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert row[:2] == [f"| {path}", "8"]
+    assert int(row[3]) == pytest.approx(1.5 * int(row[2]), rel=0.1)  # 12 GB, 8 GB
+    path.write_text(json.dumps({"_class_name": "VQModel"}))
+    with pytest.raises(SystemExit):
+        memory.main(["--models", str(path)])
+    assert "_class_name is VQModel" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_memory_of_one_model_matches_the_pages(capsys, monkeypatch):
     monkeypatch.setattr(memory, "KEPT", {})

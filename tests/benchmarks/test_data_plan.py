@@ -32,6 +32,7 @@ def test_data_plan_matches_the_cluster_page(capsys):
     assert len(kept) > 10 and [row for row in kept if row not in rows] == []
 
 
+@pytest.mark.long
 def test_plan_matches_the_page_and_says_how_many_cores_a_gpu_needs(capsys):
     plan.main(plan.parse_args([]))
     rows = {line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
