@@ -744,7 +744,8 @@ def count_kept(name: str, side: int) -> int:
             call = functools.partial(predict, find_family(model.family), unet.train())
         else:
             unet = make_unet(name)
-            latents, times, prompts = torch.zeros(1, 3, side, side), torch.zeros(1), {}
+            shape = 1, unet.config.in_channels, side, side
+            latents, times, prompts = torch.zeros(shape), torch.zeros(1), {}
             call = functools.partial(train_unconditional.predict_noise, {"unet": unet.train()})
         weights = {id(weight) for weight in unet.parameters()}
         kept = {}
