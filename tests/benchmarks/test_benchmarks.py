@@ -400,6 +400,7 @@ def test_memory_estimates_a_model_of_ones_own(tmp_path, capsys, monkeypatch):
     row = capsys.readouterr().out.splitlines()[-1].split(" | ")
     assert row[:2] == [f"| {path}", "8"]
     assert int(row[3]) == pytest.approx(1.5 * int(row[2]), rel=0.1)  # 12 GB, 8 GB
+    path = tmp_path / "other.json"
     path.write_text(json.dumps({"_class_name": "VQModel"}))
     with pytest.raises(SystemExit):
         memory.main(["--models", str(path)])
