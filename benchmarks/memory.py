@@ -1,7 +1,8 @@
 """How much memory and disk does training take? Counted from published shapes.
 
     python benchmarks/memory.py                       # some minutes, on any machine, without a GPU
-    python benchmarks/memory.py --models SDXL Z-Image # seconds
+    python benchmarks/memory.py --models SDXL         # within two minutes of processor time
+    python benchmarks/memory.py --models my/unet/config.json  # a model of your own
 
 Prints tables, for one process unless a table names several GPUs. GB is 1e9 bytes. No weights are
 loaded:
@@ -17,6 +18,7 @@ loaded:
 7. Memory of the host at the start of a run.
 8. Operations of a training step of a U-Net, per image.
 9. Activations that the forward pass keeps, per image, in float32.
+10. The largest batches of U-Nets for `train_unconditional.py`.
 
 Weights, gradients, moments and EMA weights are counted by the code that prints them before step 1.
 Activations are counted in a forward pass under autocast, on a simulated GPU, with tensors that have
@@ -33,7 +35,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,10 +47,11 @@ import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
-from diffusers import UNet2DModel
+from diffusers import UNet2DConditionModel, UNet2DModel
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -62,7 +65,7 @@ from diffusion_training.models import start_average
 from diffusion_training.training.block_swap import BlockSwap
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
-from diffusion_training.training.quantization import BLOCK, list_quantizable
+from diffusion_training.training.quantization import BLOCK, list_blocks, list_quantizable
 from diffusion_training.training.sharding import share_memory
 
 ROOT = Path(__file__).parent.parent
@@ -258,7 +261,8 @@ SHARDED = tuple(
 # Models of the last tables and their resolutions; the files are for train_unconditional.py.
 U_NETS = {"Stable Diffusion 1.5": (256, 512), "Stable Diffusion 2": (256, 512)}
 U_NETS |= {"SDXL": (512, 1024)}
-KEPT = {"unet_64.json": (64, 128, 256), "unet_256.json": (64, 128, 256)}
+KEPT = {"unet_32.json": (32,), "unet_64.json": (64, 128, 256), "unet_128.json": (128,)}
+KEPT |= {"unet_256.json": (64, 128, 256)}
 KEPT |= {"Stable Diffusion 2": (256, 512), "SDXL": (512, 1024)}
 
 
@@ -416,18 +420,31 @@ def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
     add_lora(denoiser, layers, "", dtype, flags)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=3)
+def prepare_denoiser(name: str, rank: int | None, mixed_precision: str) -> Any:
+    """Make a model without weights, with the adapter of a LoRA. Don't change it: it is kept."""
+    model = MODELS[name]
+    with init_empty_weights(include_buffers=False):
+        denoiser = make_denoiser(model)
+        if rank:
+            prepare_lora(model, denoiser, mixed_precision)
+    return denoiser
+
+
 def count_held(name: str, way: Way) -> dict[str, int]:
     """Count the bytes that a step holds, without activations, by kind; see `count_memory`."""
-    model = MODELS[name]
+    return {**count_held_in(name, replace(way, name="", half_side=False))}
+
+
+@functools.cache
+def count_held_in(name: str, way: Way) -> dict[str, int]:
+    denoiser = prepare_denoiser(name, way.rank, way.mixed_precision if way.rank else "no")
     with torch.device("meta"):
-        denoiser = make_denoiser(model)
         layers = []
         if way.base_precision:
             layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
-        if way.rank:
-            prepare_lora(model, denoiser, way.mixed_precision)
         if way.swaps_blocks:
+            denoiser = prepare_denoiser.__wrapped__(name, way.rank, way.mixed_precision)
             BlockSwap(denoiser, "all", torch.device("meta"))
         averaged = start_average({"model": denoiser}) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
@@ -510,37 +527,82 @@ def fake_gpu() -> Iterator[PeakMemory]:
         yield memory
 
 
-def make_on_gpu(model: Published, rank: int | None, mixed_precision: str) -> Any:
-    """Make the trained model on the GPU of `fake_gpu`, where `add_lora` would not work."""
-    with unset_fake_temporarily(), torch.device("cpu"), init_empty_weights(include_buffers=False):
-        denoiser = make_denoiser(model)
-        if rank:
-            prepare_lora(model, denoiser, mixed_precision)
+@contextlib.contextmanager
+def on_gpu(name: str, rank: int | None, mixed_precision: str) -> Iterator[Any]:
+    """The trained model with its weights on the GPU of `fake_gpu`, where `add_lora` would fail."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        denoiser = prepare_denoiser(name, rank, mixed_precision if rank else "no")
+    named = [*denoiser.named_parameters(remove_duplicate=False)]
+    named += denoiser.named_buffers(remove_duplicate=False)
+    if not isinstance(denoiser, UNet2DConditionModel):
+        # Transformers keep tensors that they have computed. The copy has the same weights.
+        with unset_fake_temporarily():
+            denoiser = copy.deepcopy(denoiser, {id(weight): weight for _, weight in named})
     moved: dict[int, Any] = {}
-    for weight in denoiser.parameters():
-        copied = torch.empty(weight.shape, dtype=weight.dtype)
-        moved[id(weight)] = torch.nn.Parameter(copied, weight.requires_grad)
-    for buffer in denoiser.buffers():
-        moved[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    with unset_fake_temporarily():
-        return copy.deepcopy(denoiser, moved)
+    for _, weight in named:
+        if id(weight) not in moved:
+            copied = torch.empty(weight.shape, dtype=weight.dtype)
+            if isinstance(weight, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, weight.requires_grad)
+            moved[id(weight)] = copied
+    with _reparametrize_module(denoiser, {key: moved[id(weight)] for key, weight in named}):
+        yield denoiser
 
 
-class Checkpointing:
-    """Replaces torch's checkpoint: keeps the inputs of blocks, and notes the largest block."""
+class Blocks:
+    """Calls the blocks of a model, and notes what each adds to the memory.
 
-    def __init__(self, memory: PeakMemory) -> None:
+    alike: whether blocks with weights and inputs of equal shapes add the same, as those of U-Nets
+    do, except in training a LoRA. Then only the first one is called.
+    """
+
+    def __init__(self, memory: PeakMemory, alike: bool) -> None:
         self.memory = memory
+        self.alike = alike
+        # {shapes: (the result, bytes that stay besides it, the most, the most with its graph)}
+        self.known: dict[Any, tuple[Any, int, int, int]] = {}
         self.inputs: list[Any] = []
-        self.largest = 0
+        self.largest = 0  # bytes that a block keeps for its backward pass
 
-    def __call__(self, block: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def checkpoint(self, block: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        """Replaces torch's checkpoint: keeps the inputs of a block."""
         self.inputs.append((args, options))
-        before = self.memory.held
-        result = block(*args, **options)
-        self.largest = max(self.largest, self.memory.held - before)
-        # without its graph, so that the block's activations are freed
-        return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), result)
+        return self.call(block, block.forward, *args, **options)
+
+    @contextlib.contextmanager
+    def without_graph(self, model: torch.nn.Module) -> Iterator[None]:
+        """Let `model` call its blocks by this object, for samples."""
+        with contextlib.ExitStack() as stack:
+            for block in list_blocks(model).values() if self.alike else ():
+                forward = partial(self.call, block, block.forward)
+                stack.enter_context(patch.object(block, "forward", forward))
+            yield
+
+    def call(
+        self, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        shapes = [weight.shape for weight in block.parameters()]
+        shapes += [x.shape for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
+        key = type(block), *shapes
+        before, peak = self.memory.held, self.memory.peak
+        if self.alike and key in self.known:
+            like, stays, most, with_graph = self.known[key]
+            result = tree_map(lambda make: make().requires_grad_(), like)
+            self.memory.held += stays
+        else:
+            self.memory.peak = before
+            graph = forward(*args, **options)
+            most, with_graph = self.memory.peak - before, self.memory.held - before
+            # without its graph, so that the block's activations are freed
+            result = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), graph)
+            del graph
+            new = {x.untyped_storage()._cdata: x.untyped_storage() for x in tree_leaves(result)}
+            stays = self.memory.held - before - sum(each.nbytes() for each in new.values())
+            like = tree_map(lambda x: partial(torch.empty, x.shape, dtype=x.dtype), result)
+            self.known[key] = like, stays, most, with_graph
+        self.largest = max(self.largest, with_graph)
+        self.memory.peak = max(peak, before + most)
+        return result
 
 
 def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[Any, Any, Any]:
@@ -581,17 +643,21 @@ def count_activations(
     """
     model = MODELS[name]
     family = find_family(model.family)
-    with fake_gpu() as memory:
-        denoiser = make_on_gpu(model, rank, mixed_precision).train()
-        checkpointing = Checkpointing(memory)
+    with fake_gpu() as memory, on_gpu(name, rank, mixed_precision) as denoiser:
+        denoiser.train()
+        alike = isinstance(denoiser, UNet2DConditionModel) and not rank
+        blocks = Blocks(memory, alike)
         if gradient_checkpointing:
-            denoiser.enable_gradient_checkpointing(checkpointing)
+            denoiser.enable_gradient_checkpointing(blocks.checkpoint)
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, images)
         enabled = mixed_precision == "bf16"
         with torch.autocast("cuda", torch.bfloat16, enabled, cache_enabled):
             prediction = predict(family, denoiser, latents, times, prompts)
-        in_backward = memory.held + checkpointing.largest
+        if gradient_checkpointing:  # the model is kept, but nothing of this call
+            denoiser.enable_gradient_checkpointing(None)
+            denoiser.disable_gradient_checkpointing()
+        in_backward = memory.held + blocks.largest
         assert prediction.requires_grad
         return max(memory.peak, in_backward) - before
 
@@ -607,13 +673,15 @@ def count_samples(
     model = MODELS[name]
     family = find_family(model.family)
     with fake_gpu() as memory, torch.no_grad():
-        denoiser = make_on_gpu(model, rank, "bf16").eval()
-        memory.peak = before = memory.held
-        latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=cache_enabled):
-            predict(family, denoiser, latents, times, prompts)
-        most = memory.peak - before
-        del denoiser
+        with on_gpu(name, rank, "bf16") as denoiser:
+            denoiser.eval()
+            memory.peak = before = memory.held
+            latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
+            autocast = torch.autocast("cuda", torch.bfloat16, cache_enabled=cache_enabled)
+            alike = isinstance(denoiser, UNet2DConditionModel)
+            with autocast, Blocks(memory, alike).without_graph(denoiser):
+                predict(family, denoiser, latents, times, prompts)
+            most = memory.peak - before
         vae = make_vae(model).eval()
         memory.peak = before = memory.held
         vae.decode(family.unpack_latents(vae, latents[:1]))
@@ -660,6 +728,13 @@ def count_flops_of(name: str, side: int) -> int:
     return count_flops({"unet": unet}, objective, Prepared(latents, prompts, {}))
 
 
+def make_unet(name: str) -> UNet2DModel:
+    """Make a U-Net for train_unconditional.py. name: a file in configs/, or a path."""
+    path = Path(name) if Path(name).is_file() else ROOT / "configs" / name
+    return UNet2DModel.from_config(UNet2DModel.load_config(path))
+
+
+@functools.cache
 def count_kept(name: str, side: int) -> int:
     """Count the bytes of activations per image of a model in KEPT."""
     with torch.device("meta"):
@@ -669,8 +744,9 @@ def count_kept(name: str, side: int) -> int:
             latents, times, prompts = make_inputs(model, unet.config, side, 1)
             call = functools.partial(predict, find_family(model.family), unet.train())
         else:
-            unet = UNet2DModel.from_config(UNet2DModel.load_config(ROOT / "configs" / name))
-            latents, times, prompts = torch.zeros(1, 3, side, side), torch.zeros(1), {}
+            unet = make_unet(name)
+            shape = 1, unet.config.in_channels, side, side
+            latents, times, prompts = torch.zeros(shape), torch.zeros(1), {}
             call = functools.partial(train_unconditional.predict_noise, {"unet": unet.train()})
         weights = {id(weight) for weight in unet.parameters()}
         kept = {}
@@ -839,21 +915,81 @@ def list_operations(names: list[str]) -> Iterator[list[str]]:
             yield [name, str(side), f"{count_flops_of(name, side) / 1e12:.2f}"]
 
 
+def list_batches(names: list[str]) -> Iterator[list[str]]:
+    """The largest batch of each U-Net for train_unconditional.py at the size of its config."""
+    for name in names:
+        with torch.device("meta"):
+            unet = make_unet(name)
+        side = unet.config.sample_size
+        room = [0.9 * card * 2**30 - 20 * count_numbers(unet) for card in CARDS]
+        batches = [max(0, int(bytes_left / count_kept(name, side))) for bytes_left in room]
+        yield [name, str(side), *map(str, batches)]
+
+
 def list_kept(names: list[str]) -> Iterator[list[str]]:
     for name, sides in KEPT.items():
-        if name in MODELS and name not in names:
+        if name not in names:
             continue
         counts = [count_kept(name, side) for side in sides]
         for side, count in zip(sides, counts, strict=True):
             yield [name, str(side), f"{count / 1e6:,.0f}", f"{count / counts[0]:.1f}"]
 
 
+def read_width(family: Family, config: dict[str, Any]) -> tuple[Any, ...]:
+    """The width of the embeddings that a config takes, and whether it takes SDXL's sizes."""
+    model = getattr(diffusers, family.model)
+    with torch.device("meta"):
+        config = model.from_config(config).config
+    return config[family.embeds_width], config.get("addition_embed_type")
+
+
+def read_model(path: str) -> str:
+    """Add the model of a config to MODELS or KEPT, or raise ValueError. Returns its name.
+
+    A model for latents gets the VAE, the text encoders and the size of images of the published
+    model that has its class and takes the same embeddings.
+    """
+    config = json.loads(Path(path).read_text())
+    kind = config.get("_class_name")
+    if kind == "UNet2DModel":
+        KEPT[path] = (config["sample_size"],)
+        return path
+    known = []
+    for model in [*MODELS.values()]:
+        family = find_family(model.family)
+        known.append(family.model)
+        if family.model != kind:
+            continue
+        if read_width(family, config) == read_width(family, model.config):
+            MODELS[path] = replace(model, config=config)
+            return path
+    names = ", ".join(sorted({*known, "UNet2DModel"}))
+    raise ValueError(
+        f"{path}: _class_name is {kind}, with other embeddings than the published models have: "
+        f"known are {names}"
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
-    names = parser.parse_args(argv).models
+    every = [*MODELS, *(name for name in KEPT if name not in MODELS)]
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=every,
+        help=f"some of {', '.join(every)}, or JSON files: configs of your own models",
+    )
+    given = parser.parse_args(argv).models
+    for i, name in enumerate(given):
+        if name not in every:
+            try:
+                given[i] = read_model(name)
+            except (OSError, ValueError) as error:
+                parser.error(f"--models {name}: {error}")
+    names = [name for name in given if name in MODELS]
+    unets = [name for name in given if name not in MODELS]
     cards = [f"{card} GB" for card in CARDS]
     full = [way.name for way in FULL]
     lora = [way.name for way in LORA]
@@ -880,7 +1016,9 @@ def main(argv: list[str] | None = None) -> None:
     print_table("Memory of the host", columns, list_host(names))
     print_table("Operations", ["U-Net", "px", "TFLOP per image"], list_operations(names))
     columns = ["U-Net", "px", "MB per image", "relative to smallest px"]
-    print_table("Activations in float32", columns, list_kept(names))
+    print_table("Activations in float32", columns, list_kept(given))
+    columns = ["U-Net", "px", *cards]
+    print_table("The largest batch without captions, float32", columns, list_batches(unets))
 
 
 if __name__ == "__main__":

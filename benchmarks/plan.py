@@ -1,6 +1,6 @@
-"""Cost of training a transformer from scratch with train_flow.py, counted from its shapes.
+"""Cost of training a transformer or a U-Net from scratch, counted from its shapes.
 
-    python benchmarks/plan.py --images 2e8 --peak_tflops 989 --mfu 0.4 --dollars_per_hour 3
+    python benchmarks/plan.py --images 2e8 2e9 --peak_tflops 989 --mfu 0.4 0.248
 
 Operations are per image: forward and backward for the trained model, forward for the encoders.
 Hours and dollars are computed from the operations, a device's peak, the used share of it (mfu in a
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from diffusers import AutoencoderDC, AutoencoderKL, PRXTransformer2DModel
+from diffusers import AutoencoderDC, AutoencoderKL, PRXTransformer2DModel, UNet2DModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     CLIPTextConfig,
@@ -27,12 +27,16 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusion_training.batches import Prepared
 from diffusion_training.families.known import load_family
-from diffusion_training.training.costs import count_flops
+from diffusion_training.training.costs import PEAKS, count_flops
 from train_flow import predict_velocity
 
 ROOT = Path(__file__).parent.parent
 TRANSFORMERS = ["prx_163m", "prx_1.2b"]
 PHASES = {256: 0.8, 512: 0.2}  # side in pixels: share of the training images
+U_NET_STEPS = 500_000  # of 64 images
+DEVICES = {
+    name: PEAKS[key][0] for name, key in (("RTX 4090", "GeForce RTX 4090$"), ("H100", "H100"))
+}
 TOKENS, MEAN_TOKENS = 256, 40  # per caption: the most, and mean without padding
 BATCH_TOKENS = [64, 128, TOKENS]  # to which a batch's longest caption is rounded up
 KL = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16}
@@ -91,33 +95,39 @@ def count_transformer(name, side, tokens=BATCH_TOKENS[0]):
     return sum(weight.numel() for weight in model.parameters()), flops / 1e12
 
 
-def main(args):
-    def price(tflop):
-        hours = args.images * tflop / (args.peak_tflops * args.mfu) / 3600
-        return f"{hours:,.0f} h | ${hours * args.dollars_per_hour:,.0f}"
+def count_unet(name):
+    """Return the operations of a training step of a U-Net on one image in 1e12."""
+    config = UNet2DModel.load_config(ROOT / "configs" / f"{name}.json")
+    with torch.device("meta"):
+        model = UNet2DModel.from_config(config)
 
-    print(
-        f"{args.images:.3g} images seen, {args.peak_tflops:g} TFLOP/s, "
-        f"{args.mfu:.0%} of it used, "
-        f"${args.dollars_per_hour:g} per hour\n"
-    )
+    def loss(models, prepared, weight):
+        return models["unet"](prepared.clean, torch.zeros(1)).sample.sum()
+
+    images = torch.zeros(1, 3, config["sample_size"], config["sample_size"])
+    return count_flops({"unet": model}, SimpleNamespace(loss=loss), Prepared(images, {}, {})) / 1e12
+
+
+def main(args):
+    def price(tflop, images, mfu):
+        hours = images * tflop / (args.peak_tflops * mfu) / 3600
+        return f"{hours:,.0f} h, ${hours * args.dollars_per_hour:,.0f}"
+
+    print(f"{args.peak_tflops:g} TFLOP/s, ${args.dollars_per_hour:g} per hour\n")
     sides = list(PHASES)
-    print(
-        "| transformer | weights | "
-        f"{' | '.join(f'TFLOP at {side} px' for side in sides)} | device | cost |"
-    )
-    print("|---|---|" + "---|" * len(sides) + "---|---|")
+    plans = [(images, mfu) for images in args.images for mfu in args.mfu]
+    heads = [f"TFLOP at {side} px" for side in sides]
+    heads += [f"{images:,.0f} images, {mfu:.1%} used" for images, mfu in plans]
+    print(f"| transformer | weights | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}")
     trained = {}
     for name in TRANSFORMERS:
         found = [count_transformer(name, side) for side in sides]
         trained[name] = sum(
             share * flops for share, (_, flops) in zip(PHASES.values(), found, strict=True)
         )
-        cells = " | ".join(f"{flops:.2f}" for _, flops in found)
-        print(
-            f"| {name} | {found[0][0] / 1e6:,.0f} M | {cells} | {price(trained[name])} |",
-            flush=True,
-        )
+        cells = [f"{flops:.2f}" for _, flops in found]
+        cells += [price(trained[name], *each) for each in plans]
+        print(f"| {name} | {found[0][0] / 1e6:,.0f} M | {' | '.join(cells)} |", flush=True)
 
     heads = " | ".join(f"{tokens} tokens" for tokens in BATCH_TOKENS)
     print(f"\n| TFLOP with captions padded to | px | {heads} |\n|---|---|{'---|' * 3}")
@@ -168,13 +178,25 @@ def main(args):
         each, one = images + len(sides) * flops, images + flops
         print(f"| {name} | {each:.2f} | {one:.2f} | {one / each:.2f} |")
 
+    heads = ["TFLOP per image", *(f"hours, {device}" for device in DEVICES)]
+    print(f"\n| U-Net | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
+    for side in (32, 64, 128, 256):
+        flops = count_unet(f"unet_{side}")
+        seconds = [64 * U_NET_STEPS * flops / peak / args.mfu[-1] for peak in DEVICES.values()]
+        hours = " | ".join(f"{each / 3600:,.1f}" for each in seconds)
+        print(f"| unet_{side} | {flops:.3f} | {hours} |")
 
-if __name__ == "__main__":
+
+def parse_args(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--images", type=float, default=2e8, help="images seen in training, over all epochs"
+        "--images",
+        type=float,
+        nargs="+",
+        default=[2e8, 2e9],
+        help="images seen in training, over all epochs",
     )
     parser.add_argument(
         "--peak_tflops",
@@ -183,9 +205,17 @@ if __name__ == "__main__":
         help="peak of the device in TFLOP/s (989: H100, dense bf16)",
     )
     parser.add_argument(
-        "--mfu", type=float, default=0.4, help="used share of the peak (an assumption)"
+        "--mfu",
+        type=float,
+        nargs="+",
+        default=[0.4, 0.248],
+        help="used share of the peak (0.4: an assumption; 0.248: measured, docs/benchmarks.md)",
     )
     parser.add_argument(
         "--dollars_per_hour", type=float, default=3.0, help="price of the device (an assumption)"
     )
-    main(parser.parse_args())
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -5,7 +5,7 @@ import os
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from diffusion_training.errors.sentences import fail
 from diffusion_training.files import hash_values
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip")
+HEIC = (".heic", ".heif")  # photographs of iPhones
+CAPTIONS = (".txt", ".caption")  # caption files of sd-scripts and others
 MASK = ".mask"  # photo.mask.png beside photo.jpg
 REFERENCE = ".control"  # photo.control.png beside photo.jpg
 # cached, because realpath looks at each folder of a path and is called for every row
@@ -50,11 +52,16 @@ def list_paths(folder: str) -> list[str]:
     return [str(path) for path in Path(folder).rglob("*")]
 
 
-def check_files(paths: Iterable[str]) -> None:
-    """Raise ValueError for a file in a folder that `datasets` can't read, or would wait for.
+def check_files(paths: Sequence[str]) -> None:
+    """Raise ValueError for files in a folder that `datasets` can't read, or would wait for.
 
     It skips a whole archive that holds such a file, and blocks on pipes.
     """
+    photographs = [path for path in paths if path.lower().endswith(HEIC)]
+    if photographs and not any(is_image(path) or path.lower().endswith(TABLES) for path in paths):
+        raise ValueError(
+            f"its {len(photographs)} images are HEIC files: convert them to JPEG (docs/data.md)"
+        )
     for path in paths:
         if path.lower().endswith(TABLES) and Path(path).is_fifo():
             raise ValueError(f"{path} is a pipe: write a file")
@@ -129,6 +136,20 @@ def has_caption_files(paths: Iterable[str], extension: str) -> bool:
     """Whether an image of a folder has a caption file beside it: photo.txt for photo.jpg."""
     known = set(paths)
     return any(is_image(path) and split_suffix(path)[0] + extension in known for path in known)
+
+
+def advise_captions(paths: Sequence[str], extension: str) -> str:
+    """What to do about images without captions, for an error. paths: those in the folder."""
+    images = {split_suffix(path)[0] for path in paths if is_image(path)}
+    there = ""
+    for suffix in CAPTIONS:
+        parts = (split_suffix(path) for path in paths if path.endswith(suffix))
+        if count := sum(stem in images for stem, _ in parts):
+            there = f"read the {count} files {suffix} with --caption_extension {suffix}, "
+    return (
+        f"{there}choose with --caption_column, put captions beside the images "
+        f"(photo{extension} for photo.jpg), or give one for all with --instance_prompt"
+    )
 
 
 def add_captions(rows: datasets.Dataset, column: str, extension: str) -> datasets.Dataset:

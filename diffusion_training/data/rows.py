@@ -25,6 +25,7 @@ from diffusion_training.data.folders import (
     MASK,
     REFERENCE,
     add_captions,
+    advise_captions,
     apply_folder_flags,
     check_files,
     describe_files,
@@ -120,6 +121,7 @@ def load_rows(
         list_values(caption_column),
         mask_column,
         references,
+        listed,
         extension,
         args,
     )
@@ -282,10 +284,14 @@ def choose_image_column(
     caption_columns: list[str],
     mask_column: str | None,
     references: Sequence[str],
+    listed: Sequence[str],
     extension: str,
     args: Namespace,
 ) -> str:
-    """The column of images. Stops with an error if it, or one of the wanted columns, is missing."""
+    """The column of images. Stops with an error if it, or one of the wanted columns, is missing.
+
+    listed: the paths in a local folder. extension: that of caption files.
+    """
     columns = list_image_columns(features)
     column = args.image_column
     if column is None:
@@ -297,10 +303,7 @@ def choose_image_column(
         if name in columns and name in caption_columns:
             fail(f"column {name!r} of {source} holds images: choose another --caption_column")
         if name not in features:
-            advice = (
-                "choose with --caption_column, put captions beside the images "
-                f"(photo{extension} for photo.jpg), or give one for all with --instance_prompt"
-            )
+            advice = advise_captions(listed, extension)
             if name == mask_column:
                 advice = "choose with --mask_column"
             elif name in references:

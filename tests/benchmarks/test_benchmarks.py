@@ -391,6 +391,22 @@ def test_count_moments_equals_the_optimizers_state(optimizer):
         ), shape
 
 
+def test_memory_estimates_a_model_of_ones_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "KEPT", {**memory.KEPT})
+    path = tmp_path / "own.json"
+    config = json.loads((ROOT / "demo/digits_unet.json").read_text())
+    path.write_text(json.dumps({"_class_name": "UNet2DModel", "sample_size": 8} | config))
+    memory.main(["--models", str(path)])
+    row = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert row[:2] == [f"| {path}", "8"]
+    assert int(row[3]) == pytest.approx(1.5 * int(row[2]), rel=0.1)  # 12 GB, 8 GB
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"_class_name": "VQModel"}))
+    with pytest.raises(SystemExit):
+        memory.main(["--models", str(path)])
+    assert "_class_name is VQModel" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_memory_of_one_model_matches_the_pages(capsys, monkeypatch):
     monkeypatch.setattr(memory, "KEPT", {})
@@ -407,6 +423,8 @@ def test_memory_of_all_models_matches_the_pages(capsys):
         if name == f"unet_{side}.json":
             (row,) = re.findall(rf"^\| \[{name}\].* \| (\d+) \|$", page, re.M)
             assert row == count.replace(",", ""), name
+    for row in tables["The largest batch without captions, float32"]:
+        assert f"| {' | '.join(row)} |" in page
     # diffusers' table has 5,979.1 GFLOP for SDXL's forward pass, which is a third of a step. It
     # leaves out the products of attention.
     products = sum(
@@ -442,7 +460,7 @@ def compare_with_pages(said):
     starts = tuple({f"| {row[0]} |" for rows in tables.values() for row in rows})
     kept = [line for line in pages.splitlines() if line.startswith(starts)]
     assert len(kept) > 4 and [line for line in kept if line not in printed] == []
-    assert len(tables) == 13
+    assert len(tables) == 14
     return tables
 
 

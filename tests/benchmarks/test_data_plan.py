@@ -10,6 +10,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import data_plan
 import driver
+import plan
 
 PAGES = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
 
@@ -29,6 +30,17 @@ def test_data_plan_matches_the_cluster_page(capsys):
     page = (ROOT / "docs/cluster.md").read_text().split("## What a large run takes")[1]
     kept = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(kept) > 10 and [row for row in kept if row not in rows] == []
+
+
+@pytest.mark.long
+def test_plan_matches_the_page_and_says_how_many_cores_a_gpu_needs(capsys):
+    plan.main(plan.parse_args([]))
+    rows = {line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
+    kept = re.findall(r"^\| (?:prx_[\w.]+|unet_\d+) \|.*", PAGES, re.M)
+    assert len(kept) == 6 and [row for row in kept if row not in rows] == []
+    stage = data_plan.plan_stages(data_plan.parse_args([]))["cache"]
+    cores = f"one H100 encodes what {stage.cores / stage.gpus:.1f} cores decode"
+    assert cores in " ".join(PAGES.split())
 
 
 def test_the_bottleneck_is_the_slowest_part_of_a_stage(monkeypatch):

@@ -61,6 +61,18 @@ def test_unet_configs_have_the_documented_resolution_and_weights(
     ]
 
 
+def test_documented_batches_are_those_that_fit():
+    """A tenth of a GPU, whose GB are 2**30 bytes, stays free."""
+    cards = [8, 12, 16, 24, 48, 80]
+    rows = re.findall(r"^\| unet_(\d+)\.json \| (\d+) \| (.*) \|$", TEXT, re.M)
+    assert len(rows) == len(U_NETS)
+    for (name, side, cells), (_, weights, _, _, image) in zip(rows, U_NETS, strict=True):
+        assert name == side
+        for card, batch in zip(cards, cells.split(" | "), strict=True):
+            room = 0.9 * card * 2**30 - 20 * integer(weights)
+            assert int(batch) == pytest.approx(room / int(image) / 1e6, rel=0.02, abs=1)
+
+
 def test_the_default_unet_equals_unet_256_json():
     with torch.device("meta"):
         one, other = (

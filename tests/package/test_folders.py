@@ -173,6 +173,22 @@ def test_a_caption_extension_without_files_is_named(tmp_path):
         read(folder, captions=True, caption_extension="caption")
 
 
+def test_caption_files_with_another_extension_are_named(tmp_path):
+    folder = Path(make_images(tmp_path / "images", 3))
+    for i in range(2):
+        (folder / f"{i}.caption").write_text("a dog")
+    (folder / "notes.txt").write_text("beside no image")
+    with pytest.raises(SystemExit, match=r"read the 2 files \.caption with --caption_extension"):
+        read(folder, captions=True)
+
+
+def test_a_folder_of_heic_photographs_is_named(tmp_path):
+    (tmp_path / "IMG_1.HEIC").write_bytes(b"1")
+    (tmp_path / "IMG_2.heic").write_bytes(b"2")
+    with pytest.raises(SystemExit, match="its 2 images are HEIC files: convert them to JPEG"):
+        read(tmp_path)
+
+
 def test_special_characters_in_folder_paths_are_taken_literally(tmp_path):
     folder = Path(make_images(tmp_path / "by [artist] *", 2))
     assert len(read(folder).rows) == 2

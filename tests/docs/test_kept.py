@@ -1,0 +1,55 @@
+"""What a shortening of a page must not take away: guides and users look for these lines."""
+
+import re
+
+import pytest
+from conftest import ROOT
+
+# page: for each item, words that stand together in a row of a table, or in an item of a list
+KEPT = {
+    "docs/training.md": [
+        ["`--ddpm_num_steps`", "1000", "250 to 4,000"],
+        ["`--adam_beta1`, `--adam_beta2`", "0.999", "0.95 to 0.9999"],
+        ['`"dropout"`', "0 to 0.1", "0 to 0.2"],
+        ["`--learning_rate`", "2e-4", "1e-4 to 3e-4"],
+        ["images per step", "64 to 256", "32 to 512"],
+        ["`--lr_warmup_steps`", "1,000 to 10,000"],
+        ["`--ema_max_decay`", "0.9999", "0.999 to 0.99999"],
+        ["`--max_grad_norm`", "1.0", "0.2 to 2.0"],
+        ["`--ddpm_beta_schedule`", "squaredcos_cap_v2"],
+        ["| 10,000 | 64 | 200,000 |"],
+        ["| 1,000,000 | 64 | 1,000,000 |"],
+        ["| unet_256.json | 256 |", "35"],
+        ["| unet_64 |", "30.5", "5.1"],
+        ["benchmarks/memory.py --models my/config.json"],
+        ["10 to 50 times", "3,682 times", "100 times too many"],
+        ["3 to 5 GB", "12.3 GB"],
+        ["mixed precision", "halves", "10 to 40 %"],
+        ["rise from 1e-7 to 1", "a tenth of"],
+        ["`--scale_lr auto --base_batch_size 64`", "linearly up to 512"],
+    ],
+    "docs/benchmarks.md": [
+        ["Sampling steps", "quality.py sampling"],
+        ["1,000", "50.8 (26.4 to 80.2)", "57.3 (37.3 to 81.4)"],
+        ["bf16 against float32", "FID"],
+    ],
+    "docs/cluster.md": [
+        ["`accelerate config`", "No distributed training", "DeepSpeed", "traceback"],
+        ["images", "2,000,000,000"],
+        ["Cores for a GPU", "4.6 cores"],
+    ],
+    "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000,000,000 images", "24.8% used"]],
+    "README.md": [["`accelerate config default`", "once", "OMP_NUM_THREADS"]],
+}
+
+
+@pytest.mark.parametrize("page", KEPT)
+def test_no_shortening_takes_these_lines_away(page):
+    text = (ROOT / page).read_text()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    paragraphs = re.split(r"\n\s*\n|\n(?=- )", re.sub(r"^\|.*\n", "", text, flags=re.M))
+    parts = [*rows, *(" ".join(paragraph.split()) for paragraph in paragraphs)]
+    missing = [
+        words for words in KEPT[page] if not any(all(w in part for w in words) for part in parts)
+    ]
+    assert not missing, f"{page} has no line with {missing}"
