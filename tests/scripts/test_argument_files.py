@@ -280,6 +280,9 @@ def test_cache_latents_has_a_folder_for_each_content(tmp_path, flags, monkeypatc
     others.append(share())
     assert len({*map(tuple, [first, *others])}) == len(others) + 1
     assert commands[0][-1] == f"--output_dir={first[0]}"
+    # a CPU encodes in float32, whatever the run computes in
+    assert share("--cache_latents=cpu", precision="bf16") == share("--cache_latents=cpu")
+    assert "--mixed_precision=no" in commands[-1]
 
 
 def test_cache_latents_starts_a_process_without_the_launchers_variables(monkeypatch):

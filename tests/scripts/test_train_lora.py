@@ -262,7 +262,7 @@ def test_lora_output_is_complete_and_redraws_the_last_samples(
     assert {path.stat().st_mode & 0o777 for path in out.glob("*.*")} == {0o666 & ~UMASK}
     for page in ("README.md", "report.html"):
         assert readers in (out / page).read_text().replace("`", "")
-    assert calls["allow_patterns"][-1] == "pytorch_lora_weights*"
+    assert "pytorch_lora_weights*" in calls["allow_patterns"]
     card = (out / "README.md").read_text()
     assert "A LoRA of rank 2 for the U-Net of `sd`" in card and card.count("rank | 2 |") == 1
     assert card.index("| rank | 2 |") < card.index("<details>") < card.index("| adam_beta1 | 0.9 |")

@@ -128,9 +128,9 @@ def test_resumed_run_does_not_repeat_validate_first(tmp_path, flags, monkeypatch
     drawn = []
     log_validation = script.log_validation
 
-    def record_step(*args):
-        drawn.append(args[3])
-        return log_validation(*args)
+    def record_step(launch, pipeline, data, bases, step, *rest):
+        drawn.append(step)
+        return log_validation(launch, pipeline, data, bases, step, *rest)
 
     monkeypatch.setattr(script, "log_validation", record_step)
     train(*flags, "--max_train_steps=2")
