@@ -139,7 +139,7 @@ def run(words, folder, inputs):
     assert done.returncode == 0, (text, done.stderr[-2000:])
 
 
-FIRST_READ = ("README.md", "docs/training.md", "docs/latent-cache.md", "docs/lora.md")
+FIRST_READ = ("README.md", "docs/latent-cache.md", "docs/lora.md")
 
 
 # the script of new-trainer.md has a test of its own

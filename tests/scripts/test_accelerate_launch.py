@@ -241,7 +241,7 @@ def test_all_dynamo_keys_reach_torch_compile(tmp_path, flags, name, config):
         assert DiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_regional_compilation_works_or_is_refused(tmp_path, flags):
     regional = {"dynamo_backend": "EAGER", "dynamo_use_regional_compilation": True}
     env = environment(tmp_path, dynamo_config={**DYNAMO, **regional})
@@ -322,7 +322,7 @@ notebook_launcher(run, (flags,), num_processes=2, use_port=port)
 """
 
 
-@pytest.mark.ci
+@pytest.mark.long
 def test_notebook_launcher_starts_two_processes_and_refuses_a_locked_folder(tmp_path, flags):
     """A plain process replaces the kernel. Like it, it imported the script and used no device."""
     (tmp_path / "taken").mkdir()

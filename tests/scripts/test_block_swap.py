@@ -139,7 +139,10 @@ def test_a_killed_run_with_swapped_blocks_ends_with_the_same_lora(
 
 
 @pytest.mark.parametrize("name, more", [
-    ("flux", ["--use_dora", "--preserve_prior", "--class_prompt", "a digit"]),
+    pytest.param(
+        "flux", ["--use_dora", "--preserve_prior", "--class_prompt", "a digit"],
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         "sd",
         ["--preserve_prior", "--class_prompt", "a digit", "--gradient_accumulation_steps=2",

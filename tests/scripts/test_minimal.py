@@ -295,7 +295,7 @@ def assert_pipeline_has_the_average(folder):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("train_unconditional", marks=pytest.mark.ci),
+        pytest.param("train_unconditional", marks=pytest.mark.long),
         pytest.param("train_text_to_image", marks=pytest.mark.long),
         pytest.param("train_flow", marks=pytest.mark.long),
     ],
