@@ -78,7 +78,7 @@ def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
     # a step skips images that can't be used, and so does the cache
     flags |= {"mixed_precision": mixed_precision, "max_skipped": 1.0}
     if args.cache_latents == "cpu":
-        # Most CPUs multiply in bfloat16 more slowly, and the weights keep their 16 bits: see `EXACT`
+        # most CPUs multiply in bfloat16 more slowly, and weights keep their 16 bits: see `EXACT`
         flags["mixed_precision"] = "no"
     if args.shuffle_caption:  # the trainer has to encode the captions
         flags |= {"text_cache": "ids", "clip_skip": None}
