@@ -58,14 +58,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.blocks import compute_in_float32, list_outer_blocks
+from diffusion_training.blocks import compute_in_float32, list_blocks, list_outer_blocks
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
 from diffusion_training.models import start_average
 from diffusion_training.training.block_swap import BlockSwap
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
-from diffusion_training.training.quantization import BLOCK, list_blocks, list_quantizable
+from diffusion_training.training.quantization import BLOCK, list_quantizable
 from diffusion_training.training.sharding import share_memory
 
 ROOT = Path(__file__).parent.parent
@@ -564,8 +564,9 @@ class Blocks:
         self.inputs: list[Any] = []
         self.largest = 0  # bytes that a block keeps for its backward pass
 
-    def checkpoint(self, block: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    def checkpoint(self, block: Any, *args: Any, **options: Any) -> Any:
         """Replaces torch's checkpoint: keeps the inputs of a block."""
+        block = getattr(block, "__self__", block)  # some models pass block.__call__
         self.inputs.append((args, options))
         return self.call(block, block.forward, *args, **options)
 

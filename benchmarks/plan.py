@@ -117,7 +117,7 @@ def main(args):
     sides = list(PHASES)
     plans = [(images, mfu) for images in args.images for mfu in args.mfu]
     heads = [f"TFLOP at {side} px" for side in sides]
-    heads += [f"{images:,.0f} images, {mfu:.1%} used" for images, mfu in plans]
+    heads += [f"{images / 1e6:,.0f} million images at {mfu:.3g}" for images, mfu in plans]
     print(f"| transformer | weights | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}")
     trained = {}
     for name in TRANSFORMERS:

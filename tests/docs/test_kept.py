@@ -38,7 +38,7 @@ KEPT = {
         ["images", "2,000,000,000"],
         ["Cores for a GPU", "4.6 cores"],
     ],
-    "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000,000,000 images", "24.8% used"]],
+    "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000 million images", "at 0.248"]],
     "README.md": [["`accelerate config default`", "once", "OMP_NUM_THREADS"]],
 }
 
