@@ -112,8 +112,8 @@ def count_references(args: Namespace) -> int:
     """How many references the rows have, by the flags and the names of files."""
     flags = vars(args)
     named = flags.get("conditioning_image_column") or flags.get("conditioning_data_dir")
-    if named or "conditioning_image_column" not in flags:
-        return len(named or [])
+    if named:
+        return len(named)
     return int(has_reference_files(list_paths(get_source(args))))
 
 

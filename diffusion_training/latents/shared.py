@@ -87,10 +87,10 @@ def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
 
 def describe(flags: dict[str, Any], args: Namespace) -> list:
     """What decides the content of the cache, as far as it is known before models are loaded."""
+    # a trainer without the flags of references leaves it to precompute_latents.py to refuse them
+    with_references = "conditioning_image_column" in args and count_references(args) > 0
     with contextlib.redirect_stdout(io.StringIO()):  # precompute_latents.py prints it
-        images = load_rows(
-            args, others=[args.caption_column], with_references=count_references(args) > 0
-        )
+        images = load_rows(args, others=[args.caption_column], with_references=with_references)
     models = []
     for name, value in sorted(flags.items()):
         if name.endswith("_name_or_path") and os.path.exists(value):

@@ -10,7 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 import tiny_pipelines
 import torch
-from conftest import ROOT, Script, assert_same_weights, make_klein, make_z_image, metrics
+from conftest import (
+    ROOT,
+    Script,
+    assert_same_weights,
+    make_klein,
+    make_models,
+    make_z_image,
+    metrics,
+)
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
@@ -139,6 +147,21 @@ def test_references_of_a_model_that_does_not_edit_end_in_a_sentence(tmp_path):
     before = ["--conditioning_data_dir", str(tmp_path)]
     said = precompute.refused(*flags, *before, f"--output_dir={tmp_path / 'cache'}")
     assert "leave out the flag that gives them" in said
+
+
+@pytest.mark.parametrize("more, reason", [
+    ([], "the images have references, which a StableDiffusionPipeline can't be trained on"),
+    # a process of its own says why
+    pytest.param(
+        ["--cache_latents"], "precompute_latents.py could not encode the images",
+        marks=pytest.mark.long,
+    ),
+])  # fmt: skip
+def test_a_trainer_without_flags_for_references_refuses_them(tmp_path, more, reason):
+    flags = [f"--pretrained_model_name_or_path={make_models(tmp_path)}", "--resolution=16"]
+    flags += [f"--train_data_dir={make_pairs(tmp_path / 'pairs')}", f"--cache_dir={tmp_path}"]
+    said = Script("train_text_to_image").refused(*flags, f"--output_dir={tmp_path / 'out'}", *more)
+    assert reason in said and not (tmp_path / "out/unet").exists()
 
 
 @pytest.mark.long
