@@ -265,10 +265,18 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
     images = load_rows(args, args.streaming, [args.caption_column], with_references=with_references)
     references = list_reference_columns(images.rows, args) if with_references else ()
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
-    # in 16 bits they are loaded last, when those that encode prompts exactly are gone
-    encoders = load_encoders(base, launch.dtype) if launch.dtype == torch.float32 else None
+    in_float32 = launch.dtype == torch.float32
+    encoders = None
+    if in_float32:
+        encoders = load_encoders(base, launch.dtype)
+    elif launch.is_main and (args.validation_prompts or args.class_prompt):
+        encoders = load_encoders(base, EXACT, with_vae=False)
     validation = encode_for_all(launch, base, encoders, args.validation_prompts)
     class_prompts = encode_class_prompts(launch, base, encoders, texts, args)
+    if encoders:
+        base = replace(base, family=encoders.family)  # it has found out what it needs
+    if not in_float32:
+        encoders = None  # free them before the same models are loaded in 16 bits
     encoders = encoders or load_encoders(base, launch.dtype)
     base = replace(base, family=encoders.family)
     check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)

@@ -46,6 +46,7 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transforms import make_transform
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
+from diffusion_training.latents import source
 from diffusion_training.latents.encoders import Latents, load_text_encoders
 from diffusion_training.latents.source import choose_captions
 from diffusion_training.order import step_seed
@@ -690,6 +691,30 @@ def test_captioned_images_batch_equals_its_rows_and_names_skipped_ones(tmp_path,
     assert 3 < sum(flipped) < 17
     (tmp_path / "images").rename(tmp_path / "away")
     assert data[[(0, 0, 1.0)]]["skipped"][0][1].startswith("not read: [Errno 2]")
+
+
+def test_prompts_are_encoded_in_float32_once_whatever_the_precision(images, monkeypatch):
+    """The models that do it are loaded once for samples and prior, and freed before the others."""
+    encoded, loaded = [], []
+
+    def note_data(*args):
+        encoded.append(open_data(*args).validation)
+        raise InterruptedError
+
+    def note_encoders(base, dtype, **more):
+        loaded.append(dtype)
+        return load_encoders(base, dtype, **more)
+
+    open_data, load_encoders = script.open_data, source.load_encoders
+    monkeypatch.setattr(script, "open_data", note_data)
+    monkeypatch.setattr(source, "load_encoders", note_encoders)
+    flags = ["--validation_prompts", "a digit", "--rank=2", "--preserve_prior", "--class_prompt=b"]
+    for precision in ("no", "bf16"):
+        with pytest.raises(SystemExit):
+            train(*images, *flags, f"--mixed_precision={precision}")
+    one, other = (each.prompts[0]["prompt_embeds"] for each in encoded)
+    assert torch.equal(one, other)
+    assert loaded == [torch.float32, source.EXACT, torch.bfloat16]
 
 
 def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flags, capfd):
