@@ -270,7 +270,7 @@ def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> 
     all of them would be slower, and torch would make it only after the second shape, so that a
     resumed run would end with other bits.
     """
-    from diffusion_training.blocks import list_repeated
+    from diffusion_training.blocks import list_compiled
 
     options = {}
     dynamo = TorchDynamoPlugin()
@@ -282,7 +282,7 @@ def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> 
         if dynamo.use_regional_compilation and dynamo.backend != DynamoBackend.NO:
             model.compile_repeated_blocks(backend=backend, **options)
             return
-        parts = list_repeated(model) or [model]
+        parts = list_compiled(model) or [model]
         # torch counts the code of all blocks of a class together, which may differ, as in a LoRA
         if num_shapes * len(parts) > 1:
             raise_recompile_limit(num_shapes * len(parts))

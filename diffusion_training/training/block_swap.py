@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 
+from diffusion_training.blocks import list_blocks
 from diffusion_training.errors.sentences import fail
 from diffusion_training.launch import Launch
 from diffusion_training.memory import BLOCK, HostMemory, is_gpu, measure_free
 from diffusion_training.models import choose_layout, read_precision
-from diffusion_training.training.quantization import list_blocks, list_quantizable
+from diffusion_training.training.quantization import list_quantizable
 
 # of one block: {name in it: weight}
 Weights = dict[str, torch.Tensor]
@@ -191,6 +192,7 @@ def list_swappable(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def pin(weights: list[torch.Tensor], device: torch.device) -> None:
     """Move weights to pinned memory if the device is a GPU, about a gigabyte at a time."""
     group: list[torch.Tensor] = []
+    of_convolutions = choose_layout(device)
     for number, weight in enumerate(weights if is_gpu(device) else [], 1):
         group.append(weight)
         size = sum(each.nbytes for each in group)
@@ -198,7 +200,7 @@ def pin(weights: list[torch.Tensor], device: torch.device) -> None:
             memory = HostMemory(size, device)
             for each in group:
                 # as `put_on_device` does
-                layout = choose_layout(device) if each.dim() == 4 else torch.preserve_format
+                layout = of_convolutions if each.dim() == 4 else torch.preserve_format
                 value = each.detach().to(memory_format=layout)
                 each.data = memory.cut(value).copy_(value)
             group = []

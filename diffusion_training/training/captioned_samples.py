@@ -42,7 +42,7 @@ class SampleBase:
     num_inference_steps: int
     guidance_scale: float
     lora: str | None = None  # of --validation_lora
-    key: str = ""  # begins names in files and records
+    prefix: str = ""  # of names in files and records
 
     @contextlib.contextmanager
     def open(self, pipeline: Any) -> Iterator[Any]:
@@ -144,13 +144,13 @@ def draw_prompts(
         own = images[place * count : (place + 1) * count]
         if validation.images:
             pairs = zip(args.validation_prompts, validation.images, strict=True)
-            name = [base.describe()] if base.key else []
+            name = [base.describe()] if base.prefix else []
             keys = [
                 hash_values([prompt, *name, *(each.tobytes().hex() for each in references)])
                 for prompt, references in pairs
             ]
-            before = keep_before(own[::per_prompt], keys, args.output_dir, step, base.key)
-            shown = [[] for _ in keys] if base.key else validation.images  # references once
+            before = keep_before(own[::per_prompt], keys, args.output_dir, step, base.prefix)
+            shown = [[] for _ in keys] if base.prefix else validation.images  # references once
             own = arrange_edits(own, before, shown, args.resolution)
         columns.append(np.stack(own).reshape(len(args.validation_prompts), -1, *own[0].shape))
     headings = [(base.describe(), x.shape[1]) for base, x in zip(bases, columns, strict=True)]
@@ -170,22 +170,22 @@ def takes(pipeline: Any, name: str) -> bool:
     return name in inspect.signature(pipeline.__call__).parameters
 
 
-def before_path(output_dir: str | Path, number: int, base: str = "") -> Path:
-    """Return the path of a prompt's first sample from before training. base: `SampleBase.key`."""
-    return Path(output_dir) / "samples" / f"{base}before-{number:02d}.png"
+def before_path(output_dir: str | Path, number: int, prefix: str = "") -> Path:
+    """Return the path of a prompt's first sample from before training. prefix: of `SampleBase`."""
+    return Path(output_dir) / "samples" / f"{prefix}before-{number:02d}.png"
 
 
 def keep_before(
-    images: list[np.ndarray], keys: list[str], output_dir: str, step: int, base: str = ""
+    images: list[np.ndarray], keys: list[str], output_dir: str, step: int, prefix: str = ""
 ) -> list[np.ndarray]:
     """The first sample of each prompt from before training; none if it was not drawn.
 
     At step 0, `images` are these samples, and are kept for later pictures.
 
-    keys: what the samples are of, so that a resumed run does not show those of other prompts. base:
-    `SampleBase.key`.
+    keys: what the samples are of, so that a resumed run does not show those of other prompts.
+    prefix: of `SampleBase`.
     """
-    paths = [before_path(output_dir, number, base) for number in range(len(images))]
+    paths = [before_path(output_dir, number, prefix) for number in range(len(images))]
     if step == 0:
         folder = paths[0].parent
         folder.mkdir(exist_ok=True)

@@ -158,7 +158,7 @@ def describe_text_to_image(
 
     def write_code(base: Any = None) -> str:
         """Code that draws as samples were drawn with one of `bases`; None: as the flags say."""
-        is_other = base is not None and base.key
+        is_other = base is not None and base.prefix
         source = str(about.base if args.rank else about.name)
         variant = args.variant if args.rank else None
         before = [*setup]

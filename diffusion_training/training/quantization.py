@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from diffusers.models.modeling_utils import no_init_weights
 from safetensors import safe_open
 
+from diffusion_training.blocks import list_blocks
 from diffusion_training.errors.sentences import fail
 from diffusion_training.models import (
     NOT_FINITE,
@@ -141,20 +142,6 @@ def load_quantized(
     missing = [name for name, value in model.state_dict().items() if value.is_meta]
     raise_for_keys("missing keys", missing)
     return model, combine_hashes(digests)
-
-
-def list_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return {name: block} of a model's repeated blocks."""
-    blocks = {
-        name: block
-        for name, block in model.named_modules()
-        if type(block).__name__ in model._repeated_blocks
-    }
-    if not blocks:  # diffusers does not name their classes, as those of Stable Diffusion 3 and PRX
-        for name, child in model.named_children():
-            if isinstance(child, torch.nn.ModuleList):
-                blocks |= {f"{name}.{number}": block for number, block in enumerate(child)}
-    return blocks
 
 
 def list_quantizable(model: torch.nn.Module) -> set[str]:

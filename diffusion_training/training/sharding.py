@@ -22,7 +22,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def list_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+def list_gathered(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The parts of a model that are gathered one at a time, inner ones before outer ones.
 
     diffusers names their classes, or the model has `blocks`.
@@ -40,7 +40,7 @@ def shard(model: torch.nn.Module, device: torch.device) -> None:
     """
     weights = model.state_dict()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for module in (*list_blocks(model), model):
+    for module in (*list_gathered(model), model):
         # Also the model itself: otherwise its own weights would stay whole after sampling.
         part = fully_shard(module, mesh=mesh, reshard_after_forward=True)
         part.set_force_sum_reduction_for_comms(True)  # older versions of gloo have no mean
@@ -118,7 +118,7 @@ def share_memory(
     for model in models.values():
         counted: set[torch.Tensor] = set()
         counts = []
-        for module in (*list_blocks(model), model):
+        for module in (*list_gathered(model), model):
             own = {*module.parameters()} - counted
             counted |= own
             counts.append(sum(weight.numel() for weight in own))

@@ -170,7 +170,7 @@ def open_other_base(
     if args.validation_base:
         other = open_turbo(launch, base, data, model, args)
         scheduler = load_scheduler(other)
-    check_memory(model, "--validation_base" if args.validation_base else "--validation_lora")
+    check_host_memory(model, "--validation_base" if args.validation_base else "--validation_lora")
     steps, guidance = choose_drawing(other, args)
     if scheduler and "timestep_spacing" in scheduler.config:  # of a U-Net
         with explained(f"the scheduler of {other.name} can't draw in {steps} steps"):
@@ -179,9 +179,9 @@ def open_other_base(
         with torch.device("meta"), explained(f"--validation_lora {lora} can't be used"):
             read_plain_lora(lora, type(model).from_config(model.config), other.family)
     found = OtherBase(
-        key=TURBO, name=str(other.name), lora=lora, family=other.family, num_inference_steps=steps,
-        guidance_scale=guidance, sampler=choose_sampler(other, lora), base=other,
-        scheduler=scheduler, resolution=data.resolution, launch=launch, args=args,
+        prefix=TURBO, name=str(other.name), lora=lora, family=other.family,
+        num_inference_steps=steps, guidance_scale=guidance, sampler=choose_sampler(other, lora),
+        base=other, scheduler=scheduler, resolution=data.resolution, launch=launch, args=args,
     )  # fmt: skip
     launch.accelerator.print(
         f"Samples are also drawn with {found.describe()}; --validation_base_steps and "
@@ -282,7 +282,7 @@ def open_plain_base(
     launch: Launch, base: Base, data: Data, model: torch.nn.Module, args: Namespace
 ) -> OtherBase:
     """The run's own base without --training_adapter. model: the trained one."""
-    check_memory(model, "--training_adapter")
+    check_host_memory(model, "--training_adapter")
     return OtherBase(
         name=str(base.name), family=data.family, num_inference_steps=args.num_inference_steps,
         guidance_scale=args.guidance_scale, base=base, scheduler=None, sampler=None,
@@ -290,7 +290,7 @@ def open_plain_base(
     )  # fmt: skip
 
 
-def check_memory(model: torch.nn.Module, flag: str) -> None:
+def check_host_memory(model: torch.nn.Module, flag: str) -> None:
     """Stop with an error if the host lacks the memory for a second base, in each process.
 
     Of two bases one is in it while samples are drawn: with --blocks_to_swap and on a CPU the second

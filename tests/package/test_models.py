@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch._dynamo.testing import CompileCounter
 
 from diffusion_training import models
-from diffusion_training.blocks import list_repeated
+from diffusion_training.blocks import list_compiled
 from diffusion_training.families.known import load_family
 from diffusion_training.models import (
     AveragedWeights,
@@ -106,12 +106,12 @@ def test_an_unknown_compiler_backend_ends_in_one_sentence():
         compile_model(torch.nn.Linear(1, 1), "nosuch")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_transformers_blocks_are_compiled_one_for_all(rank):
     """With a LoRA, too. The first block differs, because its input needs no gradient."""
     torch.manual_seed(0)
-    kind, config = diffusers.PRXTransformer2DModel, PRX | {"depth": 5}
+    # so deep that blocks are nearly all of it
+    kind, config = diffusers.PRXTransformer2DModel, PRX | {"depth": 20}
     plain = kind(**config)
     if rank:
         plain.requires_grad_(False)
@@ -120,6 +120,7 @@ def test_a_transformers_blocks_are_compiled_one_for_all(rank):
     torch._dynamo.reset()
     counter = CompileCounter()
     compile_model(compiled, counter)
+    assert list_compiled(plain) == [*plain.blocks]
     assert [*compiled.state_dict()] == [*plain.state_dict()]
     for model in (plain, compiled):
         torch.manual_seed(1)
@@ -138,7 +139,7 @@ def test_a_unet_is_compiled_whole(tmp_path):
     with torch.device("meta"):
         unets = [UNet2DModel.from_config(config), diffusers.UNet2DConditionModel()]
     for model in (*unets, torch.nn.Linear(1, 1)):
-        assert list_repeated(model) == []
+        assert list_compiled(model) == []
 
 
 def test_list_reached_finds_the_weights_that_get_a_gradient():

@@ -297,14 +297,14 @@ def test_shard_is_refused_with_flags_that_it_does_not_support(capsys):
     assert train_flow.parse_args([*flags, "--gradient_checkpointing"]).shard
 
 
-def test_list_blocks_returns_inner_blocks_before_outer_ones(tmp_path):
+def test_list_gathered_returns_inner_blocks_before_outer_ones(tmp_path):
     for family in map(load_family, FACTS):
         model_class = getattr(diffusers, family.model)
         assert model_class._no_split_modules or family.name == "prx"
     transformer = PRXTransformer2DModel(**PRX)
-    assert sharding.list_blocks(transformer) == [*transformer.blocks] != []
+    assert sharding.list_gathered(transformer) == [*transformer.blocks] != []
     unet = UNet2DConditionModel.from_pretrained(make_models(tmp_path) / "unet")
-    blocks = sharding.list_blocks(unet)
+    blocks = sharding.list_gathered(unet)
     assert {type(block).__name__ for block in blocks} == {*unet._no_split_modules}
     for number, block in enumerate(blocks):
         assert not {*block.modules()} & {*blocks[number + 1 :]}
