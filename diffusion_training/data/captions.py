@@ -218,7 +218,7 @@ def tokenize_batch(
     tokens: dict[str, Any] = dict(tokenize(tokenizers, chosen))
     if "prompt_mask" in tokens:
         lengths = tokens["prompt_mask"].sum(dim=1).tolist()
-        if tokenizers.family.ragged:
+        if tokenizers.are_ragged:
             length = choose_length(max(lengths), tokenizers[0].model_max_length)
             is_left = tokenizers[0].padding_side == "left"
             used = slice(-length, None) if is_left else slice(length)
@@ -297,9 +297,9 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
 def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
     """The mean number of embeddings of captions, each truncated to the text encoder's limit.
 
-    None without captions, or if the family keeps padding.
+    None without captions, or if the number of tokens does not tell.
     """
-    if not texts or not tokenizers.family.ragged:
+    if not texts or not tokenizers.are_ragged:
         return None
     tokens = tokenizers[0](prepare_captions(tokenizers, texts), truncation=True)
     lengths = [len(ids) for ids in tokens.input_ids]

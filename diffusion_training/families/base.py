@@ -61,6 +61,14 @@ class Tokenizers(list):
         self.family = family
         self.classes = classes  # of class labels: see `get_token`
 
+    @property
+    def are_ragged(self) -> bool:
+        """Whether a caption has as many embeddings as tokens, and padding none.
+
+        False for bytes in place of tokens, see `recorded.text_tensors.CaptionBytes`.
+        """
+        return self.family.ragged and self.family.caption_unit == "tokens"
+
 
 @dataclass(frozen=True)
 class Base:
