@@ -880,7 +880,9 @@ def main(args: argparse.Namespace) -> None:
     engine, sentences = plan_engine(args, weight_bytes)
     print(sentences, flush=True)
     destinations = [Destination(cache) for cache in caches]
-    absolute, num_rows = make_absolute(recorded), len(images.rows)
+    # the models of one commit, also if a branch on the hub moves meanwhile
+    pinned = {"revision": base.commit or args.revision}
+    absolute, num_rows = Flags(**vars(make_absolute(recorded)) | pinned), len(images.rows)
     threads, memory = torch.get_num_threads(), engine.task_memory
 
     def put_rows() -> Any:

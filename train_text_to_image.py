@@ -288,10 +288,9 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
 
     Both are set to the objective of the training.
     """
-    source = base.source
     objective = objective_flags(args)
-    options = {"subfolder": "scheduler", "cache_dir": args.cache_dir, "revision": args.revision}
-    with explained(f"{source} holds no scheduler"):
+    with explained(f"{base.name} holds no scheduler"):
+        source, options = base.locate_scheduler()
         sampler = load_sampler(source, options, objective)
         noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **objective)
         if noise_scheduler.config.rescale_betas_zero_snr:
@@ -304,7 +303,7 @@ def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, Schedul
             f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training "
             "timesteps"
         )
-    with explained(f"the scheduler of {source} ({type(sampler).__name__}) can't draw samples"):
+    with explained(f"the scheduler of {base.name} ({type(sampler).__name__}) can't draw samples"):
         try_sampler(sampler, args.num_inference_steps)
     return noise_scheduler, sampler
 

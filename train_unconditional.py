@@ -260,6 +260,7 @@ from diffusion_training.launch import Launch, StopSignal, accelerator_options, m
 from diffusion_training.loading import load_batches
 from diffusion_training.models import check_shapes, compile_model, freeze_on_device, load_weights
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
+from diffusion_training.repositories import fetch_model
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.metrics import open_metrics
 from diffusion_training.training.objective import (
@@ -358,7 +359,8 @@ def make_unet(args: Namespace) -> UNet2DModel:
     source = args.pretrained_model_name_or_path or args.model_config_name_or_path
     with explained(f"{source} holds no {UNet2DModel.__name__}"):
         if args.pretrained_model_name_or_path:
-            unet = load_weights(UNet2DModel, source, subfolder="unet", cache_dir=args.cache_dir)
+            folder = fetch_model(source, args.cache_dir, ("unet",))
+            unet = load_weights(UNet2DModel, folder, subfolder="unet")
             unet.register_to_config(sample_size=args.resolution)  # size of the pipeline's images
         elif args.model_config_name_or_path:
             config = UNet2DModel.load_config(source, cache_dir=args.cache_dir)
@@ -402,9 +404,10 @@ def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
     source = args.pretrained_model_name_or_path
     with explained(f"{source} holds no scheduler" if source else "the flags don't fit together"):
         if source:
-            options = {"subfolder": "scheduler", "cache_dir": args.cache_dir}
-            load_sampler(source, options, flags)  # checks the pipeline's own scheduler class
-            scheduler = DDPMScheduler.from_pretrained(source, **options, **flags)
+            folder = fetch_model(source, args.cache_dir, ("scheduler",))
+            options = {"subfolder": "scheduler"}
+            load_sampler(folder, options, flags)  # checks the pipeline's own scheduler class
+            scheduler = DDPMScheduler.from_pretrained(folder, **options, **flags)
         else:
             scheduler = DDPMScheduler(**flags)
     check_objective(scheduler)

@@ -18,8 +18,6 @@ import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from diffusers import ModelMixin
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from torch.nn import Linear
 from torch.nn.functional import group_norm
@@ -78,40 +76,22 @@ def raise_for_keys(what: str, keys: Collection[Any]) -> None:
 
 
 def find_weight_files(
-    source: str,
-    subfolder: str,
-    variant: str | None = None,
-    stem: str = "diffusion_pytorch_model",
-    **options: Any,
+    source: str, subfolder: str, variant: str | None = None, stem: str = "diffusion_pytorch_model"
 ) -> list[str]:
     """List the .safetensors files that `from_pretrained` reads, several for a sharded model.
 
     Raises FileNotFoundError if there are none. stem: of their names, "model" for transformers.
-    options: revision and cache_dir.
     """
-
-    def locate(name: str) -> str | None:
-        if os.path.isdir(source):
-            path = os.path.join(source, subfolder, name)
-            return path if os.path.isfile(path) else None
-        try:
-            return hf_hub_download(source, name, subfolder=subfolder or None, **options)
-        except EntryNotFoundError:
-            return None
-
     end = f".{variant}" if variant else ""
     names = {f"{stem}{end}.safetensors"}
-    index = locate(f"{stem}.safetensors.index{end}.json")
-    if index:
+    index = os.path.join(source, subfolder, f"{stem}.safetensors.index{end}.json")
+    if os.path.isfile(index):
         with open(index) as file:
             names = set(json.load(file)["weight_map"].values())
-    paths = []
     for name in sorted(names):
-        path = locate(name)
-        if path is None:
+        if not os.path.isfile(os.path.join(source, subfolder, name)):
             raise FileNotFoundError(f"{source}/{subfolder} has no {name}")
-        paths.append(path)
-    return paths
+    return [os.path.join(source, subfolder, name) for name in sorted(names)]
 
 
 def hash_weights(model: torch.nn.Module) -> str:
@@ -374,8 +354,6 @@ def read_precision(
     subfolder: str = "",
     variant: str | None = None,
     kind: Any = None,
-    revision: str | None = None,
-    cache_dir: Any = None,
     **others: Any,
 ) -> torch.dtype:
     """Return the precision of a model's safetensors files; float32 if it is mixed or unknown.
@@ -386,10 +364,9 @@ def read_precision(
     """
     is_diffusers = kind is None or issubclass(kind, ModelMixin)
     stem = "diffusion_pytorch_model" if is_diffusers else "model"
-    options = {"revision": revision, "cache_dir": cache_dir}
     kinds = set()
     with contextlib.suppress(Exception):  # other kinds of files
-        for path in find_weight_files(str(source), subfolder, variant, stem, **options):
+        for path in find_weight_files(str(source), subfolder, variant, stem):
             with safe_open(path, "pt") as file:
                 kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}
     kinds = {each for each in kinds if "F" in each}  # also integers, such as numbers of positions

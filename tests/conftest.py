@@ -51,6 +51,7 @@ from tqdm import tqdm  # noqa: E402
 from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
+from diffusion_training.repositories import open_repository  # noqa: E402
 from diffusion_training.training import lora  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
 
@@ -295,6 +296,7 @@ PRX = {
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub that this process talks to, with an empty cache."""
+    open_repository.cache_clear()
     with Hub() as hub:
         use_hub(hub, tmp_path / "hf", monkeypatch)
         yield hub

@@ -316,7 +316,14 @@ class Handler(BaseHTTPRequestHandler):
         about = {"_id": name, "id": name, "sha": commit, "private": repository.private}
         about |= {"gated": "auto" if repository.gated else False, "tags": [], "downloads": 0}
         about |= {"likes": 0, "lastModified": "2026-01-01T00:00:00.000Z", "disabled": False}
-        return self.send(200, {**about, "siblings": [{"rfilename": path} for path in files]})
+        described = self.describe_paths(files, files)
+        about["siblings"] = [{"rfilename": each["path"]} for each in described]
+        if "blobs" in self.query:
+            for each, sibling in zip(described, about["siblings"], strict=True):
+                sibling |= {"size": each["size"], "blobId": each["oid"]}
+                if "lfs" in each:
+                    sibling["lfs"] = {**each["lfs"], "sha256": each["lfs"]["oid"]}
+        return self.send(200, about)
 
     def list_tree(self, kind, name, revision, folder=None):
         _, files = self.open_revision(kind, name, revision)
@@ -352,9 +359,10 @@ class Handler(BaseHTTPRequestHandler):
         for path in paths:
             if path in files:
                 content = files[path]
-                digest = hashlib.sha256(content).hexdigest()
-                each = {"type": "file", "path": path, "size": len(content), "oid": digest[:40]}
+                each = {"type": "file", "path": path, "size": len(content)}
+                each["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
                 if path.endswith(LARGE):
+                    digest = hashlib.sha256(content).hexdigest()
                     each["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
                 described.append(each)
             elif any(each.startswith(f"{path}/") for each in files):

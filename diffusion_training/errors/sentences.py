@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import traceback
@@ -23,6 +24,8 @@ from diffusion_training.errors.faults import (
 from diffusion_training.errors.printing import outlasting_the_terminal
 from diffusion_training.errors.stop_signals import SIGNALS, end_at_once, end_if_stopped, handling
 
+# the folder of a repository in the hub's cache, which users know by its id
+REPOSITORY = re.compile(r"[^\s'\"]*models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][0-9a-f]{40}")
 # Exit status of a process that ends only because another one of its group has ended.
 PEER_ENDED = 75
 UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is anything to keep
@@ -41,7 +44,7 @@ class Refused(SystemExit):
     """
 
     def __init__(self, sentence: str, alone: bool = False, status: int = 1) -> None:
-        super().__init__(sentence)
+        super().__init__(REPOSITORY.sub(r"\1/\2", sentence))
         self.alone = alone
         self.status = status
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.models import load_weights
+from diffusion_training.repositories import Repository
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
 
@@ -76,28 +77,46 @@ class Base:
 
     family: "Family"
     name: str | None  # as the user gave it: a hub id, a folder or a file
-    # the hub id or folder of the pipeline; a single file is unpacked into a folder
+    # the folder of the pipeline; a repository has one in the cache, and a single file is unpacked
     source: str | None
     index: dict[str, Any]  # its model_index.json; {} without a pipeline
-    vae: str | None = None  # this and the next two: from their own flags
+    vae: str | None = None  # this and the next two: folders, from their own flags
     text_encoder: str | None = None
     tokenizer: str | None = None
-    revision: str | None = None
     variant: str | None = None
-    cache_dir: str | None = None
+    # those folders that are of a repository, which `locate` completes
+    repositories: dict[str | None, Repository] = field(default_factory=dict)
     clip_skip: int | None = None
     max_tokens: int | None = None  # --max_sequence_length
     num_references: int = 0  # columns of images that an edit starts from
     resolution: int = 0  # --resolution, the largest; 0 if it is not given
     classes: tuple[str, ...] = ()  # of --class_column, in place of a text encoder
 
-    def locate(self, own_path: str | None, subfolder: str) -> tuple[str | None, dict[str, Any]]:
-        """Where a part is, as arguments of `from_pretrained`: (hub id or folder, options)."""
-        options: dict[str, Any] = {"cache_dir": self.cache_dir}
-        if own_path is not None:
-            return own_path, options
-        options |= {"subfolder": subfolder, "revision": self.revision, "variant": self.variant}
-        return self.source, options
+    def locate(
+        self, own_path: str | None, subfolder: str, with_weights: bool = True
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Where a part is, as arguments of `from_pretrained`: (folder, options).
+
+        A part of a repository is fetched first; without weights only what describes it.
+        """
+        folder = own_path
+        options: dict[str, Any] = {}
+        if own_path is None:
+            folder, options = self.source, {"subfolder": subfolder, "variant": self.variant}
+        if folder in self.repositories:
+            self.repositories[folder].fetch(**options, with_weights=with_weights)
+        return folder, options
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a pipeline on the hub."""
+        repository = self.repositories.get(self.source)
+        return repository.folder.name if repository else None
+
+    def locate_scheduler(self) -> tuple[str | None, dict[str, str]]:
+        """Where the pipeline's scheduler is, see `locate`."""
+        source, _ = self.locate(None, "scheduler", with_weights=False)
+        return source, {"subfolder": "scheduler"}
 
 
 @dataclass(frozen=True)
@@ -406,9 +425,8 @@ class Family:
         """Load the pipeline's scheduler of flow matching."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
-        return FlowMatchEulerDiscreteScheduler.from_pretrained(
-            base.source, subfolder="scheduler", cache_dir=base.cache_dir, revision=base.revision
-        )
+        source, options = base.locate_scheduler()
+        return FlowMatchEulerDiscreteScheduler.from_pretrained(source, **options)
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Make a pipeline of `parts`, {name: model}. Without text encoders it needs embeddings."""

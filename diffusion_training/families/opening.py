@@ -3,6 +3,7 @@
 import os
 import warnings
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,9 @@ from diffusion_training.families.base import Base, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.files import clean, delete, saving
+from diffusion_training.repositories import MODEL_FILES, Repository, open_repository
 
+INDEX_FILES = (diffusers.DiffusionPipeline.config_name, diffusers.ModularPipeline.config_name)
 # diffusers' load_config passes an argument that does nothing
 warnings.filterwarnings("ignore", ".*local_dir_use_symlinks", UserWarning)
 
@@ -34,8 +37,8 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     the family.
     """
     name = args.pretrained_model_name_or_path
-    source = open_source(args)
-    index = read_index(source, args)
+    base = find_base(args, num_references)
+    index = base.index
     class_name = index.get("_class_name", "")
     if isinstance(class_name, list):  # [a file in the pipeline's folder, a class in it]
         class_name, own = class_name[-1], None
@@ -49,8 +52,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
 
         missing = name_missing_part(index)
         if missing is None:
-            configs = read_configs(str(source), index, args)
-            own = Recorded(index, configs, 1.0 if guidance is None else guidance)
+            own = Recorded(index, read_configs(base), 1.0 if guidance is None else guidance)
     chosen = vars(args).get("model_family")
     wanted = load_family(chosen) if chosen else None
     if trained_by == FACTS[DEFAULT_FLOW_FAMILY].script and wanted is None:
@@ -65,10 +67,9 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     family = wanted or own or load_family(DEFAULT_FAMILY)
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
-    max_tokens = vars(args).get("max_sequence_length")
     flags = {
         "--embedded_guidance_scale": (guidance, family.embedded_guidance),
-        "--max_sequence_length": (max_tokens, family.max_tokens),
+        "--max_sequence_length": (base.max_tokens, family.max_tokens),
         "--clip_skip": (args.clip_skip, family.has_clip_skip),
     }
     for flag, (value, is_read) in flags.items():
@@ -76,22 +77,7 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
             fail(f"{flag} {value} does nothing for {family.title}: leave it out")
     if num_references and not family.takes_references:
         refuse_references(family, args)
-    base = Base(
-        family=family,
-        name=name,
-        source=source,
-        index=index,
-        vae=args.vae_name_or_path,
-        text_encoder=args.text_encoder_name_or_path,
-        tokenizer=args.tokenizer_name_or_path,
-        revision=args.revision,
-        variant=args.variant,
-        cache_dir=args.cache_dir,
-        clip_skip=args.clip_skip,
-        max_tokens=max_tokens,
-        num_references=num_references,
-        resolution=max(side or 0 for side in list_values(vars(args).get("resolution"))),
-    )
+    base = replace(base, family=family)
     if sentence := family.find_fault(base):
         fail(sentence)
     if trained_by and family.is_distilled(base) and not vars(args).get("training_adapter"):
@@ -101,6 +87,37 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
             "give --training_adapter, a LoRA that undoes the distillation while you train."
         )
     return base
+
+
+def find_base(args: Namespace, num_references: int) -> Base:
+    """Find the folders of a base and read its index. Its family is not known yet."""
+    repositories: dict[str | None, Repository] = {}
+
+    def find_folder(path: str | None, kind: str, first: tuple[str, ...]) -> str | None:
+        if path is None or os.path.exists(path):
+            return path
+        revision = args.revision if kind == "pipeline" else None
+        with explained(f"{path} can't be opened as a {kind}"):
+            repository = open_repository(path, first, revision, args.cache_dir)
+        repositories[str(repository.folder)] = repository
+        return str(repository.folder)
+
+    source = find_folder(open_source(args), "pipeline", INDEX_FILES)
+    return Base(
+        family=Family(),
+        name=args.pretrained_model_name_or_path,
+        source=source,
+        index=read_index(source),
+        vae=find_folder(args.vae_name_or_path, "VAE", MODEL_FILES),
+        text_encoder=find_folder(args.text_encoder_name_or_path, "text encoder", MODEL_FILES),
+        tokenizer=find_folder(args.tokenizer_name_or_path, "tokenizer", MODEL_FILES),
+        variant=args.variant,
+        repositories=repositories,
+        clip_skip=args.clip_skip,
+        max_tokens=vars(args).get("max_sequence_length"),
+        num_references=num_references,
+        resolution=max(side or 0 for side in list_values(vars(args).get("resolution"))),
+    )
 
 
 def refuse_references(family: Family, args: Namespace) -> NoReturn:
@@ -114,15 +131,12 @@ def refuse_references(family: Family, args: Namespace) -> NoReturn:
     )
 
 
-def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
+def read_index(source: str | None) -> dict[str, Any]:
     """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
-    if source is None:
-        return {}
-    kinds = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
-    if os.path.isdir(source) and not any(kind.config_name in os.listdir(source) for kind in kinds):
+    if source is None or not any(Path(source, name).exists() for name in INDEX_FILES):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
-        index = load_index(source, args)
+        index = load_index(source)
         for name, entry in index.items():
             # other entries are settings of the pipeline
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
@@ -133,35 +147,29 @@ def read_index(source: str | None, args: Namespace) -> dict[str, Any]:
         return index
 
 
-def load_index(source: str, args: Namespace) -> dict[str, Any]:
+def load_index(source: str) -> dict[str, Any]:
     """model_index.json, or modular_model_index.json in its form."""
-    options = {"cache_dir": args.cache_dir, "revision": args.revision}
-    try:
-        return diffusers.DiffusionPipeline.load_config(source, **options)
-    except OSError as error:
-        from diffusion_training.families.recorded.modular import convert_index
+    if Path(source, INDEX_FILES[0]).exists():
+        return diffusers.DiffusionPipeline.load_config(source)
+    from diffusion_training.families.recorded.modular import convert_index
 
-        try:
-            return convert_index(diffusers.ModularPipeline.load_config(source, **options))
-        except OSError:
-            # it says what most sources lack
-            raise error from (error.__cause__ or error.__context__)
+    return convert_index(diffusers.ModularPipeline.load_config(source))
 
 
-def read_configs(source: str, index: dict[str, Any], args: Namespace) -> dict[str, Any]:
+def read_configs(base: Base) -> dict[str, Any]:
     """{part: its config} of a pipeline's VAE, scheduler and transformer."""
-    options = {"cache_dir": args.cache_dir, "revision": args.revision}
     configs = {}
-    created = index.get("_created", {})
+    created = base.index.get("_created", {})
     for name in ("vae", "scheduler", Family.folder):
         if name in created:
             configs[name] = created[name]
             continue
-        with explained(f"{source} holds no {name}"):
-            kind = getattr(diffusers, index[name][1])
-            own_path = args.vae_name_or_path if name == "vae" else None
-            where = {"cache_dir": args.cache_dir} if own_path else options | {"subfolder": name}
-            configs[name] = dict(kind.load_config(own_path or source, **where))
+        with explained(f"{base.source} holds no {name}"):
+            kind = getattr(diffusers, base.index[name][1])
+            own_path = base.vae if name == "vae" else None
+            source, options = base.locate(own_path, name, with_weights=False)
+            options.pop("variant", None)
+            configs[name] = dict(kind.load_config(source, **options))
     return configs
 
 

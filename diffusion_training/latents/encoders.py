@@ -40,10 +40,9 @@ class Latents:
 @contextlib.contextmanager
 def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple[Any, dict]]:
     """Yield `Base.locate`'s result; an error in the block ends the program and names the part."""
-    source, options = base.locate(own_path, subfolder)
-    what = f"the {options.get('subfolder', 'model')} of a {base.family.title} pipeline"
-    with explained(f"{source} does not hold {what}"):
-        yield source, options
+    what = f"the {'model' if own_path else subfolder} of a {base.family.title} pipeline"
+    with explained(f"{own_path or base.source} does not hold {what}"):
+        yield base.locate(own_path, subfolder)
 
 
 def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Encoders:

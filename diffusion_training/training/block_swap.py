@@ -214,7 +214,6 @@ def check_memory(
     number: int | str | None,
     subfolder: str,
     variant: str | None = None,
-    **options: Any,
 ) -> None:
     """Before the base of a LoRA is loaded, compare its size with the memory.
 
@@ -223,13 +222,13 @@ def check_memory(
 
     kind, source: the model's class, and where it is. number: of --blocks_to_swap.
     """
-    config = kind.load_config(source, subfolder=subfolder, **options)
+    config = kind.load_config(source, subfolder=subfolder)
     with torch.device("meta"):  # draws no random numbers, which would change the LoRA's
         model = kind.from_config(config)
     layers = list_quantizable(model) if base_precision else set()
     exact = launch.dtype.itemsize  # bytes per weight
     if number is not None:  # it is loaded as it is
-        stored = read_precision(source, subfolder, variant=variant, **options)
+        stored = read_precision(source, subfolder, variant=variant)
         exact = max(exact, stored.itemsize)
     quantized = {"int8": 1, "nf4": 0.56}.get(base_precision or "", exact)
 

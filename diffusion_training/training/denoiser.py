@@ -45,9 +45,9 @@ def load_denoiser(
         config_source = configs / folder
     source = str(config_source or base.source)
     options = {"cache_dir": args.cache_dir}
-    if not config_source:
-        options |= {"subfolder": folder, "revision": args.revision, "variant": args.variant}
     with explained(f"{source} holds no {kind.__name__}"):
+        if not config_source:
+            _, options = base.locate(None, folder, with_weights=launch.has_weights)
         if config_source or not launch.has_weights:
             config = kind.load_config(source, **options)
             if config.get("_class_name", kind.__name__) != kind.__name__:
@@ -159,7 +159,7 @@ def load_base(
 
     base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
     quantized layers. dtype: that of the computation. merge: changes the weights, see
-    `read_training_adapter`. options: subfolder, variant, revision and cache_dir.
+    `read_training_adapter`. options: subfolder and variant.
     """
     if base_precision:
         from diffusion_training.training.quantization import load_quantized

@@ -11,6 +11,7 @@ import torch
 
 from diffusion_training.errors.sentences import fail
 from diffusion_training.models import hash_weights, is_finite, raise_for_keys
+from diffusion_training.repositories import fetch_model
 
 # a classifier of ImageNet, converted from TensorFlow, with which FID is defined
 INCEPTION = "inception"
@@ -54,15 +55,14 @@ def load_network(name: str, cache_dir: str | None = None) -> Network:
 def load_pretrained(name: str, cache_dir: str | None) -> Network:
     from transformers import AutoModel, AutoProcessor
 
-    model, info = AutoModel.from_pretrained(
-        name, cache_dir=cache_dir, dtype=torch.float32, output_loading_info=True
-    )
+    folder = fetch_model(name, cache_dir)
+    model, info = AutoModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     # DINO is published without the pooler, which is not used here
     missing = [key for key in info["missing_keys"] if not key.startswith("pooler.")]
     raise_for_keys("missing keys", missing)
     raise_for_keys("mismatched keys", info["mismatched_keys"])
     model = model.eval().requires_grad_(False)
-    processor = AutoProcessor.from_pretrained(name, cache_dir=cache_dir)
+    processor = AutoProcessor.from_pretrained(folder)
     has_class_token = any(
         key.endswith(("cls_token", "class_embedding")) for key, _ in model.named_parameters()
     )

@@ -54,8 +54,8 @@ def check_objective(scheduler: DDPMScheduler) -> None:
 def load_sampler(source: str | None, options: dict[str, Any], objective: dict[str, Any]) -> Any:
     """Load the scheduler of a pipeline, in its own class. Stops with an error if it has no betas.
 
-    A DDPMScheduler would have betas that the model was never trained with. options: subfolder,
-    cache_dir and revision. objective: see `objective_flags`.
+    A DDPMScheduler would have betas that the model was never trained with. options: subfolder.
+    objective: see `objective_flags`.
     """
     config = DDPMScheduler.load_config(source, **options)
     sampler = getattr(diffusers, config["_class_name"]).from_pretrained(

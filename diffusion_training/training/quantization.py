@@ -88,7 +88,6 @@ def load_quantized(
     subfolder: str,
     variant: str | None = None,
     merge: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-    **options: Any,
 ) -> tuple[torch.nn.Module, str]:
     """Load a pretrained model with the layers of `list_quantizable` quantized, on `device`.
 
@@ -96,7 +95,7 @@ def load_quantized(
     in the precision of its files. The hash is that of the exact weights. Raises ValueError as
     `load_weights` does. merge: changes the weights before that, see `read_training_adapter`.
     """
-    config = model_class.load_config(source, subfolder=subfolder, **options)
+    config = model_class.load_config(source, subfolder=subfolder)
     with no_init_weights(), init_empty_weights():
         model = model_class.from_config(config).eval()
     layers = list_quantizable(model)
@@ -132,7 +131,7 @@ def load_quantized(
             value = torch.nn.Parameter(value, requires_grad=False)
         setattr(layer, attribute, value)
 
-    for path in find_weight_files(source, subfolder, variant, **options):
+    for path in find_weight_files(source, subfolder, variant):
         with safe_open(path, "pt") as file, ThreadPoolExecutor(4) as pool:
             names = [name for name in file.keys() if name in shapes]
             # hashing takes longest, and releases the GIL

@@ -16,13 +16,10 @@ from diffusion_training.training.lora_files import LORA_A, LORA_B, read_plain_lo
 
 
 def read_training_adapter(
-    path: str, kind: Any, source: str, family: Family, variant: str | None = None, **options: Any
+    path: str, kind: Any, source: str, family: Family, subfolder: str, variant: str | None = None
 ) -> Merge:
-    """Read the file. Stops with an error if it does not fit a base of class `kind` at `source`.
-
-    options: subfolder, revision and cache_dir.
-    """
-    config = kind.load_config(source, **options)
+    """Read the file. Stops with an error if it does not fit a base of class `kind` at `source`."""
+    config = kind.load_config(source, subfolder=subfolder)
     with torch.device("meta"), explained(f"--training_adapter {path} can't be used"):
         file = read_plain_lora(path, kind.from_config(config), family)
 

@@ -112,8 +112,7 @@ class OtherBase(SampleBase):
         device = torch.device("cpu") if args.blocks_to_swap else launch.device
         model, _ = load_base(
             type(trained), str(self.base.source), args.base_precision, device, launch.dtype,
-            subfolder=folder, revision=self.base.revision, variant=self.base.variant,
-            cache_dir=self.base.cache_dir,
+            subfolder=folder, variant=self.base.variant,
         )  # fmt: skip
         speed = read_plain_lora(self.lora, model, self.family) if self.lora else None
         # the factor alpha / rank is in the weights of a file
@@ -203,10 +202,10 @@ def open_turbo(launch: Launch, base: Base, data: Data, model: Any, args: Namespa
             f"{base.family.pipeline}: give a pipeline that was made from the base"
         )
     folder = other.family.folder
-    options = {"revision": other.revision, "cache_dir": other.cache_dir}
     with explained(f"--validation_base {name} can't be used"):
         kind = type(model)
-        config = kind.load_config(str(other.source), subfolder=folder, **options)
+        source, _ = other.locate(None, folder, with_weights=False)
+        config = kind.load_config(source, subfolder=folder)
         if config.get("_class_name", kind.__name__) != kind.__name__:
             raise ValueError(f"its {folder} is a {config['_class_name']}, not a {kind.__name__}")
         own, others = list_shapes(kind, model.config), list_shapes(kind, config)
@@ -215,7 +214,7 @@ def open_turbo(launch: Launch, base: Base, data: Data, model: Any, args: Namespa
                 f"{len(differing)} weights have other shapes than the base's, such as "
                 f"{differing[0]}: give a pipeline that was made from the base"
             )
-        variant = find_variant(other, **options)
+        variant = find_variant(other)
         # captions are those of the base
         family = other.family.restore_findings(base.family.describe_empty(data.empty_prompt))
     if differing := list_differences(base, other):
@@ -233,17 +232,19 @@ def list_shapes(kind: Any, config: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 
 
-def find_variant(other: Base, **options: Any) -> str | None:
+def find_variant(other: Base) -> str | None:
     """--variant, if the pipeline has such weights. Raises FileNotFoundError if it has none at all.
 
     The files are fetched now, so that no step is lost to a missing one.
     """
-    place = str(other.source), other.family.folder
+    folder = other.family.folder
     if other.variant:
         with contextlib.suppress(FileNotFoundError):
-            find_weight_files(*place, other.variant, **options)
+            source, options = other.locate(None, folder)
+            find_weight_files(str(source), **options)
             return other.variant
-    find_weight_files(*place, **options)
+    source, options = replace(other, variant=None).locate(None, folder)
+    find_weight_files(str(source), **options)
     return None
 
 
@@ -255,7 +256,8 @@ def list_differences(base: Base, other: Base) -> list[str]:
         if not part.startswith(("vae", "text_encoder")) or not is_component(entry):
             continue
         configs = []
-        for source, options in (base.locate(own_paths.get(part), part), other.locate(None, part)):
+        for each, own_path in ((base, own_paths.get(part)), (other, None)):
+            source, options = each.locate(own_path, part, with_weights=False)
             options.pop("variant", None)
             with contextlib.suppress(OSError):  # a folder may lack what is not used
                 configs.append(diffusers.AutoencoderKL.load_config(source, **options))
@@ -273,9 +275,8 @@ def load_scheduler(other: Base) -> Any:
         _, class_name = other.index["scheduler"]
         if class_name == diffusers.FlowMatchEulerDiscreteScheduler.__name__:
             return other.family.load_scheduler(other)
-        return getattr(diffusers, class_name).from_pretrained(
-            other.source, subfolder="scheduler", cache_dir=other.cache_dir, revision=other.revision
-        )
+        source, options = other.locate_scheduler()
+        return getattr(diffusers, class_name).from_pretrained(source, **options)
 
 
 def open_plain_base(

@@ -16,6 +16,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import diffusers
@@ -178,6 +179,9 @@ class Recorded(Family):
         """All parts of the pipeline that read captions."""
         models: dict[str, torch.nn.Module] = {}
         others: dict[str, Any] = {}
+        of_captions = base
+        if base.text_encoder:  # a pipeline, too
+            of_captions = replace(base, source=base.text_encoder, variant=None)
         for name, entry in self.index.items():
             if not is_component(entry) or name in (self.folder, "vae", "scheduler", *NO_READERS):
                 continue
@@ -187,7 +191,7 @@ class Recorded(Family):
             if library is None:  # importing any other module would run its code
                 raise ValueError(f"model_index.json has the library {entry[0]} for {name}")
             kind = getattr(library, entry[1])
-            given = options | {"subfolder": name}
+            source, given = of_captions.locate(None, name)
             if issubclass(kind, torch.nn.Module):
                 models[name] = load_weights(kind, source, **given, torch_dtype=dtype)
             else:

@@ -1,0 +1,224 @@
+"""Models on the hub: a repository is asked once for its commit and files, and read as a folder.
+
+Only the files that a run needs are fetched, into the cache of huggingface_hub. All are of one
+commit, also if the branch moves meanwhile.
+"""
+
+import contextlib
+import functools
+import glob
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock
+from huggingface_hub import constants, hf_hub_download, model_info, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+
+from diffusion_training.errors.sentences import fail
+
+# at the root of a repository with a pipeline, a model or a tokenizer is one of them
+MODEL_FILES = ("model_index.json", "config.json", "tokenizer_config.json")
+# (stem, type) of weights, in the order in which diffusers and transformers look for them
+WEIGHTS = (
+    ("diffusion_pytorch_model", "safetensors"),
+    ("model", "safetensors"),
+    ("diffusion_pytorch_model", "bin"),
+    ("pytorch_model", "bin"),
+)
+# configs and vocabularies; what else a repository may hold are weights, pictures and code
+SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab", ".spm")
+SHOWN = 10**8  # bytes from which on a download is announced, with a bar
+
+
+class HubFile(NamedTuple):
+    size: int  # bytes
+    digest: str  # its name among the cache's blobs
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit, and its folder in the cache, which holds what was fetched."""
+
+    name: str
+    folder: Path
+    cache_dir: str | None
+    files: dict[str, HubFile] | None  # None: the hub can't be reached, and the cache must do
+
+    def fetch(
+        self, subfolder: str = "", variant: str | None = None, with_weights: bool = True
+    ) -> None:
+        """Fetch a part of a pipeline, or the model at the root, as `from_pretrained` reads it.
+
+        with_weights: otherwise only configs and vocabularies. Several processes may call it at
+        once, and each file is downloaded only once per machine.
+        """
+        prefix = f"{subfolder}/" if subfolder else ""
+        names = self.files
+        if names is None:
+            found = (path for path in (self.folder / subfolder).rglob("*") if path.is_file())
+            names = dict.fromkeys(path.relative_to(self.folder).as_posix() for path in found)
+        small = [name for name in names if is_small(name, prefix)]
+        self.download(small)
+        if with_weights:
+            self.download(choose_weights(self.folder, names, prefix, variant))
+
+    def download(self, paths: Collection[str]) -> None:
+        """Download those files that the cache lacks."""
+        if not self.list_missing(paths):
+            return
+        if self.files is None:
+            for path in paths:
+                hf_hub_download(
+                    self.name, path, revision=self.folder.name, cache_dir=self.cache_dir
+                )
+            return
+        repository = self.folder.parent.parent
+        locks = repository.parent / ".locks" / repository.name
+        locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / "diffusion-training.lock"):  # the other processes wait, and find them
+            missing = self.list_missing(paths)
+            if not missing:
+                return
+            size = sum(self.files[path].size for path in missing)
+            stored = repository / "blobs"
+            # also those of other commits, and what an earlier process has begun
+            size -= sum(
+                each.stat().st_size
+                for path in missing
+                for each in stored.glob(f"{self.files[path].digest}*")
+            )
+            self.check_room(size)
+            is_shown = size >= SHOWN
+            if is_shown:
+                print(f"Downloading {size / 1e9:.3g} GB of {self.name} to {repository}", flush=True)
+            with showing_bars() if is_shown else contextlib.nullcontext():
+                snapshot_download(
+                    self.name,
+                    revision=self.folder.name,
+                    cache_dir=self.cache_dir,
+                    allow_patterns=[glob.escape(path) for path in missing],
+                )
+
+    def list_missing(self, paths: Collection[str]) -> list[str]:
+        return [path for path in paths if not (self.folder / path).exists()]
+
+    def check_room(self, size: int) -> None:
+        """Stop with an error if the disk of the cache has no room for so many bytes."""
+        free = shutil.disk_usage(self.folder).free
+        if size > free:
+            fail(
+                f"{self.name} needs {size / 1e9:.3g} GB in {self.folder.parent.parent}, and the "
+                f"disk has only {free / 1e9:.3g} GB free: make room, or give --cache_dir on "
+                "another disk",
+                alone=True,
+            )
+
+
+@functools.cache
+def open_repository(
+    name: str, first: tuple[str, ...], revision: str | None, cache_dir: str | None
+) -> Repository:
+    """Find the commit of a repository, on all processes the same one, once in a process.
+
+    first: names of files at the root, of which it must hold one. It is fetched. Raises the client's
+    errors, or FileNotFoundError if there is no such file.
+    """
+    state = PartialState()
+    found: list[Any] = [None]
+    if state.is_main_process:
+        path = fetch_first(name, first, revision, cache_dir)
+        files = list_files(name, path.parent.name)
+        if files is None:
+            print(f"{name} is read from the local cache, because the hub can't be reached")
+        found = [(path.name, path.parent.name, files)]
+    if state.num_processes > 1:
+        broadcast_object_list(found)
+    marker, commit, files = found[0]
+    path = Path(hf_hub_download(name, marker, revision=commit, cache_dir=cache_dir))
+    return Repository(name, path.parent, cache_dir, files)
+
+
+def fetch_model(name: str, cache_dir: str | None, subfolders: Collection[str] = ("",)) -> str:
+    """The folder of a model: `name` itself, or a repository's, with these parts of it."""
+    if os.path.exists(name):
+        return name
+    repository = open_repository(name, MODEL_FILES, None, cache_dir)
+    for subfolder in subfolders:
+        repository.fetch(subfolder)
+    return str(repository.folder)
+
+
+def fetch_first(
+    name: str, paths: Collection[str], revision: str | None, cache_dir: str | None
+) -> Path:
+    """Fetch the first of these files that a repository has."""
+    errors = []
+    for path in paths:
+        try:
+            return Path(hf_hub_download(name, path, revision=revision, cache_dir=cache_dir))
+        except EntryNotFoundError as error:
+            errors.append(error)
+    unknown = next((error for error in errors if isinstance(error, LocalEntryNotFoundError)), None)
+    raise unknown or FileNotFoundError(f"it has no {' or '.join(paths)}")
+
+
+def list_files(name: str, commit: str) -> dict[str, HubFile] | None:
+    """The files of a commit, or None if the hub does not list them."""
+    try:
+        found = model_info(name, revision=commit, files_metadata=True).siblings or []
+    except Exception:  # without a network; the cache may hold all files, else a download fails
+        return None
+    return {
+        each.rfilename: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else each.blob_id or "")
+        for each in found
+    }
+
+
+def is_small(path: str, prefix: str) -> bool:
+    """Whether a file of a part, whose paths begin with `prefix`, is a config or a vocabulary."""
+    folder, name = os.path.split(path.removeprefix(prefix))
+    is_of_part = path.startswith(prefix) and folder in ("", "additional_chat_templates")
+    return is_of_part and name.endswith(SMALL)
+
+
+def choose_weights(
+    folder: Path, names: Collection[str], prefix: str, variant: str | None
+) -> list[str]:
+    """The weights that `from_pretrained` reads, in one format, among the files of a repository.
+
+    They are those of an index, which is in `folder`, or one file; [] if there are none.
+    """
+    end = f".{variant}" if variant else ""
+    for stem, kind in WEIGHTS:
+        index = f"{prefix}{stem}.{kind}.index{end}.json"
+        if index in names:
+            shards = json.loads((folder / index).read_text())["weight_map"].values()
+            return sorted({f"{prefix}{shard}" for shard in shards})
+        if (path := f"{prefix}{stem}{end}.{kind}") in names:
+            return [path]
+    return []
+
+
+@contextlib.contextmanager
+def showing_bars() -> Iterator[None]:
+    """Show the client's bars on a terminal, which are turned off with those of transformers."""
+    were_off = are_progress_bars_disabled()
+    if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_off:
+            disable_progress_bars()
