@@ -4,13 +4,11 @@ Only the files that a run needs are fetched, into the cache of huggingface_hub. 
 commit, also if the branch moves meanwhile.
 """
 
-import contextlib
 import functools
-import glob
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +16,9 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
-from huggingface_hub import constants, hf_hub_download, model_info, snapshot_download
+from huggingface_hub import constants, hf_hub_download, model_info
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
+from tqdm.auto import tqdm
 
 from diffusion_training.errors.sentences import fail
 
@@ -45,6 +39,9 @@ SHOWN = 10**8  # bytes from which on a download is announced, with a bar
 class HubFile(NamedTuple):
     size: int  # bytes
     digest: str  # its name among the cache's blobs
+
+
+UNKNOWN = HubFile(0, "-")
 
 
 @dataclass(frozen=True)
@@ -78,41 +75,36 @@ class Repository:
         """Download those files that the cache lacks."""
         if not self.list_missing(paths):
             return
-        if self.files is None:
-            for path in paths:
-                hf_hub_download(
-                    self.name, path, revision=self.folder.name, cache_dir=self.cache_dir
-                )
-            return
         repository = self.folder.parent.parent
         locks = repository.parent / ".locks" / repository.name
         locks.mkdir(parents=True, exist_ok=True)
-        with FileLock(locks / "diffusion-training.lock"):  # the other processes wait, and find them
+        # the other processes of the machine wait, and find the files
+        with FileLock(locks / "diffusion-training.lock"):
             missing = self.list_missing(paths)
-            if not missing:
-                return
-            size = sum(self.files[path].size for path in missing)
-            stored = repository / "blobs"
-            # also those of other commits, and what an earlier process has begun
-            size -= sum(
-                each.stat().st_size
-                for path in missing
-                for each in stored.glob(f"{self.files[path].digest}*")
-            )
+            size = sum(self.measure(path) for path in missing)
             self.check_room(size)
             is_shown = size >= SHOWN
             if is_shown:
                 print(f"Downloading {size / 1e9:.3g} GB of {self.name} to {repository}", flush=True)
-            with showing_bars() if is_shown else contextlib.nullcontext():
-                snapshot_download(
-                    self.name,
-                    revision=self.folder.name,
-                    cache_dir=self.cache_dir,
-                    allow_patterns=[glob.escape(path) for path in missing],
-                )
+            off = constants.HF_HUB_DISABLE_PROGRESS_BARS or (None if is_shown else True)
+            with tqdm(total=size, desc=self.name, unit="B", unit_scale=True, disable=off) as bar:
+                for path in missing:
+                    hf_hub_download(
+                        self.name,
+                        path,
+                        revision=self.folder.name,
+                        cache_dir=self.cache_dir,
+                        tqdm_class=make_counter(bar),
+                    )
 
     def list_missing(self, paths: Collection[str]) -> list[str]:
         return [path for path in paths if not (self.folder / path).exists()]
+
+    def measure(self, path: str) -> int:
+        """How many bytes of a file are to be downloaded; 0 if another commit had the same file."""
+        file = (self.files or {}).get(path, UNKNOWN)
+        is_stored = (self.folder.parent.parent / "blobs" / file.digest).is_file()
+        return 0 if is_stored else file.size
 
     def check_room(self, size: int) -> None:
         """Stop with an error if the disk of the cache has no room for so many bytes."""
@@ -211,14 +203,21 @@ def choose_weights(
     return []
 
 
-@contextlib.contextmanager
-def showing_bars() -> Iterator[None]:
-    """Show the client's bars on a terminal, which are turned off with those of transformers."""
-    were_off = are_progress_bars_disabled()
-    if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_off:
-            disable_progress_bars()
+def make_counter(bar: tqdm) -> type[tqdm]:
+    """A class in place of the client's bar for one file, which moves the bar of all files."""
+
+    class Counter(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(disable=True)
+            self.update(options.get("initial", 0))  # of a file that was begun before
+
+        def update(self, n: float | None = 1) -> None:
+            bar.update(n)
+
+        def update_transfer(self, n: float) -> None:
+            """Of Xet storage, where `update` counts what is written."""
+
+        def set_transfer_postfix_str(self, text: str, refresh: bool = True) -> None:
+            pass
+
+    return Counter

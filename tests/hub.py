@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 LARGE = (".safetensors", ".bin", ".png", ".jpg", ".parquet", ".tar")  # kept in LFS storage
 KINDS = {"models": "", "datasets": "datasets/"}  # {kind: start of a page's address}
@@ -145,8 +145,14 @@ class Hub:
     def downloads(self):
         """The paths of files whose content was sent, in order, one for each request."""
         gets = [each.path for each in self.requests if each.method == "GET"]
-        found = [re.fullmatch(r"/(?:datasets/)?[^/]+/[^/]+/resolve/[^/]+/(.+)", x) for x in gets]
-        return [match[1] for match in found if match]
+        place = r"/(?:datasets/)?[^/]+/[^/]+/resolve/[^/]+/(.+)|/lfs/[^/]+/(.+)"
+        found = [match for path in gets if (match := re.fullmatch(place, path))]
+        # a large file is in the storage, to which the hub sends the client
+        return [
+            small or large
+            for small, large in map(re.Match.groups, found)
+            if large or not small.endswith(LARGE)
+        ]
 
     def take_fault(self, method, path):
         with self.lock:
@@ -249,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.send(206, content[first : last + 1], headers)
 
     def answer_storage(self, path):
-        digest = path.removeprefix("/lfs/")
+        digest = path.split("/")[2]
         if self.command == "PUT":
             if hashlib.sha256(self.body).hexdigest() != digest:
                 raise Refusal(400, message="content does not have this hash")
@@ -307,7 +313,7 @@ class Handler(BaseHTTPRequestHandler):
         digest = hashlib.sha256(content).hexdigest()
         self.hub.stored[digest] = content
         headers |= {"X-Linked-Size": len(content), "X-Linked-ETag": f'"{digest}"'}
-        location = f"{self.hub.storage_url}/lfs/{digest}"
+        location = f"{self.hub.storage_url}/lfs/{digest}/{quote(path)}"
         return self.send(302, b"", {"Location": location, **headers})
 
     def describe(self, kind, name, revision="main"):

@@ -255,23 +255,6 @@ def test_find_family_recognizes_pipeline_class_names(name, class_names):
         assert (family and family.name) == name, class_name
 
 
-def test_a_base_on_the_hub_is_read_with_revision_variant_and_cache_dir(monkeypatch):
-    asked = []
-
-    def load_config(source, **options):
-        asked.append((source, options))
-        return {"_class_name": "PRXPipeline"}
-
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "load_config", load_config)
-    flags = ["--pretrained_model_name_or_path=some/base", "--dataset_name=some/data"]
-    flags += ["--revision=r", "--variant=v", "--cache_dir=c"]
-    base = open_base(precompute_latents.parse_args(flags))
-    options = {"cache_dir": "c", "revision": "r"}
-    assert asked == [("some/base", options)]
-    assert base.locate(None, "vae") == ("some/base", options | {"subfolder": "vae", "variant": "v"})
-    assert base.locate("own", "vae") == ("own", {"cache_dir": "c"})
-
-
 def test_the_wrong_trainer_names_the_right_one_before_images_are_encoded(tmp_path, monkeypatch):
     make_sdxl(tmp_path)
     make_captioned(tmp_path / "images", 2, ["one", "two"])

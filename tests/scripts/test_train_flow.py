@@ -12,7 +12,6 @@ import signal
 import sys
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -54,7 +53,7 @@ import train_flow as script
 from diffusion_training.batches import Prepared
 from diffusion_training.data import captions
 from diffusion_training.data.captions import tokenize
-from diffusion_training.families.base import Base, Encoders
+from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS
 from diffusion_training.families.opening import open_base
@@ -773,49 +772,6 @@ def test_prx_card_loads_the_trained_lora(tmp_path, cached, monkeypatch, kind):
     train(*train.flags(tmp_path / "again", *flags, *again))
     for key, value in load_file(tmp_path / "again" / path.name).items():
         assert torch.equal(value, adapter[key])
-
-
-def test_hub_models_load_with_revision_variant_and_cache_dir(monkeypatch):
-    asked = []
-
-    def load(model_class, source, **options):
-        asked.append((source, options))
-
-    def load_scheduler(source, **options):
-        asked.append((source, options))
-        return FlowMatchEulerDiscreteScheduler(shift=2.0)
-
-    for name, value in {
-        "load_weights": load,
-        "check_denoiser": lambda *args: [],
-        "freeze_unreached": lambda *args: None,
-    }.items():
-        patch(monkeypatch, name, value)
-    monkeypatch.setattr(FlowMatchEulerDiscreteScheduler, "from_pretrained", load_scheduler)
-    tried = []
-    monkeypatch.setattr(script, "try_sampler", lambda *given, **options: tried.append(given))
-    flags = ["--pretrained_model_name_or_path=some/base", "--latents_dir=x", "--output_dir=~/out"]
-    args = script.parse_args([*flags, "--revision=r", "--variant=v", "--cache_dir=c"])
-    assert args.output_dir == str(Path.home() / "out")
-    index = {"scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]}
-    base = Base(
-        load_family("prx"),
-        "some/base",
-        "some/base",
-        index,
-        revision="r",
-        variant="v",
-        cache_dir="c",
-    )
-    launch = Namespace(has_weights=True)
-    script.make_transformer(base, None, None, None, launch, args)
-    sampler = script.make_scheduler(base, 16, args)
-    assert sampler.config.shift == 2 and tried == [(sampler, 10)]
-    options = {"cache_dir": "c", "revision": "r"}
-    assert asked == [
-        ("some/base", options | {"subfolder": "transformer", "variant": "v"}),
-        ("some/base", options | {"subfolder": "scheduler"}),
-    ]
 
 
 def test_compile_gets_the_transformer_and_the_number_of_shapes(tmp_path, cached, monkeypatch):
