@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets.data_files import SPLIT_KEYWORDS, DataFilesList
-from huggingface_hub import DatasetCard
+from huggingface_hub import DatasetCard, dataset_info
 
 from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import find_csv_fault
@@ -33,6 +33,7 @@ from diffusion_training.data.folders import (
     find_partners,
     get_source,
     has_caption_files,
+    has_reference_files,
     is_image,
     list_paths,
     resolve,
@@ -91,6 +92,7 @@ def load_rows(
     caption_column: Any = vars(args).get("caption_column")
     extension = "." + vars(args).get("caption_extension", ".txt").lstrip(".")
     listed = list_paths(source)  # once, because it takes seconds for 1e5 files
+    check_repository(source, extension, args)
     has_captions = has_caption_files(listed, extension)
     builder, rows = open_builder(source, listed, has_captions, streaming, args)
     rows, mask_column = separate_masks(rows, listed, args)
@@ -216,6 +218,38 @@ def open_builder(
         if count > 1:
             print_once(f"{sentence}; each time counts as an image")
     return builder, rows
+
+
+def check_repository(source: str, extension: str, args: Namespace) -> None:
+    """Stop with an error if a data set on the hub has files beside images, as a folder may have.
+
+    `datasets` would not read them, or read nothing else. extension: that of caption files.
+    """
+    if os.path.exists(source) or is_address(source):
+        return
+    try:
+        names = [each.rfilename for each in dataset_info(source).siblings or []]
+    except Exception:  # `datasets` says why, or has the data set in its cache
+        return
+    if not is_image_folder(names):
+        return
+    flags = vars(args)
+    has_metadata = any(Path(name).stem == "metadata" for name in names)
+    found = {
+        "captions in files": has_caption_files(names, extension) and not has_metadata,
+        "masks": "mask_column" in flags
+        and not args.mask_column
+        and any(find_owner(name, MASK) for name in names),
+        "references": "conditioning_image_column" in flags
+        and not args.conditioning_image_column
+        and has_reference_files(names),
+    }
+    if beside := " and ".join(what for what, is_found in found.items() if is_found):
+        fail(
+            f"{source} has {beside} beside the images, which are read from a folder: run `hf "
+            f"download {source} --repo-type dataset --local-dir FOLDER`, then give "
+            "--dataset_name FOLDER"
+        )
 
 
 def list_splits(spec: str) -> set[str]:
