@@ -205,7 +205,7 @@ def test_an_error_names_a_repository_by_its_id():
 @pytest.mark.long
 def test_two_processes_on_an_empty_cache_fetch_each_file_once(hub, tmp_path):
     names = [f"part{number}/model.safetensors" for number in range(20)]
-    hub.add("org/base", name_files(*names) | {name: bytes(10**5) for name in names})
+    hub.add("org/base", name_files(*names) | {name: name.encode() * 5000 for name in names})
 
     def fetch():
         repository = open_base_repository()
@@ -357,7 +357,7 @@ def test_a_run_by_id_fetches_what_it_needs_and_has_the_bits_of_a_folder(
     assert all(torch.equal(offline[name], weight) for name, weight in again.items())
     card = (tmp_path / "again/README.md").read_text()
     assert "org/base" in card and "models--" not in card
-    for path in (tmp_path / "out").rglob("*.json"):
+    for path in (tmp_path / "out").glob("*/*.json"):  # of the pipeline
         assert "models--" not in path.read_text(), path
 
 
@@ -368,6 +368,7 @@ def test_two_processes_of_a_run_fetch_each_file_once(hub, tmp_path):
     make_captioned(tmp_path / "data", 4)
     train = Script("train_text_to_image")
     flags = train.flags(tmp_path / "out", f"--train_data_dir={tmp_path}/data", "--rank=2")
+    flags += ["--dataloader_num_workers=0"]
     flags += ["--pretrained_model_name_or_path=org/base", "--max_train_steps=1"]
     train.fork(*flags, num_processes=2)
     assert sorted(hub.downloads()) == sorted(hub.files("org/base"))
@@ -387,6 +388,7 @@ def test_parts_by_their_own_ids_and_a_second_base(hub, tmp_path):
     make_captioned(tmp_path / "data", 4)
     train = Script("train_text_to_image")
     flags = train.flags(tmp_path / "by_id", f"--train_data_dir={tmp_path}/data", "--rank=2")
+    flags += ["--dataloader_num_workers=0"]
     own = [f"--{name}_name_or_path=own/{name}" for name in ("vae", "text_encoder", "tokenizer")]
     base = ["--pretrained_model_name_or_path=org/base", "--max_train_steps=1"]
     train(*flags, *base, *own)
