@@ -82,6 +82,7 @@ class Base:
     vae: str | None = None  # this and the next two: from their own flags
     text_encoder: str | None = None
     tokenizer: str | None = None
+    transformer: str | None = None  # the folder into which --transformer_file was unpacked
     revision: str | None = None
     variant: str | None = None
     cache_dir: str | None = None
@@ -177,7 +178,7 @@ class Family:
 
     def is_distilled(self, base: Base) -> bool:
         """Whether the base was distilled to sample in few steps, judged by its files or name."""
-        name = os.path.basename(base.name or "").lower()
+        name = os.path.basename(base.transformer or base.name or "").lower()
         return "turbo" in name or "distilled" in name
 
     # ---- captions

@@ -43,10 +43,9 @@ def load_denoiser(
     folder = base.family.folder
     if configs and not config_source:
         config_source = configs / folder
-    source = str(config_source or base.source)
-    options = {"cache_dir": args.cache_dir}
-    if not config_source:
-        options |= {"subfolder": folder, "revision": args.revision, "variant": args.variant}
+    own = str(config_source) if config_source else base.transformer
+    place, options = base.locate(own, folder)
+    source = str(place)
     with explained(f"{source} holds no {kind.__name__}"):
         if config_source or not launch.has_weights:
             config = kind.load_config(source, **options)
