@@ -309,20 +309,22 @@ def rename(kind, weights):
     return renamed
 
 
+def to_original(kind, config, weights):
+    """The weights of a transformer of class `kind`, in the layout in which it was published."""
+    if kind in NAMES:
+        return rename(kind, weights)
+    convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+    return invert(convert, config, weights)
+
+
 def save_transformer(folder, path, prefix="", **more):
     """Write the transformer of a pipeline folder into one file in its published layout.
 
     more: weights to add. Returns the file.
     """
     config = json.loads((folder / "transformer/config.json").read_text())
-    kind = config["_class_name"]
     (own,) = folder.glob("transformer/*.safetensors")
-    weights = load_file(own)
-    if kind in NAMES:
-        weights = rename(kind, weights)
-    else:
-        convert = SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
-        weights = invert(convert, config, weights)
+    weights = to_original(config["_class_name"], config, load_file(own))
     save_file({f"{prefix}{name}": x.contiguous() for name, x in weights.items()} | more, path)
     return path
 

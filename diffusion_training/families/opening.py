@@ -181,6 +181,6 @@ def open_source(args: Namespace) -> str | None:
         )
     if args.variant:
         fail(f"--variant {args.variant} does nothing for a single file, {source}: leave it out")
-    from diffusion_training.families.single_files import unpack_pipeline
+    from diffusion_training.families.single_file import unpack_pipeline
 
     return unpack_pipeline(source, config, args.cache_dir)

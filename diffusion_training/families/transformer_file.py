@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
-from diffusion_training.families.single_files import unpack_once
+from diffusion_training.families.single_file import unpack_once
 
 PREFIX = "model.diffusion_model."  # of the denoiser's weights in a file with other models
 PRECISIONS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
@@ -70,13 +70,14 @@ def unpack_transformer(path: str, base: Base) -> str:
         expected = kind.from_config(config).state_dict()
     shapes = {name: tuple(weight.shape) for name, weight in expected.items()}
 
-    def convert(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Checkpoint]:
-        """diffusers' names for weights; what is left over, and what was missing."""
-        if weights.keys() == shapes.keys():  # they have diffusers' names
-            return weights, Checkpoint({})
-        rest = Checkpoint(weights)
-        found = known["checkpoint_mapping_fn"](config=config, checkpoint=rest)
-        return found, rest if found is not rest else Checkpoint({})
+    def convert(weights: Checkpoint) -> dict[str, torch.Tensor]:
+        """The same weights with diffusers' names; what it does not use stays in `weights`."""
+        found = {**weights}
+        if weights.keys() != shapes.keys():  # else they have diffusers' names
+            found = {**known["checkpoint_mapping_fn"](config=config, checkpoint=weights)}
+        for name in found:
+            weights.pop(name, None)
+        return found
 
     misfit = f"{path} does not fit the {kind.__name__} of {source}"
     check_weights(misfit, names, shapes, convert)
@@ -84,7 +85,7 @@ def unpack_transformer(path: str, base: Base) -> str:
     def read() -> Callable[[Path], None]:
         with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
             weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
-        found, _ = convert(weights)
+        found = convert(Checkpoint(weights))
         return partial(save_weights, {name: found[name] for name in shapes}, config)
 
     with explained(f"{path} can't be unpacked"):
@@ -143,19 +144,19 @@ def check_weights(
     misfit: str,
     names: dict[str, tuple[str, list[int]]],
     shapes: dict[str, tuple[int, ...]],
-    convert: Callable[[dict[str, torch.Tensor]], tuple[dict[str, torch.Tensor], Checkpoint]],
+    convert: Callable[[Checkpoint], dict[str, torch.Tensor]],
 ) -> None:
     """Convert weights on the meta device, and stop with an error if they do not fit the model.
 
     misfit: the beginning of the sentence. names: see `check_header`. shapes: those of the model.
     """
-    rest = Checkpoint({})
     with torch.device("meta"):
-        weights = {name: torch.empty(shape) for name, (_, shape) in names.items()}
+        rest = Checkpoint({name: torch.empty(shape) for name, (_, shape) in names.items()})
         try:
-            found, rest = convert(weights)
-        except Exception:  # the names do not even give a number of blocks
-            fail(f"{misfit}: it holds {name_three(names)}")
+            found = convert(rest)
+        except Exception:  # a missing weight is not divided, or no name gives a number of blocks
+            missing = f"lacks {name_three(rest.missing)}" if rest.missing else ""
+            fail(f"{misfit}: it {missing or f'holds {name_three(names)}'}")
     if rest.missing:
         fail(f"{misfit}: it lacks {name_three(rest.missing)}")
     if foreign := [*rest, *(name for name in found if name not in shapes)]:
