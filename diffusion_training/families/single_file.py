@@ -79,6 +79,7 @@ def unpack_once(
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / ".lock"):  # the first process unpacks it, the others wait and find it
         if not folder.exists():
+            print(f"Unpacking {source} into {folder}, once for all runs")
             clean(root)
             write = read()
             with saving(root, folder) as unfinished:
