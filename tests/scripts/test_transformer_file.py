@@ -19,6 +19,7 @@ from diffusion_training.families import transformer_file
 from diffusion_training.families.base import Base
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.transformer_file import unpack_transformer
+from diffusion_training.models import find_weight_files, load_weights, read_precision
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),
@@ -210,7 +211,8 @@ def list_flags(tmp_path, base, path):
     return [*flags, f"--output_dir={tmp_path / 'out'}"]
 
 
-def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image):
+def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image, monkeypatch):
+    monkeypatch.setattr(transformer_file, "SHARD", "100KB")
     base, path = z_image
     exact = load_file(path)
     rounded = {
@@ -221,8 +223,9 @@ def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image):
     save_file(rounded, path)
     args = train.module.parse_args(list_flags(tmp_path, base, path))
     opened = open_base(args, "train_flow.py")
-    (unpacked,) = Path(opened.transformer).glob("*.safetensors")
-    weights = load_file(unpacked)
+    assert len(find_weight_files(opened.transformer, "")) > 1
+    kind, precision = diffusers.ZImageTransformer2DModel, read_precision(opened.transformer)
+    weights = load_weights(kind, opened.transformer, precision).state_dict()
     assert {x.dtype for x in weights.values()} == {torch.bfloat16}
     query = weights["layers.1.attention.to_q.weight"].float()
     expected = rounded["layers.1.attention.qkv.weight"][:32].float()
