@@ -108,6 +108,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=PATH,
         help="train a new transformer with this config: hub id, folder or JSON file",
     )
+    add(
+        "--transformer_file",
+        type=PATH,
+        help="weights of the transformer, instead of the pipeline's: the .safetensors file that "
+        "ComfyUI has, in bf16",
+    )
     add_init_flag(add)
     add_family_flags(add)
     add_encoder_flags(add)
@@ -193,6 +199,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--rank needs a pretrained transformer: leave --{name} out")
+    if args.transformer_file:
+        if args.pretrained_model_name_or_path is None:
+            parser.error(
+                "--transformer_file needs --pretrained_model_name_or_path, for the other models"
+            )
+        for name in ("transformer_config_name_or_path", "init_from"):
+            if getattr(args, name):
+                parser.error(f"--{name} replaces the weights of --transformer_file: leave one out")
     check_data_args(parser, args)
     check_reference_flags(parser, args)
     check_training_args(parser, args)

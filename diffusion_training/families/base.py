@@ -83,6 +83,7 @@ class Base:
     vae: str | None = None  # this and the next two: folders, from their own flags
     text_encoder: str | None = None
     tokenizer: str | None = None
+    transformer: str | None = None  # the folder into which --transformer_file was unpacked
     variant: str | None = None
     # those folders that are of a repository, which `locate` completes
     repositories: dict[str | None, Repository] = field(default_factory=dict)
@@ -196,7 +197,7 @@ class Family:
 
     def is_distilled(self, base: Base) -> bool:
         """Whether the base was distilled to sample in few steps, judged by its files or name."""
-        name = os.path.basename(base.name or "").lower()
+        name = os.path.basename(base.transformer or base.name or "").lower()
         return "turbo" in name or "distilled" in name
 
     # ---- captions

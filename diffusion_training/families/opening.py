@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import diffusers
-import torch
-import xxhash
 from accelerate import PartialState
-from filelock import FileLock
-from huggingface_hub.constants import HF_HOME
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from diffusion_training.arguments import list_values
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS
-from diffusion_training.files import clean, delete, saving
 from diffusion_training.repositories import MODEL_FILES, Repository, open_repository
 
 INDEX_FILES = (diffusers.DiffusionPipeline.config_name, diffusers.ModularPipeline.config_name)
@@ -80,11 +73,16 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     base = replace(base, family=family)
     if sentence := family.find_fault(base):
         fail(sentence)
+    file = vars(args).get("transformer_file")
+    if trained_by and file:
+        from diffusion_training.families.transformer_file import unpack_transformer
+
+        base = replace(base, transformer=unpack_transformer(file, base, args.cache_dir))
     if trained_by and family.is_distilled(base) and not vars(args).get("training_adapter"):
         PartialState().print(
-            f"{name} was distilled to sample in few steps. Training undoes that, and samples "
-            f"get blurred. Train the {family.title} that it was made from; a LoRA fits both. Or "
-            "give --training_adapter, a LoRA that undoes the distillation while you train."
+            f"{file or name} was distilled to sample in few steps. Training undoes that, and "
+            f"samples get blurred. Train the {family.title} that it was made from; a LoRA fits "
+            "both. Or give --training_adapter, a LoRA that undoes the distillation while you train."
         )
     return base
 
@@ -191,75 +189,6 @@ def open_source(args: Namespace) -> str | None:
         )
     if args.variant:
         fail(f"--variant {args.variant} does nothing for a single file, {source}: leave it out")
-    return unpack(source, config, args.cache_dir)
+    from diffusion_training.families.single_file import unpack_pipeline
 
-
-def unpack(source: str, config: str | None, cache_dir: str | None) -> str:
-    """Unpack a base in one file into a pipeline folder in --cache_dir, once. Returns the folder.
-
-    config: --single_file_config, or None for the configs of the hub. Everything else then works as
-    with a folder: a cache that fits the file fits the folder too.
-    """
-    with explained(f"{source} can't be read"), safe_open(source, "pt") as file:
-        names = set(file.keys())
-        header = file.metadata() or {}
-    families = map(load_family, FACTS)
-    family = next((each for each in families if each.recognizes_file(names)), None)
-    if family is None:
-        fail(
-            f"{source} is not Stable Diffusion 1, 2 or XL in its published layout, with U-Net, VAE "
-            "and text encoders"
-        )
-    about = os.stat(source)
-    place = xxhash.xxh3_64_hexdigest(repr([os.path.realpath(source), config]).encode())
-    objective = family.guess_objective(names, header)
-    key = [about.st_size, about.st_mtime_ns, diffusers.__version__, objective]
-    key += [path.read_text() for path in sorted(Path(config or os.devnull).rglob("*.json"))]
-    root = Path(cache_dir or HF_HOME) / "single_files"
-    prefix = f"{Path(source).stem}-{place}-"
-    folder = root / f"{prefix}{xxhash.xxh3_64_hexdigest(repr(key).encode())}"
-    advice = "if its configs are missing, give --single_file_config"
-    with explained(f"{source} can't be unpacked; {advice}"):
-        root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / ".lock"):  # the first process unpacks it, the others wait and find it
-            if not folder.exists():
-                clean(root)
-                kind = getattr(diffusers, family.pipeline)
-                pipeline = kind.from_single_file(source, config=config, cache_dir=cache_dir)
-                check_whole(pipeline)
-                if objective:
-                    scheduler = pipeline.scheduler
-                    pipeline.scheduler = scheduler.from_config(scheduler.config, **objective)
-                with saving(root, folder) as unfinished:
-                    save_unpacked(pipeline, unfinished / folder.name)
-                for other in root.iterdir():  # unpacked from older versions of the file
-                    if other.name.startswith(prefix) and other != folder:
-                        delete(other)
-    return str(folder)
-
-
-def list_modules(pipeline: diffusers.DiffusionPipeline) -> dict[str, torch.nn.Module]:
-    return {
-        name: part
-        for name, part in pipeline.components.items()
-        if isinstance(part, torch.nn.Module)
-    }
-
-
-def check_whole(pipeline: diffusers.DiffusionPipeline) -> None:
-    """Raise ValueError if the file lacked a weight, which diffusers leaves on the meta device."""
-    for module in list_modules(pipeline).values():
-        for name, weight in module.named_parameters():
-            if weight.is_meta:
-                raise ValueError(f"the {type(module).__name__} has no {name}")
-
-
-def save_unpacked(pipeline: diffusers.DiffusionPipeline, folder: Path) -> None:
-    """Write a pipeline folder."""
-    pipeline.save_pretrained(folder)
-    for name, module in list_modules(pipeline).items():
-        # transformers writes weights on the first process only
-        if not list((folder / name).glob("*.safetensors")):
-            module.config.save_pretrained(folder / name)
-            weights = {key: value.contiguous() for key, value in module.state_dict().items()}
-            save_file(weights, folder / name / "model.safetensors", {"format": "pt"})
+    return unpack_pipeline(source, config, args.cache_dir)

@@ -212,7 +212,7 @@ def check_memory(
     launch: Launch,
     base_precision: str | None,
     number: int | str | None,
-    subfolder: str,
+    subfolder: str = "",
     variant: str | None = None,
 ) -> None:
     """Before the base of a LoRA is loaded, compare its size with the memory.

@@ -149,6 +149,8 @@ def describe_text_to_image(
     if args.rank:
         kind = "LoKr" if args.lora_type == "lokr" else "LoRA"
         what = f"A {kind} of rank {args.rank} for the {part} of `{about.base}`,\n"
+        if about.transformer_file:
+            what += f"with the weights of `{about.transformer_file}`, "
         what += f"trained on {trained_on}."
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
@@ -180,6 +182,14 @@ def describe_text_to_image(
         opener = "DiffusionPipeline.from_pretrained"
         if source.endswith(".safetensors"):
             opener = f"{own.pipeline}.from_single_file"
+        transformer = []
+        of_base = args.rank and not (is_other and about.validation_base)
+        if about.transformer_file and of_base:
+            from diffusion_training.families.transformer_file import write_loading
+
+            transformer = write_loading(
+                own.model, args.transformer_file, about.transformer_file, source, DTYPE
+            )
         guidance = own.guidance_args(scale)
         if own.has_guider and "guidance_scale" in guidance:
             scale = guidance.pop("guidance_scale")
@@ -191,6 +201,7 @@ def describe_text_to_image(
         return write_usage(
             source, drawn, before, opener, own.precision, more, args.resolution,
             blocks=own.blocks, can_rewrite=own.can_rewrite, dtype_name=DTYPE,
+            transformer=transformer,
         )  # fmt: skip
 
     usage = write_code()

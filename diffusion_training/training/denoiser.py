@@ -43,11 +43,11 @@ def load_denoiser(
     folder = base.family.folder
     if configs and not config_source:
         config_source = configs / folder
-    source = str(config_source or base.source)
+    source = str(config_source or base.transformer or base.source)
     options = {"cache_dir": args.cache_dir}
     with explained(f"{source} holds no {kind.__name__}"):
         if not config_source:
-            _, options = base.locate(None, folder, with_weights=launch.has_weights)
+            _, options = base.locate(base.transformer, folder, launch.has_weights)
         if config_source or not launch.has_weights:
             config = kind.load_config(source, **options)
             if config.get("_class_name", kind.__name__) != kind.__name__:

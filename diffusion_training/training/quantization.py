@@ -85,7 +85,7 @@ def load_quantized(
     base_precision: str,
     device: torch.device,
     dtype: torch.dtype,
-    subfolder: str,
+    subfolder: str = "",
     variant: str | None = None,
     merge: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.nn.Module, str]:

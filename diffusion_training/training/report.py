@@ -80,6 +80,7 @@ class About:
     prompt: str  # in quotes
     validation_base: str | None = None  # of the flags of these names
     validation_lora: str | None = None
+    transformer_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def name_run(step: int, args: Namespace, local: bool) -> About:
         json.dumps(flags.get("instance_prompt") or prompts[0]),
         **{
             key: flags[key] and name(flags[key])
-            for key in ("validation_base", "validation_lora")
+            for key in ("validation_base", "validation_lora", "transformer_file")
             if key in flags
         },
     )
@@ -138,6 +139,7 @@ def write_usage(
     blocks: str = "",
     can_rewrite: bool = False,
     dtype_name: str = "dtype",
+    transformer: Sequence[str] = (),
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
@@ -145,6 +147,7 @@ def write_usage(
     the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
     small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
     can_rewrite: have these a block that rewrites prompts? dtype_name: see `DTYPE`.
+    transformer: lines that load one in place of the pipeline's.
     """
     enlarge = ".resize((256, 256), 0)" if side < 128 else ""
     dtype = []
@@ -152,7 +155,8 @@ def write_usage(
         dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
         # modular pipelines have only the newer name
         more = f", {'dtype' if blocks else dtype_name}=dtype{more}"
-    opening = [f"pipeline = {opener}({json.dumps(source)}{more}).to(device)"]
+    part = ", transformer=transformer" if transformer else ""
+    opening = [f"pipeline = {opener}({json.dumps(source)}{part}{more}).to(device)"]
     draw = f"pipeline({call}).images[0]"
     if blocks:
         opening = [
@@ -160,6 +164,7 @@ def write_usage(
             *['blocks.sub_blocks.pop("prompt_upsampler")  # prompts stay as they are']
             * can_rewrite,
             f"pipeline = blocks.init_pipeline({json.dumps(source)})",
+            *["pipeline.update_components(transformer=transformer)"] * bool(transformer),
             f"pipeline.load_components({more.removeprefix(', ')})",
             "pipeline.to(device)",
         ]
@@ -167,14 +172,17 @@ def write_usage(
     loaded = call.count("load_image(")
     yours = "  # your image" + "s" * (loaded > 1) if loaded else ""
     classes = [blocks or opener.split(".")[0]]
-    classes += {*re.findall(r"= (\w+Scheduler)\.from_config", "\n".join(setup))}
+    parts = "\n".join([*transformer, *setup])
+    classes += {*re.findall(r"= (\w+)\.from_(?:config|single_file)", parts)}
     return "\n".join([
         "import torch",
         f"from diffusers import {', '.join(sorted(classes))}",
         *["from diffusers.utils import load_image"] * (loaded > 0),
+        *["from safetensors.torch import load_file"] * ("load_file(" in parts),
         "",
         'device = "cuda" if torch.cuda.is_available() else "cpu"',
         *dtype,
+        *transformer,
         *opening,
         *setup,
         f"image = {draw}{yours}",

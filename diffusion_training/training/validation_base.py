@@ -110,10 +110,10 @@ class OtherBase(SampleBase):
         launch = self.launch
         # as in `load_denoiser` and `adapt_denoiser`
         device = torch.device("cpu") if args.blocks_to_swap else launch.device
+        source, options = self.base.locate(self.base.transformer, folder)
         model, _ = load_base(
-            type(trained), str(self.base.source), args.base_precision, device, launch.dtype,
-            subfolder=folder, variant=self.base.variant,
-        )  # fmt: skip
+            type(trained), str(source), args.base_precision, device, launch.dtype, **options
+        )
         speed = read_plain_lora(self.lora, model, self.family) if self.lora else None
         # the factor alpha / rank is in the weights of a file
         flags = Namespace(**vars(args) | {"lora_alpha": args.rank, "lora_dropout": 0.0})

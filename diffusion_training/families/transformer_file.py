@@ -1,0 +1,198 @@
+"""--transformer_file: the denoiser's weights from the one file that ComfyUI reads.
+
+diffusers converts the names of the weights. They are unpacked once into a folder like that of a
+pipeline's denoiser.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from diffusion_training.errors.sentences import explained, fail
+from diffusion_training.families.base import Base
+from diffusion_training.families.single_file import unpack_once
+
+PREFIX = "model.diffusion_model."  # of the denoiser's weights in a file with other models
+PRECISIONS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+# ends of names in files whose weights are products of fp8 and scales, and those of newer formats
+SCALES = re.compile(r"(scale_weight|weight_scale(_2)?|scaled_fp8|comfy_quant)$")
+SHARD = "5GB"  # written at a time
+
+
+class Checkpoint(dict[str, torch.Tensor]):
+    """The weights of a file, for diffusers' conversion, which takes them out one by one.
+
+    missing: the names that it asked for and did not find. It gets empty tensors for them, so that
+    the first missing name does not end it.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.missing: list[str] = []
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        self.missing.append(name)
+        return torch.empty(0)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return super().pop(name, *default) if default or name in self else self[name]
+
+
+def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
+    """Unpack the denoiser's weights in `path` into a folder in --cache_dir. Returns the folder.
+
+    Its config is that of the base. Stops with an error if the file does not fit it.
+    """
+    kind = getattr(diffusers, base.family.model)
+    known = SINGLE_FILE_LOADABLE_CLASSES.get(kind.__name__)
+    if known is None:
+        fail(
+            f"--transformer_file: diffusers {diffusers.__version__} reads no {kind.__name__} from "
+            "one file: leave it out"
+        )
+    source, options = base.locate(None, base.family.folder, with_weights=False)
+    options.pop("variant", None)
+    with explained(f"{source} holds no {kind.__name__}"):
+        config = kind.load_config(source, **options)
+    names = check_header(path)
+    with torch.device("meta"):
+        expected = kind.from_config(config).state_dict()
+    shapes = {name: tuple(weight.shape) for name, weight in expected.items()}
+
+    def convert(weights: Checkpoint) -> dict[str, torch.Tensor]:
+        """The same weights with diffusers' names; what it does not use stays in `weights`."""
+        found = {**weights}
+        if weights.keys() != shapes.keys():  # else they have diffusers' names
+            found = {**known["checkpoint_mapping_fn"](config=config, checkpoint=weights)}
+        for name in found:
+            weights.pop(name, None)
+        return found
+
+    misfit = f"{path} does not fit the {kind.__name__} of {source}"
+    check_weights(misfit, names, shapes, convert)
+
+    def read() -> Callable[[Path], None]:
+        with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
+            weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
+        found = convert(Checkpoint(weights))
+        return partial(save_weights, {name: found[name] for name in shapes}, config)
+
+    with explained(f"{path} can't be unpacked"):
+        key = [json.dumps(dict(config), sort_keys=True, default=str)]
+        return unpack_once(path, source, key, cache_dir, read)
+
+
+def write_loading(kind: str, path: str, name: str, source: str, dtype: str) -> list[str]:
+    """Code that loads the file as `transformer`, in the precision `dtype`, with diffusers alone.
+
+    kind: its class. name: how the file is called in the code. source: the pipeline. dtype: the
+    name of the argument.
+    """
+    lines = []
+    weights = json.dumps(name)
+    with contextlib.suppress(Exception):  # the run is over, and the file may be too
+        with safe_open(path, "pt") as file:
+            has_prefix = any(key.startswith(PREFIX) for key in file.keys())
+        if has_prefix:  # for some classes diffusers expects none
+            lines.append(f"weights = load_file({weights})")
+            weights = f'{{name.removeprefix("{PREFIX}"): x for name, x in weights.items()}}'
+            lines.append(f"weights = {weights}")
+            weights = "weights"
+    options = f'config={json.dumps(source)}, subfolder="transformer", {dtype}=dtype'
+    return [*lines, f"transformer = {kind}.from_single_file({weights}, {options})"]
+
+
+def check_header(path: str) -> dict[str, tuple[str, list[int]]]:
+    """{name of a weight: (its name in the file, its shape)} of the denoiser in a file.
+
+    Stops with an error if it can't be read, or has weights in a precision that can't be trained on.
+    """
+    found = {}
+    precisions = set()
+    scaled = []
+    with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
+        keys = list(file.keys())
+        start = PREFIX if any(key.startswith(PREFIX) for key in keys) else ""
+        for key in filter(lambda key: key.startswith(start), keys):
+            part = file.get_slice(key)
+            if SCALES.search(key):
+                scaled.append(key)
+            elif 0 not in part.get_shape():  # those are mere marks
+                found[key.removeprefix(start)] = key, part.get_shape()
+                precisions.add(part.get_dtype())
+    if scaled or not precisions <= PRECISIONS:
+        what = f"such as {scaled[0]}" if scaled else ", ".join(sorted(precisions - PRECISIONS))
+        fail(
+            f"{path} holds quantized weights ({what}), which can't be converted exactly: give the "
+            "file in bf16, and --base_precision int8 or nf4 to save memory"
+        )
+    return found
+
+
+def check_weights(
+    misfit: str,
+    names: dict[str, tuple[str, list[int]]],
+    shapes: dict[str, tuple[int, ...]],
+    convert: Callable[[Checkpoint], dict[str, torch.Tensor]],
+) -> None:
+    """Convert weights on the meta device, and stop with an error if they do not fit the model.
+
+    misfit: the beginning of the sentence. names: see `check_header`. shapes: those of the model.
+    """
+    with torch.device("meta"):
+        rest = Checkpoint({name: torch.empty(shape) for name, (_, shape) in names.items()})
+        try:
+            found = convert(rest)
+        except Exception:  # a missing weight is not divided, or no name gives a number of blocks
+            missing = f"lacks {name_three(rest.missing)}" if rest.missing else ""
+            fail(f"{misfit}: it {missing or f'holds {name_three(names)}'}")
+    if rest.missing:
+        fail(f"{misfit}: it lacks {name_three(rest.missing)}")
+    if foreign := [*rest, *(name for name in found if name not in shapes)]:
+        fail(f"{misfit}, which has no {name_three(foreign)}")
+    if missing := [name for name in shapes if name not in found]:
+        fail(f"{misfit}: it lacks {name_three(missing)}")
+    if others := [name for name, shape in shapes.items() if found[name].shape != shape]:
+        fail(f"{misfit}, which has other shapes of {name_three(others)}")
+
+
+def name_three(names: Iterable[str]) -> str:
+    """The first three of some names, and the number of the others."""
+    first = [*names]
+    more = f" and {len(first) - 3} more weights" if len(first) > 3 else ""
+    return ", ".join(first[:3]) + more
+
+
+def save_weights(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
+    """Write a denoiser's folder, in the form of `save_pretrained`, with some weights at a time.
+
+    Weights in fp8 are written in bfloat16, which has all their numbers.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    pattern = "diffusion_pytorch_model{suffix}.safetensors"
+    split = split_torch_state_dict_into_shards(
+        weights, filename_pattern=pattern, max_shard_size=SHARD
+    )
+    for file, names in split.filename_to_tensors.items():
+        part = {name: weights[name] for name in names}
+        part = {
+            name: weight.bfloat16() if weight.dtype.itemsize == 1 else weight
+            for name, weight in part.items()
+        }
+        save_file({key: x.contiguous() for key, x in part.items()}, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        path = folder / "diffusion_pytorch_model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n")
