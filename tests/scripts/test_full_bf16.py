@@ -8,25 +8,11 @@ import weakref
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    Script,
-    has_ended,
-    kill,
-    make_captioned,
-    metrics,
-    open_pipeline,
-    start,
-    wait_until,
-)
-from diffusers import DiffusionPipeline
-from safetensors import safe_open
+from conftest import ROOT, Script, has_ended, kill, metrics, open_pipeline, start, wait_until
 from safetensors.torch import load_file
 from test_block_swap import bases  # noqa: F401
 from transformers.optimization import Adafactor
 
-from diffusion_training.batches import Models
-from diffusion_training.training import state
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import count_memory
 from diffusion_training.training.full_bf16 import FullBf16Adafactor, round_randomly
@@ -218,6 +204,7 @@ def test_a_backward_pass_holds_one_gradient_at_a_time(gradients):
 
 
 def test_a_trial_of_a_batch_size_leaves_no_weights():
+    """Torch does not free a weight whose hook holds the weight."""
     models, optimizer = make()
     train(models, optimizer, range(1))
     found = weakref.ref(models["unet"][0].weight)
@@ -282,7 +269,72 @@ def test_a_run_killed_in_an_update_ends_with_the_same_bits(tmp_path, bases, name
     for path in (file, f"checkpoint-6/{file}", "checkpoint-6/optimizer.bin"):
         one, other = (tmp_path / run / path for run in ("plain", "killed"))
         assert one.read_bytes() == other.read_bytes(), path
-    trained, before = load_file(tmp_path / "plain" / file), load_file(tmp_path / "plain/checkpoint-3" / file)
+    trained, before = (
+        load_file(tmp_path / "plain" / file),
+        load_file(tmp_path / "plain/checkpoint-3" / file),
+    )
     changed = [not torch.equal(trained[key], before[key]) for key in trained]
     assert sum(changed) > 0.8 * len(changed)
     assert BF16 in {weight.dtype for weight in trained.values()}
+
+
+@pytest.mark.long
+def test_all_that_calls_the_model_works_with_weights_in_bfloat16(tmp_path, bases, capsys):  # noqa: F811
+    """Samples, held-out loss, best weights, result, a second phase, and both searches."""
+    trainer, base = bases("sd")
+    samples = ["--validation_prompts=a digit one", "--num_validation_images=1", "--holdout=2"]
+    flags = list_flags(base, tmp_path / "one", *samples, "--save_best", "--train_batch_size=auto")
+    trainer(*flags, "--logging_steps=1", "--checkpoints_to=memory://full-bf16")
+    records = [record for record in metrics(tmp_path / "one") if "grad_norm" in record]
+    assert len(records) == 6 and all(record["grad_norm"] > 0 for record in records)
+    assert all(record["clipped"] == 0 for record in records)
+    assert "held_out_loss" in set().union(*metrics(tmp_path / "one"))
+    assert (tmp_path / "one/samples/step-0000006.png").exists()
+    file = "unet/diffusion_pytorch_model.safetensors"
+    for folder in ("", "best/", "checkpoint-3/"):
+        kinds = {weight.dtype for weight in load_file(tmp_path / "one" / folder / file).values()}
+        assert kinds == {BF16}, folder
+    pipeline = open_pipeline(tmp_path / "one")
+    for name, weight in load_file(tmp_path / "one" / file).items():
+        assert torch.equal(pipeline.unet.get_parameter(name), weight.float())
+    again = list_flags(base, tmp_path / "two", f"--init_from={tmp_path / 'one'}")
+    trainer(*again, "--max_train_steps=7")
+    assert "step 6" in capsys.readouterr().out
+    one, two = (load_file(tmp_path / run / file) for run in ("one", "two"))
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+    trainer(*list_flags(base, tmp_path / "three", "--find_lr", "--find_lr_steps=10"))
+    assert "--learning_rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("trainer", [TEXT, FLOW], ids=["u-net", "transformer"])
+def test_what_can_not_be_had_is_refused_in_a_sentence(tmp_path, trainer):
+    whole = trainer.flags(tmp_path / "out", f"--latents_dir={tmp_path}", *WHOLE)
+    whole += [f"--pretrained_model_name_or_path={ROOT / 'demo/models'}"]
+    for more, sentence in (
+        (["--use_ema"], "keeps no average: add --no-use_ema"),
+        (["--optimizer=adamw", "--max_grad_norm=1"], "add --optimizer adafactor --max_grad_norm 0"),
+        (["--rank=2"], "--full_bf16 can't be combined with --rank: leave one of them out"),
+        (["--shard"], "--full_bf16 can't be combined with --shard"),
+        (["--compile"], "--full_bf16 can't be combined with --compile"),
+        (["--gradient_accumulation_steps=2"], "combined with --gradient_accumulation_steps"),
+        (["--total_batch_size=4"], "--full_bf16 can't be combined with --total_batch_size"),
+        (["--posthoc_ema", "0.05", "0.1"], "--full_bf16 can't be combined with --posthoc_ema"),
+        (["--blocks_to_swap=all"], "--blocks_to_swap does nothing without --rank"),
+    ):
+        assert sentence in trainer.refused(*whole, *more, status=2)
+    for flag in WHOLE[:2]:
+        args = trainer.module.parse_args([each for each in whole if each not in WHOLE[:2]] + [flag])
+        assert args.full_bf16
+    for more in (["--mixed_precision=no"], ["--mixed_precision=fp16"]):
+        said = trainer.refused(*whole, *more)
+        assert "--full_bf16 needs --mixed_precision bf16" in said or "fp16 does nothing" in said
+    for variable, value, sentence in (
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2", "accelerate launch accumulates gradients"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "accelerate launch turns on torch.compile"),
+    ):
+        with pytest.MonkeyPatch.context() as m:
+            m.setenv(variable, value)
+            assert sentence in trainer.refused(*whole)
+    said = trainer.fork(*whole, num_processes=2, status=1)
+    assert "--full_bf16 trains on one device" in said
+    assert not (tmp_path / "out").exists()
