@@ -252,12 +252,11 @@ def kill_in_an_update(trainer, folder, *flags):
     kill([pid])
 
 
-FAMILIES = ["sdxl", "z-image", "flux2-klein", "qwen-image", "sd", "krea2", "flux3", "sd3"]
+FAMILIES = ["sd", "sdxl", "z-image", "flux2-klein", "qwen-image", "flux", "krea2", "flux3", "sd3"]
 
 
-@pytest.mark.parametrize(
-    "name", ["flux", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_killed_in_an_update_ends_with_the_same_bits(tmp_path, bases, name):  # noqa: F811
     trainer, base = bases(name)
     flags = list_flags(base, "none", "--gradient_checkpointing", "--resume_from_checkpoint=latest")
@@ -335,6 +334,12 @@ def test_what_can_not_be_had_is_refused_in_a_sentence(tmp_path, trainer):
         with pytest.MonkeyPatch.context() as m:
             m.setenv(variable, value)
             assert sentence in trainer.refused(*whole)
-    said = trainer.fork(*whole, num_processes=2, status=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+def test_several_processes_are_refused(tmp_path, bases):  # noqa: F811
+    trainer, base = bases("sd")
+    said = trainer.fork(*list_flags(base, tmp_path / "out"), num_processes=2, status=1)
     assert "--full_bf16 trains on one device" in said
     assert not (tmp_path / "out").exists()

@@ -289,7 +289,7 @@ def list_full_bf16(folder):
     Script(PRECOMPUTE)(*prx, *data, f"--output_dir={folder / 'latents'}")
     prx += [f"--transformer_config_name_or_path={make_prx(folder / 'prx')}"]
     whole = ["--full_bf16", "--optimizer=adafactor", "--no-use_ema", "--max_grad_norm=0"]
-    whole += [*BF16, *SAMPLES, "--holdout=2", "--checkpointing_steps=2"]
+    whole += [*BF16, *SAMPLES, "--holdout=2"]
     return {
         "u-net": Run(TEXT, [*unet, *STEPS, *whole]),
         "transformer": Run(FLOW, [*prx, *STEPS, *whole, f"--latents_dir={folder / 'latents'}"]),
