@@ -296,7 +296,7 @@ def test_all_that_calls_the_model_works_with_weights_in_bfloat16(tmp_path, bases
     pipeline = open_pipeline(tmp_path / "one")
     for name, weight in load_file(tmp_path / "one" / file).items():
         assert torch.equal(pipeline.unet.get_parameter(name), weight.float())
-    again = list_flags(base, tmp_path / "two", f"--init_from={tmp_path / 'one'}")
+    again = list_flags(base, tmp_path / "two", "--holdout=2", f"--init_from={tmp_path / 'one'}")
     trainer(*again, "--max_train_steps=7")
     assert "step 6" in capsys.readouterr().out
     one, two = (load_file(tmp_path / run / file) for run in ("one", "two"))
