@@ -57,6 +57,7 @@ from diffusion_training.families.flags import (
 from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
+    add_full_bf16_flag,
     add_init_flag,
     add_logging_flags,
     add_noise_flags,
@@ -113,6 +114,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_encoder_flags(add)
     add_device_flags(add)
     add_shard_flag(add)
+    add_full_bf16_flag(add)
 
     add = parser.add_argument_group("LoRA").add_argument
     add_lora_flags(add)
@@ -267,7 +269,8 @@ def make_unet(
 
     It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
     checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
-    only its LoRA is trained. Stops with an error if it does not fit the latents and embeddings.
+    only its LoRA is trained. With --full_bf16 its weights are in bfloat16. Stops with an error if
+    it does not fit the latents and embeddings.
     """
     config = args.unet_config_name_or_path
     unet, source, base_hash = load_denoiser(
@@ -448,7 +451,7 @@ def train_step(
         total_weight += batch["weight"].sum()
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     grad_norm = accelerator.clip_grad_norm_(trained, max_grad_norm or math.inf)
-    optimizer.step()
+    optimizer.step()  # --full_bf16: the backward pass has updated the weights already
     optimizer.zero_grad()  # sets them to None, which frees memory for the next forward pass
     # Not .item(), which would wait for the device: `log` reads the sums of many steps at once.
     sums: StepSums = {"loss": total_loss, "weight": total_weight, "grad_norm": grad_norm}
@@ -667,6 +670,8 @@ def main(args: Namespace) -> None:
             accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
             args.max_grad_norm, training.records.measure_inputs,
         )  # fmt: skip
+        if args.full_bf16:  # the backward pass has used and freed the gradients
+            sums["grad_norm"] = optimizer.optimizer.grad_norm
         # Count the step, update averages and learning rate, and agree whether a signal has come.
         # After an fp16 overflow, only the position in the data moves.
         training.advance(next_step, sums)

@@ -61,7 +61,7 @@ from diffusion_training.batches import Prepared
 from diffusion_training.blocks import compute_in_float32, list_blocks, list_outer_blocks
 from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
 from diffusion_training.families.known import load_family
-from diffusion_training.models import start_average
+from diffusion_training.models import cast_weights, start_average
 from diffusion_training.training.block_swap import BlockSwap
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.lora import add_lora
@@ -225,8 +225,14 @@ class Way:
     use_ema: bool = True
     base_precision: str | None = None
     swaps_blocks: bool = False  # --blocks_to_swap all
+    full_bf16: bool = False  # the weights in bfloat16
     half_side: bool = False  # half the usual resolution
     num_processes: int = 1  # several with --shard
+
+    @property
+    def precision(self) -> str:
+        """That of the weights, as of --mixed_precision."""
+        return self.mixed_precision if self.rank or self.full_bf16 else "no"
 
 
 FULL = (
@@ -236,10 +242,12 @@ FULL = (
     Way("bf16, GC, 8-bit", optimizer="adamw8bit"),
     Way("bf16, GC, 8-bit, no EMA", optimizer="adamw8bit", use_ema=False),
     Way("bf16, GC, Adafactor, no EMA", optimizer="adafactor", use_ema=False),
+    Way("full bf16, GC", optimizer="adafactor", use_ema=False, full_bf16=True),
     Way(
-        "bf16, GC, Adafactor, no EMA, half the side",
+        "full bf16, GC, half the side",
         optimizer="adafactor",
         use_ema=False,
+        full_bf16=True,
         half_side=True,
     ),
 )
@@ -421,13 +429,18 @@ def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
 
 
 @functools.lru_cache(maxsize=3)
-def prepare_denoiser(name: str, rank: int | None, mixed_precision: str) -> Any:
-    """Make a model without weights, with the adapter of a LoRA. Don't change it: it is kept."""
+def prepare_denoiser(name: str, rank: int | None, precision: str) -> Any:
+    """Make a model without weights, with the adapter of a LoRA. Don't change it: it is kept.
+
+    precision: of the weights, see `Way.precision`.
+    """
     model = MODELS[name]
     with init_empty_weights(include_buffers=False):
         denoiser = make_denoiser(model)
         if rank:
-            prepare_lora(model, denoiser, mixed_precision)
+            prepare_lora(model, denoiser, precision)
+        elif precision == "bf16":
+            cast_weights(denoiser, torch.bfloat16, trained=True)
     return denoiser
 
 
@@ -438,7 +451,7 @@ def count_held(name: str, way: Way) -> dict[str, int]:
 
 @functools.cache
 def count_held_in(name: str, way: Way) -> dict[str, int]:
-    denoiser = prepare_denoiser(name, way.rank, way.mixed_precision if way.rank else "no")
+    denoiser = prepare_denoiser(name, way.rank, way.precision)
     with torch.device("meta"):
         layers = []
         if way.base_precision:
@@ -528,10 +541,10 @@ def fake_gpu() -> Iterator[PeakMemory]:
 
 
 @contextlib.contextmanager
-def on_gpu(name: str, rank: int | None, mixed_precision: str) -> Iterator[Any]:
+def on_gpu(name: str, rank: int | None, precision: str) -> Iterator[Any]:
     """The trained model with its weights on the GPU of `fake_gpu`, where `add_lora` would fail."""
     with unset_fake_temporarily(), torch.device("cpu"):
-        denoiser = prepare_denoiser(name, rank, mixed_precision if rank else "no")
+        denoiser = prepare_denoiser(name, rank, precision)
     named = [*denoiser.named_parameters(remove_duplicate=False)]
     named += denoiser.named_buffers(remove_duplicate=False)
     if not isinstance(denoiser, UNet2DConditionModel):
@@ -635,16 +648,18 @@ def count_activations(
     mixed_precision: str,
     gradient_checkpointing: bool,
     images: int,
+    precision: str,
     cache_enabled: bool = True,
 ) -> int:
     """Count the most bytes that a step holds besides weights, gradients, moments and EMA weights.
 
-    The forward pass keeps them, with autocast's copies of trained weights. cache_enabled: autocast
-    keeps its copies even with gradient checkpointing; with --shard it does not.
+    The forward pass keeps them, with autocast's copies of trained weights. precision: of the
+    weights. cache_enabled: autocast keeps its copies even with gradient checkpointing; with --shard
+    it does not.
     """
     model = MODELS[name]
     family = find_family(model.family)
-    with fake_gpu() as memory, on_gpu(name, rank, mixed_precision) as denoiser:
+    with fake_gpu() as memory, on_gpu(name, rank, precision) as denoiser:
         denoiser.train()
         alike = isinstance(denoiser, UNet2DConditionModel) and not rank
         blocks = Blocks(memory, alike)
@@ -665,7 +680,7 @@ def count_activations(
 
 @functools.cache
 def count_samples(
-    name: str, side: int, rank: int | None, cache_enabled: bool = True
+    name: str, side: int, rank: int | None, precision: str = "bf16", cache_enabled: bool = True
 ) -> tuple[int, int]:
     """Count the bytes on the device while samples are drawn: (the VAE, the most activations).
 
@@ -674,7 +689,7 @@ def count_samples(
     model = MODELS[name]
     family = find_family(model.family)
     with fake_gpu() as memory, torch.no_grad():
-        with on_gpu(name, rank, "bf16") as denoiser:
+        with on_gpu(name, rank, precision) as denoiser:
             denoiser.eval()
             memory.peak = before = memory.held
             latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
@@ -694,7 +709,7 @@ def count_step(name: str, way: Way, images: int = 1) -> int:
     side = MODELS[name].side // (2 if way.half_side else 1)
     activations = count_activations(
         name, side, way.rank, way.mixed_precision, way.gradient_checkpointing, images,
-        way.num_processes == 1,
+        way.precision, way.num_processes == 1,
     )  # fmt: skip
     return sum(count_held(name, way).values()) + activations
 
@@ -703,7 +718,8 @@ def count_drawing(name: str, way: Way) -> int:
     """Count all bytes on the device while samples are drawn. Then there are no gradients."""
     held = count_held(name, way)
     side = MODELS[name].side // (2 if way.half_side else 1)
-    drawing = count_samples(name, side, way.rank, way.num_processes == 1)
+    precision = "bf16" if way.rank else way.precision
+    drawing = count_samples(name, side, way.rank, precision, way.num_processes == 1)
     return sum(held.values()) - held["gradients"] + sum(drawing)
 
 

@@ -5,6 +5,7 @@
     python benchmarks/quality.py sampling       # the number of sampling steps, DDPM and DDIM
     python benchmarks/quality.py checkpointing  # time and memory of --gradient_checkpointing
     python benchmarks/quality.py prior          # a LoRA that forgets nothing: --preserve_prior
+    python benchmarks/quality.py full_bf16      # weights in bf16 against float32, a transformer
 
 The demos draw digits of 8 px. A classifier of the demo's digits gives two figures: FID against all
 1,797 digits, and for digits by name the share of samples that show the digit in the prompt.
@@ -34,6 +35,7 @@ from evaluate_samples import load_digits, train_classifier
 from diffusion_training.training.distances import average, measure_fid
 
 DEMOS = {"digits": "train_unconditional.py", "digits by name": "train_text_to_image.py"}
+TRANSFORMER = "digits by name, transformer"
 NAMES = "zero one two three four five six seven eight nine".split()
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %
 
@@ -64,10 +66,14 @@ def train(demo, folder, cli, seed, *flags, **options):
         flags += ["--save_images_epochs=100000", "--save_model_epochs=100000"]
         flags += ["--ddpm_num_inference_steps=1", "--eval_batch_size=1"]
     else:
-        launch("precompute_latents.py", "latents-digits", cli)
+        family = ["--model_family=prx"] if demo == TRANSFORMER else []
+        cache = "latents-digits-flow" if family else "latents-digits"
+        launch("precompute_latents.py", cache, cli, *family)
         flags += ["--validation_epochs=100000", "--num_inference_steps=1"]
         flags += ["--num_validation_images=1"]
-    launch(DEMOS[demo], folder, cli, *flags, **options)
+        if family:
+            flags.append("--validation_steps=100000")
+    launch(DEMOS.get(demo, "train_flow.py"), folder, cli, *flags, **options)
     lines = (cli.output_dir / folder / "metrics.jsonl").read_text().splitlines()
     records = map(json.loads, lines)
     speeds = [record["images_per_second"] for record in records if "loss" in record]
@@ -92,8 +98,9 @@ class Judge:
         """Draw --num_samples. Returns features [N, D], hits [N] or None, and seconds per sample."""
         pipeline = DiffusionPipeline.from_pretrained(cli.output_dir / folder)
         pipeline.set_progress_bar_config(disable=True)
-        scheduler = scheduler or DDIMScheduler
-        pipeline.scheduler = scheduler.from_config(pipeline.scheduler.config)
+        if demo != TRANSFORMER:
+            scheduler = scheduler or DDIMScheduler
+            pipeline.scheduler = scheduler.from_config(pipeline.scheduler.config)
         if demo == "digits":  # its pipeline's class decides the sampler
             kind = "DDIMPipeline" if scheduler is DDIMScheduler else "DDPMPipeline"
             module = __import__("diffusers", fromlist=[kind])
@@ -110,6 +117,8 @@ class Judge:
             else:
                 prompts = [f"a handwritten digit {NAMES[i % 10]}" for i in numbers]
                 options |= {"prompt": prompts, "guidance_scale": 3.0, "height": 8, "width": 8}
+                if demo == TRANSFORMER:
+                    options["use_resolution_binning"] = False
             images = torch.from_numpy(pipeline(**options).images)
             drawn.append((images * 255).round().permute(0, 3, 1, 2).mean(dim=1, keepdim=True) / 255)
         seconds = (time.perf_counter() - begin) / cli.num_samples
@@ -146,14 +155,15 @@ def mean_with_interval(values, form="{:.3g}"):
     return f"{form.format(mean)} ({form.format(mean - half)} to {form.format(mean + half)})"
 
 
-def compare(cli, title, ways):
+def compare(cli, title, ways, demos=None):
     """Train the demos in several ways with each seed, and evaluate them.
 
     ways: {what: function of (demo, seed) that trains and returns (folder, images per second)}.
+    demos: by default those of the command line.
     """
     judge = Judge()
     rows = []
-    for demo in cli.demos:
+    for demo in demos or cli.demos:
         found = {name: [] for name in ways}
         for seed in range(cli.seeds):
             for name, way in ways.items():
@@ -191,6 +201,24 @@ def compare_precision(cli):
         return run
 
     compare(cli, "Precision of the training", {"float32": way("no"), "bf16": way("bf16")})
+
+
+def compare_full_bf16(cli):
+    """Both with Adafactor, and without clipping of the whole gradient and EMA."""
+
+    def way(name, *flags):
+        def run(demo, seed):
+            shared = ["--optimizer=adafactor", "--no-use_ema", "--max_grad_norm=0"]
+            folder = f"transformer-{name}-{seed}"
+            return folder, train(demo, folder, cli, seed, *shared, *flags)
+
+        return run
+
+    ways = {
+        "float32": way("float32", "--mixed_precision=no"),
+        "--full_bf16": way("full-bf16", "--mixed_precision=bf16", "--full_bf16"),
+    }
+    compare(cli, "Weights in bfloat16", ways, [TRANSFORMER])
 
 
 def compare_processes(cli):
@@ -317,6 +345,7 @@ COMPARISONS = {
     "sampling": compare_sampling,
     "checkpointing": compare_checkpointing,
     "prior": compare_prior,
+    "full_bf16": compare_full_bf16,
 }
 
 

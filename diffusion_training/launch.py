@@ -213,6 +213,19 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     if vars(args).get("blocks_to_swap") and backend:  # of the launch
         fail("--blocks_to_swap can't be compiled: add --no-compile")
     accumulation_steps = choose_accumulation(accelerator, args)
+    if vars(args).get("full_bf16"):
+        if precision != "bf16":
+            fail("--full_bf16 needs --mixed_precision bf16: add it")
+        if backend or accumulation_steps > 1:  # of the launch
+            what, flag = "accumulates gradients", "`accelerate config` without it"
+            if backend:
+                what, flag = "turns on torch.compile", "--no-compile"
+            fail(f"accelerate launch {what}, which --full_bf16 does not support: use {flag}")
+        if accelerator.num_processes > 1:
+            fail(
+                "--full_bf16 trains on one device: several would exchange their gradients only "
+                "after the weights were updated; launch one process, or use --shard"
+            )
     if device.type == "cpu":
         keep_memory()
         if threads_are_default():

@@ -64,6 +64,18 @@ def load_weights(
     return model
 
 
+def cast_weights(model: torch.nn.Module, dtype: torch.dtype, trained: bool) -> None:
+    """Cast weights in place, except those that diffusers wants in float32.
+
+    trained: whether those that are trained are cast too.
+    """
+    exact = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, weight in model.named_parameters():
+        is_exact = any(part in exact for part in name.split("."))
+        if weight.is_floating_point() and not is_exact and (trained or not weight.requires_grad):
+            weight.data = weight.data.to(dtype)
+
+
 def is_finite(weight: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite, in one pass and without a copy."""
     return weight.numel() == 0 or all(bound.isfinite() for bound in weight.aminmax())

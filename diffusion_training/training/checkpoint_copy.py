@@ -28,8 +28,10 @@ class CheckpointCopy:
         self.device = device
         self.memory = memory
         self.copies = copy_shapes(saved, saved)
-        for model in self.copies.values():
-            weights = {name: self.memory.cut(x) for name, x in list_saved(model).items()}
+        for name, model in self.copies.items():
+            own = list_saved(saved[name])  # with their precision
+            shapes = {key: x.to(own[key].dtype) for key, x in list_saved(model).items()}
+            weights = {key: self.memory.cut(x) for key, x in shapes.items()}
             model.load_state_dict(weights, strict=False, assign=True)
         self.begin_of_state = self.memory.place
         self.state: dict[str, Any] = {}  # of the optimizer

@@ -20,6 +20,7 @@ from diffusion_training.models import (
     is_adapted,
     is_block_matrix,
     is_swapped,
+    list_parameters,
     list_quantized,
     list_scales,
     take_shapes,
@@ -208,6 +209,10 @@ def count_memory(
 
     own = measure(models.values())
     gradients, moments = count_trained(models, optimizer)
+    trained = list_parameters(models)
+    if any(weight.dtype == torch.bfloat16 for weight in trained):  # --full_bf16
+        # one at a time, whose update holds four numbers in float32 for each of the weight's
+        gradients = max(4 * 4 * weight.numel() for weight in trained)
     return {
         "weights": sum(own.values()),
         "two swapped blocks": sum(sum(sorted(swap.list_sizes())[-2:]) for swap in swaps),

@@ -14,7 +14,13 @@ from diffusion_training.families.base import Base
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
-from diffusion_training.models import check_shapes, hash_weights, load_weights, read_precision
+from diffusion_training.models import (
+    cast_weights,
+    check_shapes,
+    hash_weights,
+    load_weights,
+    read_precision,
+)
 from diffusion_training.training.lora import (
     Merge,
     add_lora,
@@ -33,7 +39,8 @@ def load_denoiser(
 ) -> tuple[torch.nn.Module, str, str]:
     """Load the pretrained pipeline's denoiser, or make a new one.
 
-    With --rank it is loaded in the precision of the launch or quantized.
+    With --rank it is loaded in the precision of the launch or quantized, with --full_bf16 in
+    bfloat16.
 
     kind: its class. config_source: the config of a new one, as a flag names it. configs: a
     checkpoint that has the configs of new models; its weights are loaded later, by `Training`.
@@ -54,7 +61,10 @@ def load_denoiser(
                 raise ValueError(f"it is a {config['_class_name']}")
             without_weights = init_empty_weights(include_buffers=False)
             with contextlib.nullcontext() if launch.has_weights else without_weights:
-                return kind.from_config(config), source, ""
+                model = kind.from_config(config)
+            if args.full_bf16:
+                cast_weights(model, torch.bfloat16, trained=True)
+            return model, source, ""
         if args.rank:
             if args.blocks_to_swap or is_gpu(launch.device):
                 from diffusion_training.training.block_swap import check_memory
@@ -75,7 +85,8 @@ def load_denoiser(
                 kind, source, args.base_precision, device, launch.dtype, merge, **options
             )
             return model, source, base_hash
-        return load_weights(kind, source, **options), source, ""
+        dtype = torch.bfloat16 if args.full_bf16 else None
+        return load_weights(kind, source, dtype, **options), source, ""
 
 
 def adapt_denoiser(

@@ -3,6 +3,7 @@
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 from diffusion_training.arguments import (
     COUNT,
@@ -54,6 +55,18 @@ def add_shard_flag(add: Add) -> None:
         **SWITCH,
         help="split weights, EMA and optimizer state over the GPUs (FSDP2), for models that do "
         "not fit on one; see docs/memory.md",
+    )
+
+
+def add_full_bf16_flag(add: Add) -> None:
+    """Add the flag for whole models on small GPUs."""
+    add(
+        "--full_bf16",
+        "--fused_backward_pass",
+        **SWITCH,
+        help="keep the weights in bfloat16, and update each in the backward pass, which frees its "
+        "gradient: 2 bytes a weight, so that a whole model fits on a small GPU; both names do "
+        "both; see docs/memory.md",
     )
 
 
@@ -398,6 +411,8 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     for name in ("rank", "shard"):
         if args.posthoc_ema and vars(args).get(name):
             parser.error(f"--posthoc_ema can't be combined with --{name}: leave one of them out")
+    if vars(args).get("full_bf16"):
+        check_full_bf16_args(parser, args)
     if vars(args).get("shard"):
         excluded = {
             "--rank": args.rank,
@@ -407,9 +422,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "--mixed_precision fp16": args.mixed_precision == "fp16",
             f"--optimizer {args.optimizer}": args.optimizer not in ("adamw", "muon"),
         }
-        for flag, is_given in excluded.items():
-            if is_given:
-                parser.error(f"--shard can't be combined with {flag}: leave one of them out")
+        refuse_together(parser, "--shard", excluded)
     if args.find_lr_min >= args.find_lr_max:
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
@@ -457,6 +470,36 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     if args.report_to in TRACKERS:
         flag = f"--report_to {args.report_to}"
         check_package(parser, flag, args.report_to, "use --report_to none")
+
+
+def check_full_bf16_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if weights can't be updated in the backward pass as --full_bf16 asks."""
+    excluded = {
+        "--rank": args.rank,
+        "--shard": args.shard,
+        "--compile": args.compile,
+        "--gradient_accumulation_steps": args.gradient_accumulation_steps > 1,
+        "--total_batch_size": args.total_batch_size,
+        "--posthoc_ema": args.posthoc_ema,
+    }
+    refuse_together(parser, "--full_bf16", excluded)
+    needed = {
+        "--optimizer adafactor": args.optimizer == "adafactor",
+        "--no-use_ema": not args.use_ema,
+        "--max_grad_norm 0": not args.max_grad_norm,
+    }
+    if missing := " ".join(flag for flag, is_given in needed.items() if not is_given):
+        parser.error(
+            "--full_bf16 updates a weight as soon as its gradient is there, with Adafactor, which "
+            f"clips each update by itself, and keeps no average: add {missing}"
+        )
+
+
+def refuse_together(parser: argparse.ArgumentParser, flag: str, others: dict[str, Any]) -> None:
+    """Stop with an error if one of {another flag: whether it is given} is given with `flag`."""
+    for other, is_given in others.items():
+        if is_given:
+            parser.error(f"{flag} can't be combined with {other}: leave one of them out")
 
 
 def add_init_flag(add: Add) -> None:

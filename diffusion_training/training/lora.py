@@ -17,6 +17,7 @@ from diffusion_training.families.base import MAGNITUDE
 from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import (
     NOT_FINITE,
+    cast_weights,
     is_adapted,
     is_finite,
     list_quantized,
@@ -106,11 +107,7 @@ def add_lora(
                 own_rank = min(module.weight.flatten(1).shape)
             if args.rank > own_rank and not is_lokr:
                 raise ValueError(f"the full rank of {name} is only {own_rank}")
-    exact = getattr(model, "_keep_in_fp32_modules", None) or ()
-    for name, weight in model.named_parameters():
-        is_exact = weight.requires_grad or any(part in exact for part in name.split("."))
-        if weight.is_floating_point() and not is_exact:
-            weight.data = weight.data.to(dtype)
+    cast_weights(model, dtype, trained=False)
     quantized = list_quantized(model)
     for layer in quantized:
         layer.compute_dtype = dtype

@@ -30,18 +30,24 @@ def make_optimizer(
     adamw8bit keeps AdamW's two moments in 8 bits (arXiv:2110.02861). adafactor keeps no first
     moment, and for the second one only a mean for each row and column (arXiv:1804.04235); it uses
     only the weight decay of the --adam flags. Its updates are as large as AdamW's, so the learning
-    rate means the same: it is not scaled by the size of each weight.
+    rate means the same: it is not scaled by the size of each weight. With --full_bf16 the backward
+    pass takes its steps.
 
     scaler: the GradScaler of fp16, or None.
     """
     parameters = list_parameters(models)
     shared = {"lr": args.learning_rate, "weight_decay": args.adam_weight_decay}
     if args.optimizer == "adafactor":
-        # imported here, because few runs need it
+        # a rate scaled by each weight's size would wait for the device in every step
+        shared |= {"relative_step": False, "scale_parameter": False}
+        # imported here, because few runs need them
+        if vars(args).get("full_bf16"):
+            from diffusion_training.training.full_bf16 import FullBf16Adafactor
+
+            return FullBf16Adafactor(models, args.seed, **shared)
         from transformers.optimization import Adafactor
 
-        # a rate scaled by each weight's size would wait for the device in every step
-        return Adafactor(parameters, **shared, relative_step=False, scale_parameter=False)
+        return Adafactor(parameters, **shared)
     shared |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optimizer == "muon":
         matrices = []

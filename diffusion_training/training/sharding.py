@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
+from diffusion_training.models import DTYPE
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -66,7 +67,8 @@ def copy_empty(model: torch.nn.Module) -> torch.nn.Module:
 def load_weights_of(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_pretrained` wrote. Call it on every process; only the first one reads."""
     if not is_sharded(model):
-        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+        dtype = {DTYPE: next(model.parameters()).dtype}  # float32 would take twice the memory
+        model.load_state_dict(type(model).from_pretrained(folder, **dtype).state_dict())
         return
     whole = copy_empty(model)
     if torch.distributed.get_rank() == 0:  # fails if the weights are of another model

@@ -109,7 +109,7 @@ class Training:
 
     models: {name: model} that are trained; each is averaged, and saved in a folder of its name.
         What is trained is in float32, as are its averages and gradients: autocast only lowers the
-        precision of computations.
+        precision of computations. With --full_bf16 it is in bfloat16.
     averaged: {name: its average}; empty without --use_ema.
     progress: the position in the run and in the data.
     """

@@ -319,7 +319,9 @@ def test_counted_activations_equal_saved_tensors(monkeypatch):
         small[name] = sorted(small[name][:2])
     model = dataclasses.replace(memory.MODELS["Stable Diffusion 2"], config=small)
     monkeypatch.setitem(memory.MODELS, "small", model)
-    count = lambda *way: memory.count_activations("small", 256, *way)
+    count = lambda rank, *way: memory.count_activations(
+        "small", 256, rank, *way, "bf16" if rank else "no"
+    )
     kept = memory.count_kept("small", 256)
     exact = count(None, "no", False, 1)
     half = count(None, "bf16", False, 1)

@@ -108,6 +108,8 @@ TITLES = {
 def describe_flags(words, name):
     """A recipe's flags as the tables of docs/memory.md name them."""
     optimizer = {"adamw8bit": "8-bit", "adafactor": "Adafactor"}
+    if "--full_bf16" in words:
+        return "full bf16, GC"
     parts = {
         find_flag(words, "--mixed_precision"): True,
         "GC": "--gradient_checkpointing" in words,
@@ -127,7 +129,9 @@ def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
     label = describe_flags(words, name)
     whole, lora, further, *_ = read_tables("docs/memory.md")["A training step"]
     table = lora if kind == "lora" else whole
-    column = ("LoRA, " if kind == "lora" else "whole, ") + ("GC" if "GC" in label else "bf16")
+    # weights in bfloat16, as of a LoRA's base
+    kept = "LoRA, " if kind == "lora" or "full bf16" in label else "whole, "
+    column = kept + ("GC" if "GC" in label else "bf16")
     images = int(find_flag(words, "--train_batch_size"))
     if model.endswith("_edit"):  # a reference takes at most as much as an image
         model, images = model.removesuffix("_edit"), 2 * images

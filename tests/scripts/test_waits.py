@@ -281,6 +281,21 @@ def list_swapped(folder):
     }
 
 
+def list_full_bf16(folder):
+    """Runs whose weights are updated in the backward pass, and rounded at random."""
+    data = describe_images(folder)
+    unet = [f"--pretrained_model_name_or_path={make_models(folder)}", *data]
+    prx = [f"--pretrained_model_name_or_path={MODELS}", "--model_family=prx"]
+    Script(PRECOMPUTE)(*prx, *data, f"--output_dir={folder / 'latents'}")
+    prx += [f"--transformer_config_name_or_path={make_prx(folder / 'prx')}"]
+    whole = ["--full_bf16", "--optimizer=adafactor", "--no-use_ema", "--max_grad_norm=0"]
+    whole += [*BF16, *SAMPLES, "--holdout=2"]
+    return {
+        "u-net": Run(TEXT, [*unet, *STEPS, *whole]),
+        "transformer": Run(FLOW, [*prx, *STEPS, *whole, f"--latents_dir={folder / 'latents'}"]),
+    }
+
+
 def list_nf4(folder):
     pytest.importorskip("bitsandbytes")
     base = make_models(folder)
@@ -401,6 +416,7 @@ SLOW = {  # marked `ci`
     "prx": list_prx,
     "searches": list_searches,
     "block swap": list_swapped,
+    "full bf16": list_full_bf16,
     "twins": list_twins,
 }
 SLOWER = {  # marked `long`
