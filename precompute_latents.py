@@ -683,7 +683,7 @@ def main(args: Namespace) -> None:
         accelerator.print(f"Batch size: {size}")
         caches = [cache.with_batch_size(size) for cache in caches]
         dataset = replace(dataset, caches=caches)
-    opened = [open_cache(accelerator, cache) for cache in caches]
+    opened = [open_cache(accelerator, cache, empty_prompt) for cache in caches]
     stream = None
     if args.streaming:
         _, cache_json, records = opened[0]

@@ -721,12 +721,15 @@ class Destination:
         self.opened: OpenCache | None = None
         self.skipped: list[dict[str, Any]] = []
 
-    def open(self, accelerator: Accelerator, planned: PlannedCache) -> list[int]:
+    def open(
+        self, accelerator: Accelerator, planned: PlannedCache, empty_prompt: dict[str, np.ndarray]
+    ) -> list[int]:
         """Lock and open the cache. Returns the numbers of its missing shards."""
         self.planned = planned
-        self.opened = open_cache(accelerator, planned, self.local if self.is_remote else None)
-        if not self.is_begun:
-            begin_cache(self.local, self.folder)
+        local = self.local if self.is_remote else None
+        self.opened = open_cache(accelerator, planned, empty_prompt, local)
+        if self.is_remote:
+            begin_cache(self.local, self.folder, self.is_begun)
         records = self.opened.records
         shards = planned.list_shards()
         for name, damage in find_damaged(self.folder, shards, records).items():
@@ -901,7 +904,7 @@ def main(args: argparse.Namespace) -> None:
         names = caches[0].list_shards()
         missing: dict[int, dict[int, str]] = {}
         for index, (destination, cache) in enumerate(zip(destinations, caches, strict=True)):
-            for shard in destination.open(accelerator, cache):
+            for shard in destination.open(accelerator, cache, empty_prompt):
                 missing.setdefault(shard, {})[index] = f"{destination.folder}/{names[shard]}"
         per_batch = caches[0].rows_per_batch
         row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)

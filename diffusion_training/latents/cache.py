@@ -189,10 +189,29 @@ def list_flags(planned: PlannedCache) -> dict[str, Any]:
     }
 
 
+def write_empty_prompt(
+    output_dir: Path, cache: dict[str, Any], empty_prompt: dict[str, np.ndarray]
+) -> dict[str, str | None]:
+    """Write the embeddings of a dropped caption. Returns their checksums, for cache.json."""
+    checksums = {}
+    files = name_empty_files(cache)
+    for name, embeds in empty_prompt.items():
+        path = output_dir / f"{files[name]}.npy"
+        np.save(output_dir / f".tmp-{path.name}", embeds)
+        (output_dir / f".tmp-{path.name}").replace(path)
+        checksums[f"{files[name]}_sha256"] = digest_file(path)
+    return checksums
+
+
 def open_cache(
-    accelerator: Accelerator, planned: PlannedCache, folder: Path | None = None
+    accelerator: Accelerator,
+    planned: PlannedCache,
+    empty_prompt: dict[str, np.ndarray],
+    folder: Path | None = None,
 ) -> OpenCache:
     """Lock --output_dir, and open the cache in it or start a new one.
+
+    A trainer can then begin with --follow.
 
     `folder` is the local copy of the cache if --output_dir is elsewhere.
     """
@@ -213,6 +232,9 @@ def open_cache(
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # left by a run that was killed
                 delete(leftover)
+            files = name_empty_files(settings)
+            if not all((output_dir / f"{files[name]}.npy").exists() for name in empty_prompt):
+                write_empty_prompt(output_dir, settings, empty_prompt)
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
@@ -261,12 +283,7 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
             f"none of the {len(skipped)} rows could be used, such as {entry['key']} "
             f"({entry['reason']}): delete {output_dir}, and look at the data"
         )
-    files = name_empty_files(cache)
-    for name, embeds in empty_prompt.items():
-        path = output_dir / f"{files[name]}.npy"
-        np.save(output_dir / f".tmp-{path.name}", embeds)
-        (output_dir / f".tmp-{path.name}").replace(path)
-        cache[f"{files[name]}_sha256"] = digest_file(path)
+    cache |= write_empty_prompt(output_dir, cache, empty_prompt)
     for name in ("rows", "encoded_again", "captions_cut"):
         cache[name] = sum(record[name] for record in records.values())
     cache["skipped"] = len(skipped)

@@ -153,7 +153,7 @@ def open_cache(args):
     Returns (names of its shards, its lock, cache.json, records).
     """
     planned = plan(args)
-    return planned.list_shards(), *module.open_cache(ACCELERATOR, planned)
+    return planned.list_shards(), *module.open_cache(ACCELERATOR, planned, EMPTY)
 
 
 def make_cache(folder, *argv, seed=0):
@@ -364,7 +364,7 @@ def test_a_cache_with_any_other_setting_is_refused(tmp_path):
             parent = parent[key]
         old, parent[path[-1]] = parent[path[-1]], "another"
         with pytest.raises(SystemExit) as stop:
-            module.open_cache(ACCELERATOR, dataclasses.replace(planned, settings=changed))
+            module.open_cache(ACCELERATOR, dataclasses.replace(planned, settings=changed), EMPTY)
         said = (
             f"{tmp_path / 'out'} holds another cache ({'.'.join(path)} {old} -> another): "
             "choose another --output_dir"
@@ -449,7 +449,7 @@ def test_flags_that_change_no_number_may_differ_when_a_cache_resumes(tmp_path, c
 def test_open_cache_writes_only_to_the_local_copy(tmp_path):
     (tmp_path / "copy").mkdir()
     planned = plan(make_args(tmp_path / "out"))
-    lock, _, _ = module.open_cache(ACCELERATOR, planned, tmp_path / "copy")
+    lock, _, _ = module.open_cache(ACCELERATOR, planned, EMPTY, tmp_path / "copy")
     lock.release(force=True)
     assert {".lock", "cache.json", "run.args"} == {*read_files(tmp_path / "copy")} and not (
         tmp_path / "out"
