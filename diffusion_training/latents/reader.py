@@ -108,8 +108,9 @@ def load_cache(
         if follow is None:
             shards = Shards(folder, cache)
         else:
+            plan = describe_plan(folder, cache)
             shards = FollowedShards(folder, cache, follow)
-            cache = describe_plan(folder, cache)
+            cache = plan
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
     except (FileNotFoundError, NotADirectoryError) as error:

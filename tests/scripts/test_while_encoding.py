@@ -1,5 +1,9 @@
 """--follow: a trainer beside the script that makes its cache has the bits of a later one."""
 
+import os
+import random
+import re
+import signal
 import time
 
 import pytest
@@ -9,6 +13,7 @@ from conftest import (
     assert_same_weights,
     checkpoints,
     finish,
+    has_ended,
     kill,
     make_captioned,
     make_models,
@@ -123,3 +128,60 @@ def test_a_trainer_that_starts_first_has_the_bits_of_one_that_starts_last(tmp_pa
     )
     assert waited > 1  # second
     assert read_cache(cache) == files
+
+
+def test_a_run_whose_cache_stands_still_saves_and_ends_with_the_reason(tmp_path, flags):
+    """On two processes; a signal ends a wait too, and the whole cache gives the same bits."""
+    cache_flags, flags = flags
+    cache, out, log = tmp_path / "cache", tmp_path / "out", tmp_path / "log"
+    flags = [*flags, f"--latents_dir={cache}", f"--output_dir={out}"]
+    flags += ["--checkpointing_steps=100", "--train_batch_size=1"]
+    maker = start(lambda: make(cache, cache_flags, 7, lambda: False), 1, log)
+    wait_until(lambda: (cache / "unfinished" / "data-00004-of-00008.arrow.json").exists())
+    kill(maker)
+    said = train.fork(*flags, "--follow=0.05", num_processes=2, status=1)
+    sentence = f"no shard has come to {cache} for 0.05 minutes (--follow), and data-00005-of-00008"
+    assert said.count(f"train_text_to_image.py: {sentence}") == 1 and "Traceback" not in said
+    assert re.search(r"the same command continues from step [12]\n", said)
+    assert len(checkpoints(out)) == 1
+
+    trainers = start(lambda: train(*flags), 2, log)
+    wait_until(lambda: "Waiting for data-00005-of-00008.arrow" in log.read_text())
+    os.kill(trainers[0], signal.SIGTERM)
+    assert finish(trainers) == [143, 143]
+    precompute(*cache_flags, f"--output_dir={cache}")
+    train.fork(*flags, num_processes=2)
+    train.fork(*flags, f"--output_dir={tmp_path / 'later'}", num_processes=2)
+    assert_same_run(tmp_path / "later", out)
+
+
+@pytest.mark.long
+def test_twenty_kills_of_each_do_not_change_the_weights(tmp_path, flags):
+    cache_flags, flags = flags
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    flags = [*flags, f"--latents_dir={cache}", "--max_train_steps=60", "--checkpointing_steps=1"]
+    draw = random.Random(0).uniform
+    kinds = {
+        "maker": lambda: make(cache, cache_flags, 0, lambda: not time.sleep(draw(0, 1))),
+        "trainer": lambda: train(*flags, f"--output_dir={out}"),
+    }
+    kills = dict.fromkeys(kinds, 0)
+    running = {kind: start(work, 1, tmp_path / kind) for kind, work in kinds.items()}
+    while min(kills.values()) < 20:
+        kind = min(kills, key=kills.get)
+        time.sleep(draw(0, 4))
+        if has_ended(*running[kind]):
+            assert finish(running[kind]) == [0], (tmp_path / kind).read_text()
+            if kind == "maker":  # some shards have to be made again
+                for path in random.sample(sorted(cache.glob("data-*.arrow")), 3):
+                    path.unlink()
+            else:
+                break
+        else:
+            kill(running[kind])
+        kills[kind] += 1
+        running[kind] = start(kinds[kind], 1, tmp_path / kind)
+    assert finish(sum(running.values(), [])) == [0, 0]
+    print(kills)
+    train.fork(*flags, f"--output_dir={tmp_path / 'later'}")
+    assert_same_run(tmp_path / "later", out)
