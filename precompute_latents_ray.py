@@ -58,9 +58,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from diffusion_training.arguments import Flags, is_address, make_parser, number, parse_demo
 from diffusion_training.cluster.connection import (
+    LOSSES,
+    TRIES,
     Gauges,
     check_kept,
     connect,
+    is_lost_machine,
     list_own_modules,
     run_tasks,
 )
@@ -195,7 +198,6 @@ Shard = tuple[int, dict[int, str]]  # its number, {index of a cache that lacks i
 Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indices of caches
 # Bytes of pixels in a part. This keeps a GPU busy, and many parts fit in a node's memory.
 PART_BYTES = 2**26
-TRIES = 4  # attempts to make a shard whose process dies or raises an exception
 DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one decoded
 PATIENCE = 10  # seconds that an encoder waits for images before its own core decodes them
 # Flags that are not recorded in the cache
@@ -396,16 +398,21 @@ class Encoder:
         self.decode_ahead()
         for part in parts:
             begin = time.perf_counter()
-            try:
-                refs = [self.decoding.pop(part)]
-                if not ray.wait(refs, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
-                    refs.append(self.decode_here.remote(part, self.job.rows))
-                batches = ray.get(ray.wait(refs)[0][0])
-            except Exception as error:
-                reason = explain(getattr(error, "cause", None) or error)
-                raise RuntimeError(
-                    f"rows {part[0]} to {part[1] - 1} could not be decoded: {reason}"
-                ) from error
+            batches = None
+            while batches is None:
+                try:
+                    refs = [self.decoding.pop(part)]
+                    if not ray.wait(refs, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
+                        refs.append(self.decode_here.remote(part, self.job.rows))
+                    batches = ray.get(ray.wait(refs)[0][0])
+                except Exception as error:
+                    if is_lost_machine(error):
+                        self.decoding[part] = self.decode_here.remote(part, self.job.rows)
+                        continue
+                    reason = explain(getattr(error, "cause", None) or error)
+                    raise RuntimeError(
+                        f"rows {part[0]} to {part[1] - 1} could not be decoded: {reason}"
+                    ) from error
             spent["waited"] += time.perf_counter() - begin
             self.decode_ahead()
             yield from (map_tensors(batch, to_device) for batch in batches)
@@ -605,6 +612,7 @@ class Crew:
         self.left = sorted(missing)
         self.members: list[Member] = []
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
+        self.losses: collections.Counter = collections.Counter()  # machines lost with each shard
 
     def start(self, deaths: int = 0) -> None:
         actor, group = place_encoder(self.job, self.engine)
@@ -654,13 +662,17 @@ class Crew:
         except ray.exceptions.RayError as error:  # the process or the node died
             reason = str(error).strip().splitlines()[-1][:200]
             died = f"its process died {TRIES} times, out of memory? ({reason})"
-            self.tries.update(member.calls.values())
+            is_lost = is_lost_machine(error)
+            (self.losses if is_lost else self.tries).update(member.calls.values())
             self.stop(member)
-            if shard is not None:
-                return (shard, {"failed": died}) if self.tries[shard] == TRIES else None
-            if member.deaths + 1 == TRIES:
-                fail(f"an encoder could not be started: {died}; the same command resumes")
-            self.start(member.deaths + 1)
+            if shard is None:
+                if member.deaths + (not is_lost) == TRIES:
+                    fail(f"an encoder could not be started: {died}; the same command resumes")
+                self.start(member.deaths + (not is_lost))
+            elif self.tries[shard] == TRIES:
+                return shard, {"failed": died}
+            elif self.losses[shard] == LOSSES:
+                return shard, {"failed": f"its machine was lost {LOSSES} times"}
             return None
         del member.calls[ref]
         return None if shard is None else (shard, result)

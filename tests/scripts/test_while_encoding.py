@@ -63,11 +63,11 @@ def flags(tmp_path, monkeypatch):
 
 
 def make(folder, cache_flags, shard=None, until=lambda: True):
-    """In a fork: make the cache, and wait before one of the shards."""
+    """In a fork: make the cache, and wait before each shard from a number on."""
     encode = precompute.module.encode
 
     def encode_late(batch, *args):
-        if shard is not None and batch["row"][0] == ROWS_PER_SHARD * shard:
+        if shard is not None and batch["row"][0] >= ROWS_PER_SHARD * shard:
             wait_until(until)
         return encode(batch, *args)
 
@@ -155,33 +155,44 @@ def test_a_run_whose_cache_stands_still_saves_and_ends_with_the_reason(tmp_path,
     assert_same_run(tmp_path / "later", out)
 
 
+def train_slowly(flags):
+    """In a fork: train, half a second for a step."""
+    take_step = train.module.train_step
+    train.module.train_step = lambda *args: (time.sleep(0.5), take_step(*args))[1]
+    train(*flags)
+
+
 @pytest.mark.long
 def test_twenty_kills_of_each_do_not_change_the_weights(tmp_path, flags):
+    """Both are killed at random times, and started again, in several runs."""
     cache_flags, flags = flags
-    cache, out = tmp_path / "cache", tmp_path / "out"
-    flags = [*flags, f"--latents_dir={cache}", "--max_train_steps=60", "--checkpointing_steps=1"]
-    draw = random.Random(0).uniform
-    kinds = {
-        "maker": lambda: make(cache, cache_flags, 0, lambda: not time.sleep(draw(0, 1))),
-        "trainer": lambda: train(*flags, f"--output_dir={out}"),
-    }
-    kills = dict.fromkeys(kinds, 0)
-    running = {kind: start(work, 1, tmp_path / kind) for kind, work in kinds.items()}
+    flags = [*flags, "--checkpointing_steps=1", "--checkpoints_total_limit=2"]
+    precompute(*cache_flags, f"--output_dir={tmp_path / 'cache'}")
+    later = tmp_path / "later"
+    train.fork(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={later}")
+    draw = random.Random(0)
+    kills = dict.fromkeys(("maker", "trainer"), 0)
     while min(kills.values()) < 20:
-        kind = min(kills, key=kills.get)
-        time.sleep(draw(0, 4))
-        if has_ended(*running[kind]):
-            assert finish(running[kind]) == [0], (tmp_path / kind).read_text()
-            if kind == "maker":  # some shards have to be made again
-                for path in random.sample(sorted(cache.glob("data-*.arrow")), 3):
-                    path.unlink()
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        cache, out = folder / "cache", folder / "out"
+        works = {
+            "maker": lambda: make(cache, cache_flags, 0, lambda: not time.sleep(0.5)),
+            "trainer": lambda: train_slowly(
+                [*flags, f"--latents_dir={cache}", f"--output_dir={out}"]
+            ),
+        }
+        running = {kind: start(work, 1, folder / kind) for kind, work in works.items()}
+        while running:
+            time.sleep(draw.uniform(0, 8))
+            kind = draw.choice([*running])
+            if has_ended(*running[kind]):
+                said = (folder / kind).read_text()
+                assert finish(running.pop(kind)) == [0], said
             else:
-                break
-        else:
-            kill(running[kind])
-        kills[kind] += 1
-        running[kind] = start(kinds[kind], 1, tmp_path / kind)
-    assert finish(sum(running.values(), [])) == [0, 0]
+                kill(running[kind])
+                kills[kind] += 1
+                running[kind] = start(works[kind], 1, folder / kind)
+        assert read_cache(cache) == read_cache(tmp_path / "cache")
+        assert_same_run(later, out)
     print(kills)
-    train.fork(*flags, f"--output_dir={tmp_path / 'later'}")
-    assert_same_run(tmp_path / "later", out)
