@@ -731,7 +731,7 @@ class Destination:
             self.local = Path(self.folder)
             self.is_begun = True
         self.opened: OpenCache | None = None
-        self.skipped: list[dict[str, Any]] = []
+        self.skipped = 0
 
     def open(
         self, accelerator: Accelerator, planned: PlannedCache, empty_prompt: dict[str, np.ndarray]
@@ -750,15 +750,16 @@ class Destination:
         missing = [number for number, name in enumerate(shards) if name not in records]
         if missing:
             remove(f"{self.folder}/state.json")  # an unfinished cache does not open
-        self.skipped = [entry for record in records.values() for entry in record["skipped"]]
+        self.skipped = sum(record["skipped"] for record in records.values())
         return missing
 
     def add(self, shard: str, record: dict[str, Any], num_rows: int, max_skipped: float) -> None:
         """Add the record of a new shard, and stop if too many rows are skipped."""
         if self.is_remote:
             (self.local / "unfinished" / f"{shard}.json").write_text(json.dumps(record))
-        self.skipped += record["skipped"]
-        check_skipped(self.skipped, num_rows, max_skipped)
+        new_skipped = record["skipped"]
+        self.skipped += len(new_skipped)
+        check_skipped(self.skipped, (new_skipped or [None])[-1], num_rows, max_skipped)
 
     def finish(self, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> None:
         """Write the records into one cache.json."""

@@ -182,10 +182,17 @@ def test_twenty_kills_of_each_do_not_change_the_weights(tmp_path, flags):
                 [*flags, f"--latents_dir={cache}", f"--output_dir={out}"]
             ),
         }
+        counts = {
+            "maker": lambda: len([*cache.glob("data-*.arrow")]),
+            "trainer": lambda: max([int(name.split("-")[1]) for name in checkpoints(out)] or [0]),
+        }
         running = {kind: start(work, 1, folder / kind) for kind, work in works.items()}
         while running:
-            time.sleep(draw.uniform(0, 8))
             kind = draw.choice([*running])
+            if draw.random() < 0.8:  # after some work; else perhaps before any
+                least = counts[kind]() + 1
+                wait_until(lambda: counts[kind]() >= least or has_ended(*running[kind]))
+            time.sleep(draw.uniform(0, 1))
             if has_ended(*running[kind]):
                 said = (folder / kind).read_text()
                 assert finish(running.pop(kind)) == [0], said
