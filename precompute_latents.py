@@ -564,14 +564,14 @@ def write_shards(
     encoded: Iterable[LatentRows],
     missing: dict[int, dict[int, Path]],
     caches: list[PlannedCache],
-    skipped: list[list[dict[str, Any]]],
+    skipped: list[int],
     count_rows: Callable[[int], int],
     max_skipped: float,
 ) -> None:
     """Write the shards, and stop if too many rows are skipped.
 
-    skipped: the rows skipped so far, per cache. count_rows(shard): how many rows are known after a
-    shard.
+    skipped: how many were skipped so far, per cache. count_rows(shard): how many rows are known
+    after a shard.
     """
     per_shard = caches[0].rows_per_shard
     for shard, rows in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
@@ -580,8 +580,9 @@ def write_shards(
         records = write_each(writing_shard, missing.get(shard, new), rows)
         num_rows = count_rows(shard)
         for index, record in records.items():
-            skipped[index] += record["skipped"]
-            check_skipped(skipped[index], num_rows, max_skipped)
+            new_skipped = record["skipped"]
+            skipped[index] += len(new_skipped)
+            check_skipped(skipped[index], (new_skipped or [None])[-1], num_rows, max_skipped)
         end_if_stopped()
 
 
@@ -683,7 +684,7 @@ def main(args: Namespace) -> None:
         accelerator.print(f"Batch size: {size}")
         caches = [cache.with_batch_size(size) for cache in caches]
         dataset = replace(dataset, caches=caches)
-    opened = [open_cache(accelerator, cache) for cache in caches]
+    opened = [open_cache(accelerator, cache, empty_prompt) for cache in caches]
     stream = None
     if args.streaming:
         _, cache_json, records = opened[0]
@@ -724,7 +725,7 @@ def main(args: Namespace) -> None:
     encoded = show_progress(work_ahead(encoded, 16, device), waits, progress_bar)
     names = [name_shard(number, caches[0].settings) for number in shards]
     skipped = [  # in this process's complete shards
-        [row for name in names if name in each.records for row in each.records[name]["skipped"]]
+        sum(each.records[name]["skipped"] for name in names if name in each.records)
         for each in opened
     ]
 

@@ -58,9 +58,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from diffusion_training.arguments import Flags, is_address, make_parser, number, parse_demo
 from diffusion_training.cluster.connection import (
+    LOSSES,
+    TRIES,
     Gauges,
     check_kept,
     connect,
+    is_lost_machine,
     list_own_modules,
     run_tasks,
 )
@@ -195,7 +198,6 @@ Shard = tuple[int, dict[int, str]]  # its number, {index of a cache that lacks i
 Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indices of caches
 # Bytes of pixels in a part. This keeps a GPU busy, and many parts fit in a node's memory.
 PART_BYTES = 2**26
-TRIES = 4  # attempts to make a shard whose process dies or raises an exception
 DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one decoded
 PATIENCE = 10  # seconds that an encoder waits for images before its own core decodes them
 # Flags that are not recorded in the cache
@@ -396,16 +398,21 @@ class Encoder:
         self.decode_ahead()
         for part in parts:
             begin = time.perf_counter()
-            try:
-                refs = [self.decoding.pop(part)]
-                if not ray.wait(refs, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
-                    refs.append(self.decode_here.remote(part, self.job.rows))
-                batches = ray.get(ray.wait(refs)[0][0])
-            except Exception as error:
-                reason = explain(getattr(error, "cause", None) or error)
-                raise RuntimeError(
-                    f"rows {part[0]} to {part[1] - 1} could not be decoded: {reason}"
-                ) from error
+            batches = None
+            while batches is None:
+                try:
+                    refs = [self.decoding.pop(part)]
+                    if not ray.wait(refs, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
+                        refs.append(self.decode_here.remote(part, self.job.rows))
+                    batches = ray.get(ray.wait(refs)[0][0])
+                except Exception as error:
+                    if is_lost_machine(error):
+                        self.decoding[part] = self.decode_here.remote(part, self.job.rows)
+                        continue
+                    reason = explain(getattr(error, "cause", None) or error)
+                    raise RuntimeError(
+                        f"rows {part[0]} to {part[1] - 1} could not be decoded: {reason}"
+                    ) from error
             spent["waited"] += time.perf_counter() - begin
             self.decode_ahead()
             yield from (map_tensors(batch, to_device) for batch in batches)
@@ -605,6 +612,7 @@ class Crew:
         self.left = sorted(missing)
         self.members: list[Member] = []
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
+        self.losses: collections.Counter = collections.Counter()  # machines lost with each shard
 
     def start(self, deaths: int = 0) -> None:
         actor, group = place_encoder(self.job, self.engine)
@@ -654,13 +662,17 @@ class Crew:
         except ray.exceptions.RayError as error:  # the process or the node died
             reason = str(error).strip().splitlines()[-1][:200]
             died = f"its process died {TRIES} times, out of memory? ({reason})"
-            self.tries.update(member.calls.values())
+            is_lost = is_lost_machine(error)
+            (self.losses if is_lost else self.tries).update(member.calls.values())
             self.stop(member)
-            if shard is not None:
-                return (shard, {"failed": died}) if self.tries[shard] == TRIES else None
-            if member.deaths + 1 == TRIES:
-                fail(f"an encoder could not be started: {died}; the same command resumes")
-            self.start(member.deaths + 1)
+            if shard is None:
+                if member.deaths + (not is_lost) == TRIES:
+                    fail(f"an encoder could not be started: {died}; the same command resumes")
+                self.start(member.deaths + (not is_lost))
+            elif self.tries[shard] == TRIES:
+                return shard, {"failed": died}
+            elif self.losses[shard] == LOSSES:
+                return shard, {"failed": f"its machine was lost {LOSSES} times"}
             return None
         del member.calls[ref]
         return None if shard is None else (shard, result)
@@ -719,14 +731,17 @@ class Destination:
             self.local = Path(self.folder)
             self.is_begun = True
         self.opened: OpenCache | None = None
-        self.skipped: list[dict[str, Any]] = []
+        self.skipped = 0
 
-    def open(self, accelerator: Accelerator, planned: PlannedCache) -> list[int]:
+    def open(
+        self, accelerator: Accelerator, planned: PlannedCache, empty_prompt: dict[str, np.ndarray]
+    ) -> list[int]:
         """Lock and open the cache. Returns the numbers of its missing shards."""
         self.planned = planned
-        self.opened = open_cache(accelerator, planned, self.local if self.is_remote else None)
-        if not self.is_begun:
-            begin_cache(self.local, self.folder)
+        local = self.local if self.is_remote else None
+        self.opened = open_cache(accelerator, planned, empty_prompt, local)
+        if self.is_remote:
+            begin_cache(self.local, self.folder, self.is_begun)
         records = self.opened.records
         shards = planned.list_shards()
         for name, damage in find_damaged(self.folder, shards, records).items():
@@ -735,15 +750,16 @@ class Destination:
         missing = [number for number, name in enumerate(shards) if name not in records]
         if missing:
             remove(f"{self.folder}/state.json")  # an unfinished cache does not open
-        self.skipped = [entry for record in records.values() for entry in record["skipped"]]
+        self.skipped = sum(record["skipped"] for record in records.values())
         return missing
 
     def add(self, shard: str, record: dict[str, Any], num_rows: int, max_skipped: float) -> None:
         """Add the record of a new shard, and stop if too many rows are skipped."""
         if self.is_remote:
             (self.local / "unfinished" / f"{shard}.json").write_text(json.dumps(record))
-        self.skipped += record["skipped"]
-        check_skipped(self.skipped, num_rows, max_skipped)
+        new_skipped = record["skipped"]
+        self.skipped += len(new_skipped)
+        check_skipped(self.skipped, (new_skipped or [None])[-1], num_rows, max_skipped)
 
     def finish(self, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> None:
         """Write the records into one cache.json."""
@@ -903,7 +919,7 @@ def main(args: argparse.Namespace) -> None:
         names = caches[0].list_shards()
         missing: dict[int, dict[int, str]] = {}
         for index, (destination, cache) in enumerate(zip(destinations, caches, strict=True)):
-            for shard in destination.open(accelerator, cache):
+            for shard in destination.open(accelerator, cache, empty_prompt):
                 missing.setdefault(shard, {})[index] = f"{destination.folder}/{names[shard]}"
         per_batch = caches[0].rows_per_batch
         row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)

@@ -434,12 +434,15 @@ class StopSignal:
 
         failed: whether this process must end the run, on all processes in the same step.
         """
-        numbers = torch.tensor([self.received, int(failed)])
+        self.agreed, self.has_failed = self.find_highest(self.received, failed)
+        return self.agreed
+
+    def find_highest(self, number: int, flag: bool) -> tuple[int, bool]:
+        """Return the highest of each value on all processes."""
+        numbers = torch.tensor([number, int(flag)])
         if self.group is not None:
             torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self.group)
-        self.agreed = int(numbers[0])
-        self.has_failed = bool(numbers[1])
-        return self.agreed
+        return int(numbers[0]), bool(numbers[1])
 
     def poll(self) -> int:
         """Between two calls of a model: return the signal's number or 0."""

@@ -22,6 +22,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies
+LOSSES = 100  # and whose machine is lost, which is hardly the task's fault
 
 
 def list_own_modules(*objects: Any) -> list[str]:
@@ -96,14 +97,24 @@ class Gauges:
                 self.gauges[name].set(value)
 
 
+def is_lost_machine(error: BaseException) -> bool:
+    """Whether a task failed because its machine, or the one with its result, was taken away."""
+    from ray import exceptions
+
+    lost = (exceptions.NodeDiedError, exceptions.ObjectLostError)
+    # an actor's error has the cause only in its text, unless Ray was told of the preemption
+    is_actors = getattr(error, "preempted", False) or "its node has died" in str(error)
+    return isinstance(error, lost) or is_actors
+
+
 def run_tasks(
     items: Iterable[Task], submit: Callable[[Task], Any], limit: Callable[[], float]
 ) -> Generator[tuple[Task, Any, str | None]]:
     """Run a task for each item, at most `limit()` at a time, and yield each when it ends.
 
     Yields (item, the task's result, None), or (item, None, reason) for an item whose worker died
-    TRIES times. submit(item) starts a task, with max_retries=0, because the deaths of workers are
-    counted here.
+    TRIES times, or its machine LOSSES times. submit(item) starts a task, with max_retries=0,
+    because the deaths of workers are counted here.
     """
     import ray
 
@@ -114,7 +125,7 @@ def run_tasks(
     )
     waiting = iter(items)
     pending = {}
-    deaths = collections.Counter()
+    deaths, losses = collections.Counter(), collections.Counter()
     try:
         while True:
             for item in itertools.islice(waiting, max(0, int(limit()) - len(pending))):
@@ -127,10 +138,12 @@ def run_tasks(
                 item = pending.pop(ref)
                 try:
                     yield item, ray.get(ref), None
-                except fatal:
-                    deaths[id(item)] += 1
+                except fatal as error:
+                    (losses if is_lost_machine(error) else deaths)[id(item)] += 1
                     if deaths[id(item)] == TRIES:
                         yield item, None, f"its worker process died {TRIES} times; out of memory?"
+                    elif losses[id(item)] == LOSSES:
+                        yield item, None, f"its machine was lost {LOSSES} times"
                     else:
                         pending[submit(item)] = item
     finally:

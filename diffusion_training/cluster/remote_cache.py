@@ -48,12 +48,18 @@ def fetch_cache(url: str, folder: str | Path) -> bool:
     return "cache.json" in names
 
 
-def begin_cache(folder: str | Path, url: str) -> None:
-    """Upload what `open_cache` has written. Stops if another run has just begun there."""
+def begin_cache(folder: str | Path, url: str, is_begun: bool = False) -> None:
+    """Upload what `open_cache` has written. Stops if another run has just begun there.
+
+    is_begun: whether the cache is there already, perhaps without what belongs to it.
+    """
     with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
         fs, root = fsspec.url_to_fs(url)
-        fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
-        upload(f"{folder}/run.args", f"{url}/run.args")
+        if not is_begun:
+            fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
+            upload(f"{folder}/run.args", f"{url}/run.args")
+        for path in Path(folder).glob("empty_*.npy"):
+            upload(path, f"{url}/{path.name}")
 
 
 def upload_finished(folder: str | Path, url: str) -> None:

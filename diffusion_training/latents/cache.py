@@ -1,6 +1,7 @@
 """The files of a latent cache: opening, writing, checking and finishing them."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -55,8 +56,9 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     """Read cache.json, and the records of all complete shards, which it may not list yet.
 
     Returns (dict, {file name: {"rows", "sha256", "checksums": checksum of the rows' checksums,
-    "encoded_again", "captions_cut", "skipped": [{"row", "key", "reason"}]}}). Raises ValueError if
-    cache.json has been changed.
+    "encoded_again", "captions_cut", "skipped": number of rows, "not_read": whether some of these
+    could not be read}}). `list_skipped` has the rows themselves, which may be too many to hold.
+    Raises ValueError if cache.json has been changed.
     """
     cache = json.loads((output_dir / "cache.json").read_text())
     state = output_dir / "state.json"
@@ -66,19 +68,61 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     records = {}
     for record in zip(*shards.values(), strict=True):
         values = dict(zip(shards, record, strict=True))
-        records[values.pop("name")] = {**values, "skipped": []}
+        records[values.pop("name")] = {**values, **count_skipped([])}
     if records:  # a finished cache has all skipped rows in one file
-        for entry in map(json.loads, (output_dir / "skipped.jsonl").read_text().splitlines()):
-            shard = name_shard(entry["row"] // cache["rows_per_shard"], cache)
-            records[shard]["skipped"].append(entry)
+        for shard, entries in read_finished_skips(output_dir, cache):
+            records[shard] |= count_skipped([*entries])
     # not those that other programs have copied, such as `data-00000.arrow 2.json`
     for path in output_dir.glob("unfinished/data-*.arrow.json"):
         # a shard whose record can't be read counts as missing
-        with contextlib.suppress(ValueError):
-            record = json.loads(path.read_text())
-            if fits(record, RECORD):
-                records[path.stem] = record
+        if record := read_record(path):
+            records[path.stem] = {**record, **count_skipped(record["skipped"])}
     return cache, records
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Read the record of a shard; None if it is not there, or not whole."""
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        record = json.loads(path.read_text())
+        if fits(record, RECORD):
+            return record
+    return None
+
+
+def count_skipped(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a shard's skipped rows."""
+    not_read = any(entry["reason"].startswith("not read") for entry in entries)
+    return {"skipped": len(entries), "not_read": not_read}
+
+
+def read_finished_skips(
+    output_dir: Path, cache: dict[str, Any]
+) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+    """Yield (shard, its skipped rows) of a cache that was finished, for shards that have some."""
+    with (output_dir / "skipped.jsonl").open() as file:
+        yield from itertools.groupby(
+            map(json.loads, file),
+            lambda entry: name_shard(entry["row"] // cache["rows_per_shard"], cache),
+        )
+
+
+def list_skipped(
+    output_dir: Path, cache: dict[str, Any], names: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows that could not be used, {"row", "key", "reason"}, in order.
+
+    names: of all shards, in order.
+    """
+    finished = read_finished_skips(output_dir, cache) if "shards" in cache else iter(())
+    nothing: tuple[str | None, Any] = (None, ())
+    of_finished, entries = next(finished, nothing)
+    for name in names:
+        kept = [*entries] if of_finished == name else []
+        if of_finished == name:
+            of_finished, entries = next(finished, nothing)
+        # a record is newer
+        record = read_record(output_dir / "unfinished" / f"{name}.json")
+        yield from sorted(record["skipped"] if record else kept, key=lambda entry: entry["row"])
 
 
 def find_begun(folders: Iterable[Path]) -> int | None:
@@ -153,7 +197,7 @@ def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
     """Why a shard must be made again; None if it is intact or has no record yet."""
     if path.name not in records:
         return None
-    if any(entry["reason"].startswith("not read") for entry in records[path.name]["skipped"]):
+    if records[path.name]["not_read"]:
         return "lacks rows that could not be read"
     digest = digest_file(path)
     if digest == records[path.name]["sha256"]:
@@ -161,13 +205,19 @@ def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
     return "is damaged" if digest else "is gone"
 
 
-def check_skipped(skipped: list[dict], num_rows: int, max_skipped: float) -> None:
-    """End the program if more rows were skipped than --max_skipped allows."""
-    if len(skipped) > max_skipped * num_rows:
+def check_skipped(
+    skipped: int, last: dict[str, Any] | None, num_rows: int, max_skipped: float
+) -> None:
+    """End the program if more rows were skipped than --max_skipped allows.
+
+    skipped: their number. last: one of them, if one is at hand.
+    """
+    if skipped > max_skipped * num_rows:
+        example = f", such as {last['key']} ({last['reason']})" if last else ""
         fail(
-            f"{len(skipped)} of {num_rows} rows could not be used, more than --max_skipped "
-            f"{max_skipped:g} allows, such as {skipped[-1]['key']} ({skipped[-1]['reason']}); "
-            "to resume, run the same command with a larger --max_skipped",
+            f"{skipped} of {num_rows} rows could not be used, more than --max_skipped "
+            f"{max_skipped:g} allows{example}; to resume, run the same command with a larger "
+            "--max_skipped",
             alone=True,
         )
 
@@ -189,10 +239,29 @@ def list_flags(planned: PlannedCache) -> dict[str, Any]:
     }
 
 
+def write_empty_prompt(
+    output_dir: Path, cache: dict[str, Any], empty_prompt: dict[str, np.ndarray]
+) -> dict[str, str | None]:
+    """Write the embeddings of a dropped caption. Returns their checksums, for cache.json."""
+    checksums = {}
+    files = name_empty_files(cache)
+    for name, embeds in empty_prompt.items():
+        path = output_dir / f"{files[name]}.npy"
+        np.save(output_dir / f".tmp-{path.name}", embeds)
+        (output_dir / f".tmp-{path.name}").replace(path)
+        checksums[f"{files[name]}_sha256"] = digest_file(path)
+    return checksums
+
+
 def open_cache(
-    accelerator: Accelerator, planned: PlannedCache, folder: Path | None = None
+    accelerator: Accelerator,
+    planned: PlannedCache,
+    empty_prompt: dict[str, np.ndarray],
+    folder: Path | None = None,
 ) -> OpenCache:
     """Lock --output_dir, and open the cache in it or start a new one.
+
+    A trainer can then begin with --follow.
 
     `folder` is the local copy of the cache if --output_dir is elsewhere.
     """
@@ -213,6 +282,9 @@ def open_cache(
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # left by a run that was killed
                 delete(leftover)
+            files = name_empty_files(settings)
+            if not all((output_dir / f"{files[name]}.npy").exists() for name in empty_prompt):
+                write_empty_prompt(output_dir, settings, empty_prompt)
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
@@ -250,28 +322,27 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
     state.json comes last, because the cache does not open without it. Returns the new cache.json.
     """
     cache, records = read_cache(output_dir)
-    skipped = [entry for record in records.values() for entry in record.pop("skipped")]
-    skipped.sort(key=lambda entry: entry["row"])
-    write_file(output_dir / "skipped.jsonl", "".join(json.dumps(entry) + "\n" for entry in skipped))
-    num_rows = sum(record["rows"] for record in records.values())
-    check_skipped(skipped, len(skipped) + num_rows, max_skipped)
-    if not num_rows:
-        entry = skipped[0]
-        fail(
-            f"none of the {len(skipped)} rows could be used, such as {entry['key']} "
-            f"({entry['reason']}): delete {output_dir}, and look at the data"
-        )
-    files = name_empty_files(cache)
-    for name, embeds in empty_prompt.items():
-        path = output_dir / f"{files[name]}.npy"
-        np.save(output_dir / f".tmp-{path.name}", embeds)
-        (output_dir / f".tmp-{path.name}").replace(path)
-        cache[f"{files[name]}_sha256"] = digest_file(path)
-    for name in ("rows", "encoded_again", "captions_cut"):
-        cache[name] = sum(record[name] for record in records.values())
-    cache["skipped"] = len(skipped)
     # by length first, so that 100000 comes after 99999
     names = sorted(records, key=lambda name: (len(name), name))
+    unfinished = name_unfinished(output_dir / "skipped.jsonl")
+    skipped, last = 0, None
+    with unfinished.open("w") as file:
+        for last in list_skipped(output_dir, cache, names):
+            file.write(json.dumps(last) + "\n")
+            skipped += 1
+    write_out(unfinished)
+    unfinished.replace(output_dir / "skipped.jsonl")
+    num_rows = sum(record["rows"] for record in records.values())
+    check_skipped(skipped, last, skipped + num_rows, max_skipped)
+    if not num_rows and last:
+        fail(
+            f"none of the {skipped} rows could be used, such as {last['key']} "
+            f"({last['reason']}): delete {output_dir}, and look at the data"
+        )
+    cache |= write_empty_prompt(output_dir, cache, empty_prompt)
+    for name in ("rows", "encoded_again", "captions_cut"):
+        cache[name] = sum(record[name] for record in records.values())
+    cache["skipped"] = skipped
     # by columns, which are read twice as fast: a million shards in two seconds
     cache["shards"] = {"name": names} | {
         column: [records[name][column] for name in names]

@@ -55,7 +55,7 @@ class Fetcher:
         self.passed: collections.OrderedDict[int, int] = collections.OrderedDict()
         self.passed_total = 0  # bytes
         self.windows = []  # a heap of (end, shards)
-        self.plan: Iterator[Window] = iter(())
+        self.plan: Iterator[Window | None] = iter(())
         self.next: Window | None = None
         self.changed = threading.Condition()
         for _ in range(THREADS if folder else 0):
@@ -136,8 +136,11 @@ class Fetcher:
         """Wait for a shard's copy, and return its path."""
         return self.request(shard, now=True).result()
 
-    def follow(self, plan: Iterator[Window]) -> None:
-        """Replace the windows with those of a `Ranges.plan`."""
+    def follow(self, plan: Iterator[Window | None]) -> None:
+        """Replace the windows with those of a `Ranges.plan`.
+
+        None: the next window can't be fetched yet.
+        """
         self.pass_windows(math.inf)
         self.plan = plan
         self.next = None

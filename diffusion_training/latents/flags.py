@@ -64,6 +64,15 @@ def add_storage_flags(add: Add) -> None:
         help="if a cache has too many rows to shuffle them all: number of shards whose rows are "
         "shuffled together",
     )
+    add(
+        "--follow",
+        nargs="?",
+        const=60.0,
+        type=number(1 / 60, 10**6),
+        metavar="MINUTES",
+        help="train while the cache is made: the first epoch takes its shards in their order; save "
+        "and end if no shard comes for so many minutes (60 without a number)",
+    )
 
 
 def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -85,6 +94,8 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             "--latents_dir names a cache twice: name it once, and use its rows more often with "
             "--latents_weights"
         )
+    if args.follow and (len(caches) != 1 or args.latents_weights):
+        parser.error("--follow needs one --latents_dir, without --latents_weights")
     if args.latents_weights and len(args.latents_weights) != len(caches):
         parser.error(
             f"--latents_weights needs a value for each --latents_dir: {len(caches)}, not "

@@ -22,7 +22,7 @@ class Ranges:
 
     lengths: rows of each shard. held_out: numbers of rows that no epoch takes. reach: called with
     (these ranges, epoch, position) of a step's first row, before the step's rows are read and after
-    all earlier rows were read.
+    all earlier rows were read. by_number: take the shards by their numbers, in every epoch.
     """
 
     def __init__(
@@ -33,11 +33,13 @@ class Ranges:
         shuffle_shards: int,
         held_out: Sequence[int] = (),
         reach: Callable[["Ranges", int, int], None] | None = None,
+        by_number: bool = False,
     ) -> None:
         self.seed = seed
         self.num_ranges = num_ranges
         self.shuffle_shards = shuffle_shards
         self.reach = reach
+        self.by_number = by_number
         lengths = np.array(lengths, np.int64)
         self.starts = lengths.cumsum() - lengths
         self.kept = {}
@@ -46,7 +48,9 @@ class Ranges:
             rows = self.starts[shard] + np.arange(lengths[shard])
             self.kept[shard] = np.setdiff1d(rows, held_out)
             lengths[shard] = len(self.kept[shard])
-        order = np.random.default_rng(step_seed("shards", seed)).permutation(len(lengths))
+        order = np.arange(len(lengths))
+        if not by_number:
+            order = np.random.default_rng(step_seed("shards", seed)).permutation(order)
         ends = lengths[order].cumsum()
         self.length = int(ends[-1])
         length, rest = divmod(self.length, num_ranges)
@@ -83,8 +87,10 @@ class Ranges:
         """
         first, end = self.pieces[number : number + 2].tolist()
         size = self.shuffle_shards
-        rng = np.random.default_rng(step_seed("pieces", self.seed, epoch, number))
-        pieces = first + rng.permutation(end - first)
+        pieces = np.arange(first, end)
+        if not self.by_number:
+            rng = np.random.default_rng(step_seed("pieces", self.seed, epoch, number))
+            pieces = rng.permutation(pieces)
         starts = range(1 + number * size // self.num_ranges, len(pieces), size)
         bounds = np.unique([0, *starts, len(pieces)])  # [0] for a range without rows
         rows = np.concatenate([[0], self.lengths[pieces].cumsum()])

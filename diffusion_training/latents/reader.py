@@ -51,24 +51,38 @@ class Cache(NamedTuple):
     shards: Shards
 
 
-def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cache:
+def load_cache(
+    folder: str | Path, maker: str = "precompute_latents.py", follow: float | None = None
+) -> Cache:
     """Open a cache, on a disk or at an address, without reading its rows.
 
-    maker: the command that makes such caches.
+    maker: the command that makes such caches. follow: how many minutes to wait for what is not
+    there, if the cache may still be made; see `FollowedShards`.
     """
     folder = str(folder)
+    read = read_bytes
+    if follow is not None:
+        from diffusion_training.latents.follow import (  # here: few runs need it
+            FollowedShards,
+            describe_plan,
+            read_when_there,
+        )
+
+        read = functools.partial(read_when_there, minutes=follow)
     # a run resumes a cache only if it can read cache.json and state.json
     missing = f"make the cache with {maker}, in an empty folder"
     damaged = "delete it, and make the cache again"
     if is_shared(folder):
         missing = damaged = name_repair(folder)
     try:
-        cache = json.loads(read_bytes(f"{folder}/cache.json"))
+        cache = json.loads(read(f"{folder}/cache.json"))
+        state = None
         try:
             state = json.loads(read_bytes(f"{folder}/state.json"))
         except FileNotFoundError:
-            fail(f"{folder} is not finished: to finish it, run the command that made it")
-        if state["_fingerprint"] != fingerprint_cache(cache):
+            if follow is None:
+                fail(f"{folder} is not finished: to finish it, run the command that made it")
+        if state and state["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json has changed since it was written")
         missing = damaged = name_repair(folder)
         if cache["format_version"] != FORMAT_VERSION:
@@ -81,8 +95,8 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
             fail(f"{folder} holds {names}, which this version can't read: install a newer one")
         empty_prompt = {}
         for name, file in name_empty_files(cache).items():
-            content = read_bytes(f"{folder}/{file}.npy")
-            if hashlib.sha256(content).hexdigest() != cache[f"{file}_sha256"]:
+            content = read(f"{folder}/{file}.npy")
+            if state and hashlib.sha256(content).hexdigest() != cache[f"{file}_sha256"]:
                 raise ValueError(f"{file}.npy has changed since it was written")
             empty_prompt[name] = torch.from_numpy(np.load(io.BytesIO(content)))
         for column in list_columns({**cache, "text_cache": "embeddings"}):
@@ -91,7 +105,12 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
                 empty_prompt[column.name] = torch.from_numpy(padded).view(column.shape)
                 if "ragged embeddings" in cache["features"]:
                     empty_prompt["prompt_mask"] = torch.from_numpy(mask)[0]
-        shards = Shards(folder, cache)
+        if follow is None:
+            shards = Shards(folder, cache)
+        else:
+            plan = describe_plan(folder, cache)
+            shards = FollowedShards(folder, cache, follow)
+            cache = plan
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -103,7 +122,7 @@ def load_cache(folder: str | Path, maker: str = "precompute_latents.py") -> Cach
         fail(f"{error.filename or error} is missing: {missing}")
     except Exception as error:
         fail(f"{folder} is damaged ({error}): {damaged}")
-    if len(shards) <= FEW_SHARDS and not is_address(folder):
+    if len(shards) <= FEW_SHARDS and not is_address(folder) and follow is None:
         for number in range(len(shards)):
             shards.open(number)
     return Cache(cache, empty_prompt, shards)
@@ -147,7 +166,7 @@ class CachedLatents(torch.utils.data.Dataset):
         for shards in self.parts:
             shards.select_columns(optional_columns)
         self.firsts = np.cumsum([0, *map(len, self.parts)])  # number of each cache's first shard
-        self.lengths = np.concatenate([shards.rows for shards in self.parts])
+        self.lengths = np.concatenate([shards.places for shards in self.parts])
         self.starts = self.lengths.cumsum() - self.lengths  # number of each shard's first row
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
         self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
@@ -193,6 +212,21 @@ class CachedLatents(torch.utils.data.Dataset):
             self.opened[shard] = shards.open(number, path, alone=True)
         return self.opened[shard]
 
+    def find_row(self, shard: int, index: int) -> tuple[OpenShard, int, bool]:
+        """Return (open shard, index of a row in it, whether it is the row at this index).
+
+        It is another row, of a shard near by, if the cache is followed and `index` is the place of
+        a row that could not be used.
+        """
+        opened = self.open(shard)
+        if index < opened.starts[-1]:
+            return opened, index, True
+        for near in (*range(shard, -1, -1), *range(shard + 1, len(self.lengths))):
+            opened = self.open(near)
+            if count := opened.starts[-1]:
+                return opened, index % count, False
+        raise AssertionError("`finish_cache` refuses a cache without rows")
+
     def digest(self, row: int) -> str:
         """A hash of a row's latents."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
@@ -222,12 +256,14 @@ class CachedLatents(torch.utils.data.Dataset):
         sizes = self.shape[1:] if self.sizes is None else self.sizes[rows[0]].tolist()
         size = sizes[:2]
         values: dict[Column, list[np.ndarray]] = {column: [] for column in self.columns}
+        weights = []
         flipped = []
         texts = []
-        for (epoch, number, _), shard, index in zip(
+        for (epoch, number, weight), shard, index in zip(
             keys, shards.tolist(), indices.tolist(), strict=True
         ):
-            opened = self.open(shard)
+            opened, index, is_own = self.find_row(shard, index)
+            weights.append(weight if is_own else 0.0)
             if self.reads_captions:
                 texts.append(opened.read_text(index, self.reads_captions[0]))
             views, index = opened.view(index)
@@ -259,7 +295,7 @@ class CachedLatents(torch.utils.data.Dataset):
         if len(sizes) > 2:
             batch["reference_sizes"] = [sizes[i : i + 4] for i in range(2, len(sizes), 4)]
         batch["flipped"] = torch.tensor(flipped)
-        batch["weight"] = torch.tensor([weight for _, _, weight in keys])
+        batch["weight"] = torch.tensor(weights)
         batch["skipped"] = []
         return cast(LatentBatch, batch)
 

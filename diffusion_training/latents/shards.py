@@ -35,13 +35,17 @@ class Shards:
     """The shards of one cache, unopened: name, rows and checksums, about 200 bytes per shard.
 
     Iterating opens all of them and yields their record batches.
+
+    places: how many rows an epoch counts for each; see `FollowedShards`.
     """
+
+    is_followed = False
 
     def __init__(self, folder: str | Path, cache: dict) -> None:
         records = cache["shards"]
         self.folder = str(folder)
         self.names = np.array(records["name"], "S")
-        self.rows = np.array(records["rows"], int)
+        self.places = self.rows = np.array(records["rows"], int)
         self.checksums = np.array(records["checksums"], "S")
         self.sha256 = np.array(records["sha256"], "S")
         if b"/" in self.names.tobytes():
@@ -63,6 +67,9 @@ class Shards:
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for number in range(len(self)):
             yield from self.open(number).batches
+
+    def wait_for(self, number: int) -> None:
+        """Wait until a shard is there; see `FollowedShards`."""
 
     def locate(self, number: int) -> str:
         """Return where a shard is: a path or an address."""

@@ -49,7 +49,7 @@ from diffusion_training.latents.encoders import (
 from diffusion_training.latents.plan import compare_settings
 from diffusion_training.latents.reader import Cache, load_cache
 from diffusion_training.latents.shards import Shards, name_repair
-from diffusion_training.latents.stream import Storage, StoredLatents, open_latents
+from diffusion_training.latents.stream import FOLLOWED, Storage, StoredLatents, open_latents
 from diffusion_training.launch import Launch
 from diffusion_training.memory import move
 from diffusion_training.models import EXACT, put_on_device
@@ -183,7 +183,8 @@ def open_data(
     maker = "precompute_latents.py"
     if base.family.name in FACTS:
         maker += f" --model_family {base.family.name}"
-    caches = {folder: load_cache(folder, maker) for folder in args.latents_dir}
+    follow = choose_follow(checkpoint, before, args)
+    caches = {folder: load_cache(folder, maker, follow) for folder in args.latents_dir}
     first = caches[args.latents_dir[0]]
     settings = first.settings
     check_family(args.latents_dir[0], settings, base.family)
@@ -255,6 +256,17 @@ def open_data(
         captions=sample_cached_captions(first.shards) if wants_tags else [],
         classes=classes,
     )
+
+
+def choose_follow(checkpoint: Path | None, before: dict[str, Any], args: Namespace) -> float | None:
+    """How many minutes to wait for shards (--follow); None for the order of a finished cache.
+
+    A checkpoint keeps its order.
+    """
+    kind = (before.get("order") or {}).get("kind")
+    if checkpoint and args.follow and kind != FOLLOWED:
+        fail(f"--follow: {checkpoint} was trained in another order: leave it out, or begin anew")
+    return args.follow or (0.0 if kind == FOLLOWED else None)
 
 
 def open_images(launch: Launch, base: Base, args: Namespace, with_references: bool) -> Data:

@@ -4,10 +4,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from accelerate import Accelerator
@@ -24,6 +25,7 @@ from diffusion_training.order import hash_names
 from diffusion_training.remote import persist
 
 MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them: 128 MB
+FOLLOWED = "followed"  # the kind of the order with --follow
 LEAST_RANGES = 64  # so that neighbours come from shards far apart, even with one process
 
 
@@ -48,14 +50,14 @@ def open_latents(
     """Choose the order of the rows, and fetch shards that are at an address.
 
     The order is `full`, a permutation, if there are at most 16 M rows on a disk or within
-    --shards_size. Otherwise it is that of `Ranges`.
+    --shards_size. Otherwise it is that of `Ranges`, or with --follow that of `FollowedRanges`.
 
     kept_order: the order of the checkpoint, which is always kept; None for `full`.
     """
     for cache in caches.values():
         del cache.settings["shards"]  # 0.5 GB for a million; `Shards` keeps the rest
     total = int(dataset.bytes_of.sum())
-    fits = len(dataset) <= MOST_PERMUTED and total <= storage.size
+    fits = len(dataset) <= MOST_PERMUTED and total <= storage.size and not dataset.is_followed
     if not kept_order and (checkpoint or fits):
         if total > storage.size:
             fail(
@@ -71,10 +73,11 @@ def open_latents(
     }
     for reason, is_given in reasons.items():
         if is_given:
-            fail(
-                f"{reason} can only be used with at most {MOST_PERMUTED:,} rows, and with "
-                f"--shards_size {format_size(total)} or more"
+            limit = (
+                f"with at most {MOST_PERMUTED:,} rows, and with --shards_size {format_size(total)} "
+                "or more"
             )
+            fail(f"{reason} can only be used {'without --follow' * dataset.is_followed or limit}")
     order = choose_ranges(dataset, kept_order, checkpoint, storage.shuffle_shards)
     dataset.fetch_by_ranges(storage, order)
 
@@ -96,7 +99,8 @@ def choose_ranges(
             "resume"
         )
     num_ranges = dataset.num_processes * math.ceil(LEAST_RANGES / dataset.num_processes)
-    order = {"kind": "ranges", "num_ranges": num_ranges, "shuffle_shards": shuffle_shards}
+    kind = FOLLOWED if dataset.is_followed else "ranges"
+    order = {"kind": kind, "num_ranges": num_ranges, "shuffle_shards": shuffle_shards}
     return order | (kept_order or {}) | {"rows": len(dataset), "shards": shards}
 
 
@@ -114,7 +118,8 @@ def estimate_row_bytes(shards: Shards) -> float:
     """Estimate how many bytes of a shard each row takes; 0 for a cache on a disk."""
     if not is_address(shards.folder):
         return 0.0
-    number = int(shards.rows.argmax())
+    number = int(shards.places.argmax())
+    shards.wait_for(number)
     size = persist(
         shards.locate(number), lambda fs, path: fs.info(path)["size"] or len(fs.cat_file(path))
     )
@@ -128,7 +133,9 @@ class StoredLatents(CachedLatents):
     """
 
     order: Any = None  # see `choose_ranges`; None: `full`
-    following: Ranges | None = None
+    following: Any = None  # the `Ranges` whose windows are fetched
+    # with --follow: waits for the next step's images, see `wait_for_images`
+    wait_for_images: Callable[[Any, Any, Any], str] | None = None
 
     def __init__(
         self, caches: dict[str, Cache], *options: Any, rank: int = 0, num_processes: int = 1
@@ -138,6 +145,7 @@ class StoredLatents(CachedLatents):
         self.rank = rank
         self.num_processes = num_processes
         bytes_of_a_row = [estimate_row_bytes(shards) for shards in self.parts]
+        self.is_followed = self.parts[0].is_followed
         # about how many bytes each fetched shard takes here; 0 if it is on a disk
         self.bytes_of = self.lengths * np.repeat(bytes_of_a_row, np.diff(self.firsts))
 
@@ -192,12 +200,12 @@ class StoredLatents(CachedLatents):
 
     def hold_out(
         self, accelerator: Accelerator, holdout: float, seed: int
-    ) -> tuple[Ranges, dict[int, int]]:
+    ) -> tuple[Any, dict[int, int]]:
         """Return (`Ranges` of the rows to train on, {number: hash} of those for the held-out loss).
 
-        Held-out rows are from the few shards whose names have the lowest hashes: all their rows,
-        but in the last shard only those with the lowest hashes. These shards are kept on this disk,
-        so no others have to be read.
+        Held-out rows are from the few shards whose names have the lowest hashes (with --follow: the
+        first shards): all their rows, but in the last shard only those with the lowest hashes.
+        These shards are kept on this disk, so no others have to be read.
         """
         count = int(holdout) if holdout >= 1 else round(holdout * len(self))
         held_out: dict[int, int] = {}
@@ -208,7 +216,10 @@ class StoredLatents(CachedLatents):
             )
         if count:
             names = (name.decode() for shards in self.parts for name in shards.names.tolist())
-            for shard in hash_names(names, seed).argsort(kind="stable").tolist():
+            shards = hash_names(names, seed).argsort(kind="stable")
+            if self.is_followed:
+                shards.sort()
+            for shard in shards.tolist():
                 if len(held_out) == count:
                     break
                 of_rows = hash_names(self.names([shard]), seed)
@@ -219,9 +230,20 @@ class StoredLatents(CachedLatents):
             self.check_size(self.fetcher.held)
             accelerator.print(f"Held out: {count} of {len(self)} images")
         size = self.order["num_ranges"], self.order["shuffle_shards"]
+        if self.is_followed:
+            from diffusion_training.latents.follow import (  # here: few runs need it
+                FollowedRanges,
+                wait_for_images,
+            )
+
+            followed = FollowedRanges(
+                cast(Any, self.parts[0]), seed, *size, sorted(held_out), self.reach
+            )
+            self.wait_for_images = partial(wait_for_images, followed)
+            return followed, held_out
         return Ranges(self.lengths, seed, *size, sorted(held_out), self.reach), held_out
 
-    def reach(self, ranges: Ranges, epoch: int, index: int) -> None:
+    def reach(self, ranges: Any, epoch: int, index: int) -> None:
         """Drop shards that are no longer needed, and fetch ahead.
 
         Called for each step, before its rows are read.

@@ -197,6 +197,8 @@ def judge_end(records: list[dict]) -> str:
 
 def name_faster_reader(args: Namespace) -> str:
     """What to change so that batches come faster."""
+    if vars(args).get("follow"):
+        return "a faster maker of the cache: the trainer waits for its shards"
     caches = vars(args).get("latents_dir") or []
     if any(map(is_address, caches)):
         return "a larger --shards_size, so that more is fetched ahead, or a faster network"

@@ -147,6 +147,7 @@ class Training:
         self.begun_at = time.monotonic()  # in seconds
         self.first_step = plan.progress.global_step
         self.has_folder = False
+        self.starved = ""  # why --follow ends the run
         self.has_saved = False  # whether this process has written a checkpoint
         # `data_step` at the last update of the records, and at the last checkpoint
         self.updated_at = self.saved_at = plan.progress.data_step
@@ -247,7 +248,7 @@ class Training:
 
         A resumed run shows what a kill prevented.
         """
-        if not self.continues():
+        if not self.has_steps():
             return
         if self.run.checkpoint is None:
             if results.is_pretrained and self.args.validate_first:
@@ -264,8 +265,18 @@ class Training:
     # ---- in the loop
 
     def continues(self) -> bool:
-        """Whether steps are left, and no signal has come."""
-        return self.step < self.args.max_train_steps and not self.stop_signal.agreed
+        """Whether to take a step: some are left, and no signal has come.
+
+        With --follow, wait until the cache has its images; the run ends if none come.
+        """
+        wait = getattr(self.dataset, "wait_for_images", None)
+        if wait and self.has_steps():
+            self.starved = wait(self.progress, self.stop_signal, self.records)
+        return self.has_steps()
+
+    def has_steps(self) -> bool:
+        """Whether steps are left, and nothing has stopped the run."""
+        return self.step < self.args.max_train_steps and self.is_complete()
 
     def advance(self, step: NextStep, sums: StepSums) -> None:
         """Count a step that was taken, and agree with all processes whether a signal has come.
@@ -329,14 +340,14 @@ class Training:
         epochs = self.args.checkpointing_epochs
         if self.is_due(None if epochs else self.args.checkpointing_steps, epochs):
             self.save_checkpoint()
-        if self.is_due(None, results.save_epochs) and self.continues():
+        if self.is_due(None, results.save_epochs) and self.has_steps():
             self.save_result(results.save)
 
     def show_what_is_due(self, results: Results) -> None:
         """Show metrics and samples if it is time; those of the last step come with the result."""
-        if self.is_due(results.score_every) and self.continues():
+        if self.is_due(results.score_every) and self.has_steps():
             self.show_metrics(results)
-        if self.is_due(*results.draw_every) and self.continues():
+        if self.is_due(*results.draw_every) and self.has_steps():
             self.show(results)
 
     def save_last(self) -> None:
@@ -381,7 +392,7 @@ class Training:
                     self.writing.result()
                 self.agree()
                 self.begin_checkpoint()
-        if not self.continues():
+        if not self.has_steps():
             self.wait_for_writer()
         self.agree()
 
@@ -463,8 +474,8 @@ class Training:
     # ---- results
 
     def is_complete(self) -> bool:
-        """After the loop: whether no signal has stopped the run."""
-        return not self.stop_signal.agreed
+        """After the loop: whether nothing has stopped the run: no signal, no lack of shards."""
+        return not self.stop_signal.agreed and not self.starved
 
     def gather_result(self) -> Models:
         """Gather the models to save as a result on the first process."""
@@ -630,6 +641,8 @@ class Training:
         self.stop_signal.close()
         if stop:
             end_stopped(accelerator, stop, self.step, args.max_train_steps)
+        if self.starved:
+            fail(f"{self.starved} from step {self.step}")
         # a kill may have prevented it
         self.prune(Path(args.output_dir, f"checkpoint-{self.step}"))
         if self.launch.is_main:

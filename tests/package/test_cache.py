@@ -153,7 +153,7 @@ def open_cache(args):
     Returns (names of its shards, its lock, cache.json, records).
     """
     planned = plan(args)
-    return planned.list_shards(), *module.open_cache(ACCELERATOR, planned)
+    return planned.list_shards(), *module.open_cache(ACCELERATOR, planned, EMPTY)
 
 
 def make_cache(folder, *argv, seed=0):
@@ -257,7 +257,8 @@ def test_a_shard_whose_write_fails_leaves_no_partial_file(tmp_path, monkeypatch,
 def test_describe_damage_finds_every_change_of_a_shard(tmp_path):
     (tmp_path / "unfinished").mkdir()
     path = tmp_path / "data.arrow"
-    records = {path.name: write_shard(path, encode_rows(0, 7))}
+    record = write_shard(path, encode_rows(0, 7))
+    records = {path.name: record | module.count_skipped(record["skipped"])}
     whole = path.read_bytes()
     assert module.describe_damage(path, records) is None
     # a shard without a record counts as missing
@@ -273,7 +274,7 @@ def test_describe_damage_finds_every_change_of_a_shard(tmp_path):
     path.unlink()
     assert module.describe_damage(path, records) == "is gone"
     path.write_bytes(whole)
-    records[path.name]["skipped"][0]["reason"] = "not read: [Errno 5] Input/output error"
+    records[path.name] |= module.count_skipped([{"reason": "not read: [Errno 5] I/O error"}])
     assert module.describe_damage(path, records) == "lacks rows that could not be read"
 
 
@@ -291,13 +292,15 @@ def test_checksum_row_covers_every_bit_and_ignores_column_order():
 
 
 def test_more_rows_skipped_than_max_skipped_end_the_run():
-    skipped = [{"row": row, "key": f"{row}.png", "reason": f"broken {row}"} for row in range(6)]
-    module.check_skipped(skipped[:5], 100, 0.05)
-    module.check_skipped([], 100, 0)
+    last = {"row": 5, "key": "5.png", "reason": "broken 5"}
+    module.check_skipped(5, last, 100, 0.05)
+    module.check_skipped(0, None, 100, 0)
     with pytest.raises(
         SystemExit, match=r"6 of 100 .*_skipped 0.05 allows, such as 5.png \(broken 5"
     ) as stop:
-        module.check_skipped(skipped, 100, 0.05)
+        module.check_skipped(6, last, 100, 0.05)
+    with pytest.raises(SystemExit, match="6 of 100 .*_skipped 0.05 allows; to resume"):
+        module.check_skipped(6, None, 100, 0.05)
     assert stop.value.alone  # the process that made the last shard prints it
 
 
@@ -364,7 +367,7 @@ def test_a_cache_with_any_other_setting_is_refused(tmp_path):
             parent = parent[key]
         old, parent[path[-1]] = parent[path[-1]], "another"
         with pytest.raises(SystemExit) as stop:
-            module.open_cache(ACCELERATOR, dataclasses.replace(planned, settings=changed))
+            module.open_cache(ACCELERATOR, dataclasses.replace(planned, settings=changed), EMPTY)
         said = (
             f"{tmp_path / 'out'} holds another cache ({'.'.join(path)} {old} -> another): "
             "choose another --output_dir"
@@ -402,7 +405,7 @@ def test_shard_records_are_stored_as_columns_and_read_back(tmp_path):
     assert read == cache and [*records] == cache["shards"]["name"]
     for name, column in cache["shards"].items():
         assert name == "name" or column == [record[name] for record in records.values()]
-    assert {name: len(record["skipped"]) for name, record in records.items()} == {
+    assert {name: record["skipped"] for name, record in records.items()} == {
         "data-00000-of-00003.arrow": 0,
         "data-00001-of-00003.arrow": 1,
         "data-00002-of-00003.arrow": 0,
@@ -449,11 +452,11 @@ def test_flags_that_change_no_number_may_differ_when_a_cache_resumes(tmp_path, c
 def test_open_cache_writes_only_to_the_local_copy(tmp_path):
     (tmp_path / "copy").mkdir()
     planned = plan(make_args(tmp_path / "out"))
-    lock, _, _ = module.open_cache(ACCELERATOR, planned, tmp_path / "copy")
+    lock, _, _ = module.open_cache(ACCELERATOR, planned, EMPTY, tmp_path / "copy")
     lock.release(force=True)
-    assert {".lock", "cache.json", "run.args"} == {*read_files(tmp_path / "copy")} and not (
-        tmp_path / "out"
-    ).exists()
+    assert {".lock", "cache.json", "empty_prompt.npy", "run.args"} == {
+        *read_files(tmp_path / "copy")
+    } and not (tmp_path / "out").exists()
 
 
 def test_a_cache_lists_the_features_that_its_reader_needs(tmp_path):
@@ -627,7 +630,7 @@ def test_a_cache_without_a_single_row_is_an_error_with_any_max_skipped(tmp_path)
         skipped = [{"row": row, "key": f"{row}.png", "reason": "broken"} for row in rows]
         encoded, *_ = encode_rows(rows.start, rows.stop)
         write_shard(tmp_path / name, [encoded._replace(rows=encoded.rows[:0], skipped=skipped)])
-    said = f"none of the {NUM_ROWS} rows could be used, such as 0.png .broken.: delete .*, and look"
+    said = f"none of the {NUM_ROWS} rows could be used, such as 6.png .broken.: delete .*, and look"
     with pytest.raises(SystemExit, match=said):
         module.finish_cache(tmp_path, {}, 1.0)
     assert not (tmp_path / "state.json").exists()
@@ -682,6 +685,7 @@ def test_shards_with_an_invalid_record_count_as_missing(tmp_path, change):
     (tmp_path / "cache.json").write_text("{}")
     record = tmp_path / "unfinished/data-00000-of-00001.arrow.json"
     record.write_text(json.dumps(whole))
-    assert module.read_cache(tmp_path)[1] == {"data-00000-of-00001.arrow": whole}
+    counted = whole | {"skipped": 0, "not_read": False}
+    assert module.read_cache(tmp_path)[1] == {"data-00000-of-00001.arrow": counted}
     record.write_text(change if isinstance(change, str) else json.dumps(whole | change))
     assert module.read_cache(tmp_path)[1] == {}

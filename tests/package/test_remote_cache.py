@@ -54,7 +54,7 @@ def test_a_cache_at_an_address_is_begun_once_and_uploaded_in_order(tmp_path, mon
     assert not module.fetch_cache(url, tmp_path / "copy")  # there is none
     open_cache(make_args(tmp_path / "copy"))[1].release(force=True)
     module.begin_cache(tmp_path / "copy", url)
-    assert set(objects(url)) == {"cache.json", "run.args"}
+    assert set(objects(url)) == {"cache.json", "empty_prompt.npy", "run.args"}
     begun = objects(url)
     (tmp_path / "copy/cache.json").write_text("{}")
     with pytest.raises(
@@ -73,6 +73,7 @@ def test_a_cache_at_an_address_is_begun_once_and_uploaded_in_order(tmp_path, mon
     assert module.fetch_cache(url, tmp_path / "again")
     assert set(read_files(tmp_path / "again")) == {
         "cache.json",
+        "empty_prompt.npy",
         "run.args",
         "unfinished/data-0.arrow.json",
     }

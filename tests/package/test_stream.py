@@ -60,13 +60,13 @@ def accelerator(rank=0, num_processes=1):
     )
 
 
-def open_caches(*folders, state=None, processes=(0, 1), **flags):
+def open_caches(*folders, state=None, processes=(0, 1), follow=None, **flags):
     """The data set that `open_latents` opens. `state`: a checkpoint's settings."""
     flags = {"shards_dir": None, "shards_size": 10**11, "shuffle_shards": 1} | flags
     storage = stream.Storage(flags["shards_dir"], flags["shards_size"], flags["shuffle_shards"])
     rank, num_processes = processes
     launch = SimpleNamespace(accelerator=accelerator(rank, num_processes))
-    caches = {folder: load_cache(folder) for folder in folders}
+    caches = {folder: load_cache(folder, follow=follow) for folder in folders}
     dataset = stream.StoredLatents(caches, 0, False, rank=rank, num_processes=num_processes)
     checkpoint, order = (None, None) if state is None else ("checkpoint-2", state.get("order"))
     stream.open_latents(launch, caches, dataset, storage, None, checkpoint, order)
