@@ -98,7 +98,8 @@ def norm_in_bf16():
     def keep(norm):
         def inner(images, *shape, weight=None, bias=None, eps=1e-5):
             own = [None if part is None else part.to(images.dtype) for part in (weight, bias)]
-            with torch.autocast(images.device.type, enabled=False):
+            kind = "cpu" if images.is_meta else images.device.type  # meta has no autocast
+            with torch.autocast(kind, enabled=False):
                 return norm(images, *shape, *own, eps)
 
         return inner
