@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -266,12 +267,37 @@ def make_cache(
     return folder
 
 
-def run(script, argv, steps=None, forbid_syncs=False):
+def call(script, argv, limit=None, log=os.devnull, steps=None, forbid_syncs=False):
+    """Run a script in its own process, see `child`. Returns what it used, as `os.wait4` does.
+
+    Ends with its output if it fails. limit: seconds, after which it is killed.
+    """
+    command = [sys.executable, __file__, *map(str, [log, steps, forbid_syncs, script, *argv])]
+    with tempfile.NamedTemporaryFile("w+") as output:
+        environment = {"HF_HUB_OFFLINE": "1", **os.environ}
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        timer = threading.Timer(limit or 0, os.kill, (process.pid, signal.SIGKILL))
+        if limit:
+            timer.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+        process.returncode = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the processes of its data loader
+        if process.returncode:
+            output.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
+    return usage
+
+
+def run(script, argv, steps=None, forbid_syncs=False, limit=None):
     """Run a training script in its own process and time its steps.
 
     A hook on AdamW records the time of each optimizer step. After `steps` steps the process ends,
     without waiting for the final save. With `forbid_syncs`, waiting for the GPU in the steps before
-    the first record (--logging_steps 10) is an error.
+    the first record (--logging_steps 10) is an error. limit: see `call`.
 
     Returns {"first": seconds from the start of the process to the end of step 1, "step": mean
     seconds per step after the third, "first_cpu" and "cpu": the same in processor time, without
@@ -279,27 +305,9 @@ def run(script, argv, steps=None, forbid_syncs=False):
     """
     with tempfile.TemporaryDirectory() as folder:
         log, begin = Path(folder, "steps"), time.time()
-        command = [
-            sys.executable,
-            __file__,
-            str(log),
-            str(steps),
-            str(forbid_syncs),
-            str(script),
-            *map(str, argv),
-        ]
-        with open(Path(folder, "output"), "w+") as output:
-            environment = {"HF_HUB_OFFLINE": "1", **os.environ}
-            process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the processes of its data loader
-            if process.returncode or not log.exists():
-                output.seek(0)
-                sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
+        usage = call(script, argv, limit, log, steps, forbid_syncs)
+        if not log.exists():
+            sys.exit(f"{script} took no step")
         times, used, peaks = zip(
             *(map(float, line.split()) for line in log.read_text().splitlines()), strict=True
         )

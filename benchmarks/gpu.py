@@ -8,8 +8,8 @@ A GPU first takes a few steps of a toy model with what no test can try on an imi
 and, on several GPUs, DDP and --shard.
 
 Weights are random, because trained ones cost the same. The runs train from a latent cache with EMA,
-also with --compile, and with settings that have no flag (see gpu_settings.py); from pixels; and an
-unconditional model. Prints for each:
+also with --compile; from pixels; and an unconditional model. (gpu_plan.py compares settings.)
+Prints for each:
 
 - images per second, and for the latent cache the ratio to a bare loop (see step_overhead.py)
 - the share of the GPU's peak that the model's operations use (MFU)
@@ -31,7 +31,6 @@ import traceback
 from pathlib import Path
 
 import bench
-import gpu_settings
 import peers
 import precompute_speed
 import step_overhead
@@ -169,9 +168,6 @@ def main(argv=None):
             speed = table.add(
                 where, "ours, EMA", batch, flops, [ours], with_ema, ("the bare loop", bare), True
             )
-            for setting in gpu_settings.SETTINGS if gpu else ():
-                start = [gpu_settings.__file__, setting, ours]
-                table.add(where, setting, batch, flops, start, with_ema, ("ours", speed))
             data = [f"--train_data_dir={images}", f"--cache_dir={folder / 'data'}", "--use_ema"]
             pixels = [pretrained, *data, f"--resolution={resolution}"]
             flags = [*pixels, "--report_to=none"]

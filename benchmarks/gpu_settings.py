@@ -1,10 +1,11 @@
-"""Run a trainer with a setting that it has no flag for: rows of gpu.py.
+"""Run a trainer with settings that it has no flag for: rows of gpu_plan.py.
 
-    python benchmarks/gpu_settings.py cudnn.benchmark train_text_to_image.py --latents_dir ...
+    python benchmarks/gpu_settings.py cudnn.benchmark+channels_last train_text_to_image.py ...
 
 A setting becomes a flag once a GPU has shown that it helps.
 """
 
+import functools
 import os
 import runpy
 import sys
@@ -56,6 +57,15 @@ def keep_layout():
     models.choose_layout = lambda device: torch.preserve_format
 
 
+def use_channels_last():
+    """Use channels_last for all models, also where group norms do not keep it."""
+    import torch
+
+    from diffusion_training import models
+
+    models.choose_layout = lambda device: torch.channels_last
+
+
 def keep_attention():
     """Leave attention to torch's first choice. Trainers try cuDNN's first on Hopper."""
     import contextlib
@@ -65,18 +75,73 @@ def keep_attention():
     launch.choose_attention = lambda device: contextlib.nullcontext()
 
 
+def prefer_cudnn_attention():
+    """Try cuDNN's attention first on any GPU, also with `--deterministic`."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from diffusion_training import launch
+
+    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    backends = [getattr(SDPBackend, name) for name in names]
+    launch.choose_attention = lambda device: sdpa_kernel(backends, set_priority=True)
+
+
+def norm_in_bf16():
+    """Let group and layer norms read and write what they get, such as bfloat16.
+
+    Autocast computes them in float32, which costs two more passes through memory. Their statistics
+    are float32 inside the kernel anyway.
+    """
+    import torch
+    from torch.nn import functional
+
+    def keep(norm):
+        def inner(images, *shape, weight=None, bias=None, eps=1e-5):
+            own = [None if part is None else part.to(images.dtype) for part in (weight, bias)]
+            kind = "cpu" if images.is_meta else images.device.type  # meta has no autocast
+            with torch.autocast(kind, enabled=False):
+                return norm(images, *shape, *own, eps)
+
+        return inner
+
+    groups, layers = keep(functional.group_norm), keep(functional.layer_norm)
+
+    def run_groups(self, images):
+        return groups(images, self.num_groups, weight=self.weight, bias=self.bias, eps=self.eps)
+
+    def run_layers(self, images):
+        shape = self.normalized_shape
+        return layers(images, shape, weight=self.weight, bias=self.bias, eps=self.eps)
+
+    torch.nn.GroupNorm.forward, torch.nn.LayerNorm.forward = run_groups, run_layers
+
+
+def compile_in(mode):
+    """Compile in a mode of torch.compile, as `accelerate config` sets it."""
+    os.environ |= {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": mode}
+
+
 SETTINGS = {
     "torch's memory layout": keep_layout,
+    "channels_last": use_channels_last,
     "torch's attention": keep_attention,
+    "cuDNN's attention": prefer_cudnn_attention,
+    "norms in bf16": norm_in_bf16,
     "cudnn.benchmark": choose_convolutions,
     "expandable segments": expand_segments,
     "copies on a stream of their own": copy_beside,
 }
+# of torch.compile, for runs that the others do not take part in
+MODES = {
+    "max-autotune-no-cudagraphs": functools.partial(compile_in, "max-autotune-no-cudagraphs"),
+    "reduce-overhead": functools.partial(compile_in, "reduce-overhead"),
+}
 
 
 if __name__ == "__main__":
-    _, setting, script, *argv = sys.argv
+    _, names, script, *argv = sys.argv
     sys.path[:0] = [str(Path(script).parent.resolve())]
-    SETTINGS[setting]()
+    for name in names.split("+"):
+        (SETTINGS | MODES)[name]()
     sys.argv = [script, *argv]
     runpy.run_path(script, run_name="__main__")

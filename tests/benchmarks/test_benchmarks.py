@@ -31,6 +31,7 @@ import cache_reader
 import checkpoint_pause
 import downloads
 import gpu
+import gpu_plan
 import gpu_promises
 import gpu_settings
 import growth
@@ -612,13 +613,7 @@ class ForkedProcess:
         (self.pid,) = start(lambda: bench.child(*argv), log=stdout.name)
 
 
-GPU_RUNS = [
-    "a bare loop, no EMA",
-    "ours, EMA",
-    *gpu_settings.SETTINGS,
-    "from pixels",
-    "train_unconditional.py, 64 px",
-]
+GPU_RUNS = ["a bare loop, no EMA", "ours, EMA", "from pixels", "train_unconditional.py, 64 px"]
 
 
 def test_gpu_benchmark_shows_what_a_run_recorded_and_goes_on_after_a_failed_one(
@@ -689,8 +684,73 @@ def test_gpu_benchmark_runs_on_an_imitated_gpu(tmp_path):
     rows = table(runs)
     assert [row[1].split(",")[0] for row in rows] == [run.split(",")[0] for run in GPU_RUNS]
     assert all(row[5] == "1.9" for row in rows)
-    assert all(re.search(r"\d of the bare loop|\d of ours", row[1]) for row in rows[1:5])
+    assert all(re.search(r"\d of the bare loop|\d of ours", row[1]) for row in rows[1:2])
     assert len(table(encoding)) == 1
+
+
+def test_the_plan_names_the_kinds_of_kernels():
+    kernels = {
+        "void cudnn::ops::nchwToNhwcKernel<__half>": "layout",
+        "sm90_xmma_fprop_implicit_gemm_bf16": "convolution",
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits>": "attention",
+        "nvjet_hsh_256x128_64x4_NTN": "product",
+        "void at::native::RowwiseMomentsCUDAKernel<float>": "norm",
+        "void at::native::vectorized_elementwise_kernel<4>": "elementwise",
+        "void at::native::multi_tensor_apply_kernel<FusedAdam>": "optimizer",
+        "Memcpy DtoD (Device -> Device)": "copy",
+        "triton_poi_fused_add_0": "fused by --compile",
+        "aten::embedding": "other",
+    }
+    assert {name: gpu_plan.name_kind(name) for name in kernels} == kernels
+
+
+def test_norms_in_bf16_have_the_numbers_of_their_kernel(monkeypatch):
+    for kind in (torch.nn.GroupNorm, torch.nn.LayerNorm):
+        monkeypatch.setattr(kind, "forward", kind.forward)
+    images = torch.randn(2, 8, 4, 8)
+    norms = [torch.nn.GroupNorm(4, 8), torch.nn.LayerNorm(8)]
+    exact = [norm(images) for norm in norms]
+    gpu_settings.norm_in_bf16()
+    assert all(map(torch.equal, [norm(images) for norm in norms], exact))
+    halves = [norm(images.bfloat16()) for norm in norms]
+    assert {half.dtype for half in halves} == {torch.bfloat16}
+    for half, other in zip(halves, exact, strict=True):
+        torch.testing.assert_close(half.float(), other, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures", "small_models")
+def test_the_plan_runs_on_an_imitated_gpu_and_goes_on(tmp_path, monkeypatch):
+    """Except --compile and nf4."""
+    monkeypatch.setattr(gpu_plan, "DESK", {"klein_4b_lora_24gb": "FLUX.2 klein 4B"})
+    ways = {name: gpu_plan.DESK_WAYS[name] for name in ("eager", "int8", "all blocks swapped")}
+    monkeypatch.setattr(gpu_plan, "DESK_WAYS", ways)
+    flags = ["--size=toy", "--steps=6", "--resolution=64", "--batch_size=1", "--no_compile"]
+    flags.append(f"--folder={tmp_path / 'plan'}")
+
+    def run(log, *more):
+        def child():
+            fake_device.switch_on()
+            bench.find_device = lambda: torch.device(fake_device.DEVICE)
+            bench.subprocess = SimpleNamespace(Popen=ForkedProcess)
+            gpu_plan.main([*flags, *more])
+
+        codes = finish(start(child, log=str(tmp_path / log)), timeout=1800)
+        assert codes == [0], (tmp_path / log).read_text()
+        return (tmp_path / log).read_text()
+
+    said = run("first", "--only", "profile", "layout")
+    kernels, plan = said.split("The plan")
+    assert [row[0] for row in table(kernels)] == ["cached", "from images"]
+    assert all(float(row[3]) > 0 for row in table(kernels))  # convolutions
+    assert len(table(plan)) == 6
+    lines = (tmp_path / "plan/plan.jsonl").read_text()
+    said = run("second")
+    assert (tmp_path / "plan/plan.jsonl").read_text().startswith(lines)
+    rows = table(said.split("The plan")[1])
+    named = {row[0] for row in rows}
+    assert named == set(gpu_plan.EXPERIMENTS) - {"profile", "compile", "small"}
+    assert all(float(row[4]) > 0 for row in rows)
 
 
 @pytest.mark.long
