@@ -131,7 +131,7 @@ def open_repository(
     found: list[Any] = [None]
     if state.is_main_process:
         path = fetch_first(name, first, revision, cache_dir)
-        files = list_files(name, path.parent.name)
+        files = list_files(name, path.parent)
         if files is None:
             print(f"{name} is read from the local cache, because the hub can't be reached")
         found = [(path.name, path.parent.name, files)]
@@ -166,12 +166,17 @@ def fetch_first(
     raise unknown or FileNotFoundError(f"it has no {' or '.join(paths)}")
 
 
-def list_files(name: str, commit: str) -> dict[str, HubFile] | None:
-    """The files of a commit, or None if the hub does not list them."""
+def list_files(name: str, folder: Path) -> dict[str, HubFile] | None:
+    """The files of a commit, or None if the hub does not list them and the cache has some.
+
+    folder: of the commit in the cache. Raises the client's errors if it has only one file.
+    """
     try:
-        found = model_info(name, revision=commit, files_metadata=True).siblings or []
-    except Exception:  # without a network; the cache may hold all files, else a download fails
-        return None
+        found = model_info(name, revision=folder.name, files_metadata=True).siblings or []
+    except Exception:
+        if len(os.listdir(folder)) > 1:
+            return None
+        raise
     return {
         each.rfilename: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else each.blob_id or "")
         for each in found

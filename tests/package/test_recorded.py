@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import diffusers
@@ -22,7 +23,7 @@ from diffusion_training.data.captions import are_cut, tokenize
 from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base, from_sequence
 from diffusion_training.families.known import load_family
-from diffusion_training.families.opening import open_base, read_configs
+from diffusion_training.families.opening import find_base, open_base, read_configs
 from diffusion_training.families.recorded import family as recorded
 from diffusion_training.families.recorded import findings as recorded_captions
 from diffusion_training.families.recorded import layout
@@ -84,9 +85,9 @@ def open_recorded(folder, max_tokens=None):
     """(pipeline, its encoders), as a recorded family, also if it has a family of its own."""
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     args = precompute_latents.parse_args(flags)
-    index = DiffusionPipeline.load_config(folder)
-    family = Recorded(index, read_configs(str(folder), index, args))
-    base = Base(family, str(folder), str(folder), index, max_tokens=max_tokens)
+    base = find_base(args, 0)
+    family = Recorded(base.index, read_configs(base))
+    base = replace(base, family=family, max_tokens=max_tokens)
     return DiffusionPipeline.from_pretrained(folder), load_encoders(base, torch.float32)
 
 

@@ -137,6 +137,12 @@ def test_without_a_network_the_cache_is_used(hub, monkeypatch, capsys):
     open_repository.cache_clear()
     hub.fail("*", status=503, times=100)
     open_base_repository().fetch("unet")
+    open_repository.cache_clear()
+    hub.faults.clear()
+    hub.add("org/base", hub.files("org/base"))  # of which nothing is in the cache
+    hub.fail("/api/*", status=429, times=100)
+    with pytest.raises(Exception, match="429"):
+        open_base_repository()
 
 
 def test_a_base_is_read_with_its_revision_and_variant_from_its_cache(hub, tmp_path):
