@@ -174,7 +174,7 @@ def test_twenty_kills_of_each_do_not_change_the_weights(tmp_path, flags):
     kills = dict.fromkeys(("maker", "trainer"), 0)
     while min(kills.values()) < 20:
         folder = tmp_path / str(kills)
-        folder.mkdir()
+        (folder / "out").mkdir(parents=True)
         cache, out = folder / "cache", folder / "out"
         works = {
             "maker": lambda: make(cache, cache_flags, 0, lambda: not time.sleep(0.5)),
@@ -184,7 +184,9 @@ def test_twenty_kills_of_each_do_not_change_the_weights(tmp_path, flags):
         }
         counts = {
             "maker": lambda: len([*cache.glob("data-*.arrow")]),
-            "trainer": lambda: max([int(name.split("-")[1]) for name in checkpoints(out)] or [0]),
+            "trainer": lambda: max(
+                [int(path.name.split("-")[1]) for path in out.glob("checkpoint-*")] + [0]
+            ),
         }
         running = {kind: start(work, 1, folder / kind) for kind, work in works.items()}
         while running:
