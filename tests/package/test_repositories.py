@@ -374,7 +374,7 @@ def test_two_processes_of_a_run_fetch_each_file_once(hub, tmp_path):
     make_captioned(tmp_path / "data", 4)
     train = Script("train_text_to_image")
     flags = train.flags(tmp_path / "out", f"--train_data_dir={tmp_path}/data", "--rank=2")
-    flags += ["--dataloader_num_workers=0"]
+    flags += ["--dataloader_num_workers=0", "--resolution=16"]
     flags += ["--pretrained_model_name_or_path=org/base", "--max_train_steps=1"]
     train.fork(*flags, num_processes=2)
     assert sorted(hub.downloads()) == sorted(hub.files("org/base"))
@@ -394,7 +394,7 @@ def test_parts_by_their_own_ids_and_a_second_base(hub, tmp_path):
     make_captioned(tmp_path / "data", 4)
     train = Script("train_text_to_image")
     flags = train.flags(tmp_path / "by_id", f"--train_data_dir={tmp_path}/data", "--rank=2")
-    flags += ["--dataloader_num_workers=0"]
+    flags += ["--dataloader_num_workers=0", "--resolution=16"]
     own = [f"--{name}_name_or_path=own/{name}" for name in ("vae", "text_encoder", "tokenizer")]
     base = ["--pretrained_model_name_or_path=org/base", "--max_train_steps=1"]
     train(*flags, *base, *own)
