@@ -38,11 +38,13 @@ class Latents:
 
 
 @contextlib.contextmanager
-def locating(base: Base, own_path: str | None, subfolder: str) -> Iterator[tuple[Any, dict]]:
+def locating(
+    base: Base, own_path: str | None, subfolder: str, with_weights: bool = True
+) -> Iterator[tuple[Any, dict]]:
     """Yield `Base.locate`'s result; an error in the block ends the program and names the part."""
     what = f"the {'model' if own_path else subfolder} of a {base.family.title} pipeline"
     with explained(f"{own_path or base.source} does not hold {what}"):
-        yield base.locate(own_path, subfolder)
+        yield base.locate(own_path, subfolder, with_weights)
 
 
 def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Encoders:
@@ -94,7 +96,8 @@ def load_text_encoders(base: Base, dtype: torch.dtype) -> tuple[torch.nn.ModuleL
             text_encoder = family.load_text_encoder(base, source, options, suffix, dtype)
         text_encoders.append(text_encoder)
         own_path = base.tokenizer or base.text_encoder
-        with locating(base, own_path, f"tokenizer{suffix}") as (source, options):
+        part = f"tokenizer{suffix}"
+        with locating(base, own_path, part, with_weights=False) as (source, options):
             options.pop("variant", None)
             tokenizer = family.load_tokenizer(source, options, text_encoder)
         tokenizers.append(tokenizer)

@@ -377,14 +377,16 @@ def test_two_processes_of_a_run_fetch_each_file_once(hub, tmp_path):
     flags += ["--dataloader_num_workers=0", "--resolution=16"]
     flags += ["--pretrained_model_name_or_path=org/base", "--max_train_steps=1"]
     train.fork(*flags, num_processes=2)
-    assert sorted(hub.downloads()) == sorted(hub.files("org/base"))
+    fetched, files = hub.downloads(), hub.files("org/base")
+    assert len(fetched) == len({files[name] for name in files})  # equal files only once
+    assert set(fetched) <= set(files)
     counts = count_requests(hub)
     assert sum(n for (_, path), n in counts.items() if "/revision/" in path) == 1
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
-def test_parts_by_their_own_ids_and_a_second_base(hub, tmp_path):
+def test_parts_by_their_own_ids_train_as_from_folders(hub, tmp_path):
     folder = make_models(tmp_path)
     hub.add("org/base", folder)
     for name in ("vae", "text_encoder", "tokenizer"):
@@ -408,14 +410,6 @@ def test_parts_by_their_own_ids_and_a_second_base(hub, tmp_path):
     lora = "pytorch_lora_weights.safetensors"
     one, other = (load_file(tmp_path / name / lora) for name in ("by_id", "by_folder"))
     assert all(torch.equal(other[name], weight) for name, weight in one.items())
-    # only what draws is fetched of a turbo
-    hub.add("org/turbo", folder)
-    second = ["--validation_base=org/turbo", "--validation_prompts=one"]
-    train(*flags, *base, *second, f"--output_dir={tmp_path}/second")
-    folders, fetched, lists = take_requests(hub)
-    weights = [name for name in fetched if name.endswith(".safetensors")]
-    assert weights == ["unet/diffusion_pytorch_model.safetensors"]
-    assert folders == {"", "scheduler", "unet", "vae", "text_encoder"} and lists == 2
 
 
 @pytest.mark.long
