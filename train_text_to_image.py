@@ -2,7 +2,7 @@
 
     # the demo: digits by name
     accelerate launch precompute_latents.py && accelerate launch train_text_to_image.py
-    # the demo of a LoRA: a model of the digits 0 to 8 learns 9
+    # the demo of a LoRA: a model of drawings learns a duck
     accelerate launch train_text_to_image.py --rank 16
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_text_to_image.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
@@ -72,22 +72,24 @@ from diffusion_training.training.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
-DEMO_BOTH = "--guidance_scale 3 --checkpointing_steps 10000 --resume_from_checkpoint latest"
+DEMO_BOTH = "--checkpointing_steps 10000 --resume_from_checkpoint latest"
 DEMO = f"""
     --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
     --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
     --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80 --validation_epochs 40
-    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5 {DEMO_BOTH}
+    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5 --guidance_scale 3 {DEMO_BOTH}
     --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
         "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
         "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
 """  # noqa: E501
 DEMO_LORA = f"""
-    --train_data_dir {HERE}/demo/nines --pretrained_model_name_or_path {HERE}/demo/zero_to_eight
-    --output_dir lora-nine --resolution 8 --train_batch_size 64 --num_train_epochs 60 --validation_epochs 30
-    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 {DEMO_BOTH}
-    --validation_prompts "a handwritten digit nine" "a handwritten digit four" "a handwritten digit eight"
-        "a handwritten digit zero"
+    --train_data_dir {HERE}/demo/ducks --pretrained_model_name_or_path {HERE}/demo/drawings
+    --output_dir lora-duck --resolution 64 --train_batch_size 10 --num_train_epochs 80 --validation_epochs 40
+    --learning_rate 2e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 --guidance_scale 1.5 {DEMO_BOTH}
+    --preserve_prior --prior_every 4 --caption_dropout 0
+    --class_prompt "a red car" "a blue cup on yellow" "an orange fish" "a green apple on pink" "a pink heart"
+        "a purple balloon on blue" "a yellow tree on green" "a blue gift" "a mushroom on yellow" "a red melon"
+    --validation_prompts "a yellow duck on blue" "a purple duck on pink" "a red car on yellow" "a green apple"
 """  # noqa: E501
 
 # -------------------------------------------------------------------------------------------------

@@ -292,7 +292,7 @@ def compare_checkpointing(cli):
 
 
 def compare_prior(cli):
-    """The LoRA of the demo learns the nine from nines alone."""
+    """A LoRA of demo/zero_to_eight learns the nine from nines alone."""
     judge = Judge()
     base = bench.ROOT / "demo/zero_to_eight"
     nine = "a handwritten digit nine"

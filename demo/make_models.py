@@ -22,20 +22,23 @@ HERE = Path(__file__).parent
 WORDS = "a handwritten digit zero one two three four five six seven eight nine".split()
 
 
-def make_tokenizer():
-    """Make a CLIP tokenizer whose merges turn each of WORDS into one token.
+def make_tokenizer(words=WORDS, length=8):
+    """Make a CLIP tokenizer whose merges turn each of these words into one token.
 
-    It splits other words into letters.
+    It splits other words into letters. Prompts are padded to `length` tokens.
     """
     # As in GPT-2, printable bytes map to themselves, and the others to characters from 256 on.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [chr(byte) for byte in printed] + [chr(256 + i) for i in range(256 - len(printed))]
     merges = []
-    for word in WORDS:
+    for word in words:
         parts = [*word[:-1], word[-1] + "</w>"]
+        for first, second in merges:  # those of earlier words come first in this word too
+            for i in range(len(parts) - 1, 0, -1):
+                if parts[i - 1 : i + 1] == [first, second]:
+                    parts[i - 1 : i + 1] = [first + second]
         while len(parts) > 1:
-            if (parts[0], parts[1]) not in merges:
-                merges.append((parts[0], parts[1]))
+            merges.append((parts[0], parts[1]))
             parts = [parts[0] + parts[1], *parts[2:]]
     tokens = (
         letters
@@ -45,14 +48,14 @@ def make_tokenizer():
     vocab = {token: i for i, token in enumerate([*tokens, "<|startoftext|>", "<|endoftext|>"])}
     # "a handwritten digit seven" has six tokens with start and end. A length of 8 instead of CLIP's
     # 77 keeps the demo fast.
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=8)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
 
 
-def make_text_encoder(tokenizer):
+def make_text_encoder(tokenizer, hidden_size=32):
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=tokenizer.model_max_length,

@@ -1,4 +1,4 @@
-"""Write the inputs of the LoRA demo: demo/zero_to_eight and demo/nines.
+"""Write demo/zero_to_eight and demo/nines, with which tests and benchmarks train LoRAs.
 
     python demo/make_zero_to_eight.py
 

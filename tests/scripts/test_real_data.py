@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import MODELS, ROOT, Script, make_prx, make_unet_config, metrics
-from datasets import load_from_disk
+from datasets import load_dataset, load_from_disk
 from diffusers import DiffusionPipeline
 from packages import open_package
 from PIL import Image
+from safetensors.torch import load_file
 from test_changes import CHANGES, apply, run, use_column
 from test_train_flow import judge
 from torchvision.transforms import v2
@@ -242,6 +243,30 @@ def test_stamps_benchmark_makes_its_page_of_samples(tmp_path, monkeypatch, capfd
     assert float(quality) > 28
     stamps.main(flags)  # finds all done
     assert Image.open(tmp_path / "stamps.png").size == (1016, 538)
+
+
+def test_drawings_benchmark_makes_the_demo_and_its_page(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    drawings = importlib.import_module("drawings")
+    few = ["--vae_steps=8", "--decoder_steps=2", "--train_steps=2", "--lora_steps=2"]
+    drawings.main([*few, f"--output_dir={tmp_path / 'out'}", f"--demo_dir={tmp_path}"])
+    images = load_dataset(str(tmp_path / "out/images"), split="train")
+    assert len(images) == len(set(images["text"])) == (32 * 8 - 24) * 5
+    colors = [f"{color} {thing}" for thing, color in drawings.HELD_OUT]
+    assert not any(pair in text for text in images["text"] for pair in colors)
+    assert "dB PSNR on 226 unseen drawings" in capfd.readouterr().out
+    made, ours = tmp_path / "drawings", ROOT / "demo/drawings"
+    for name in ("unet", "vae", "text_encoder"):
+        (weights,) = (ours / name).glob("*.safetensors")
+        one, other = load_file(made / name / weights.name), load_file(weights)
+        assert {key: x.shape for key, x in one.items()} == {
+            key: x.shape for key, x in other.items()
+        }
+        if name == "text_encoder":
+            assert all(torch.equal(one[key], other[key]) for key in one)
+    texts = load_dataset(str(tmp_path / "ducks"), split="train")["text"]
+    assert texts == load_dataset(str(ROOT / "demo/ducks"), split="train")["text"]
+    assert Image.open(tmp_path / "out/drawings.png").size == (986, 616)
 
 
 def replace_vgg(monkeypatch):
