@@ -5,6 +5,7 @@ A gradient is freed as soon as its weight has been updated, so at most a few are
 
 import weakref
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class FullBf16Adafactor(Adafactor):
         weights = group["params"]
         group["params"] = [exact]
         self.state[exact] = self.state[weight]
-        super().step()
+        unwrap(Adafactor.step)(self)  # without torch's hooks, which are for whole steps
         del self.state[exact]
         group["params"] = weights
         exact.grad = None

@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, Script, has_ended, kill, metrics, open_pipeline, start, wait_until
 from safetensors.torch import load_file
 from test_block_swap import bases  # noqa: F401
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.optimization import Adafactor
 
 from diffusion_training.training.checkpoints import find_checkpoints
@@ -201,6 +202,16 @@ def test_a_backward_pass_holds_one_gradient_at_a_time(gradients):
     assert counted == 16 * width**2 < 0.3 * 2 * many * width**2
     assert counter.peak - before == pytest.approx(counted, rel=0.02)
     assert len(gradients) == 2 * many
+
+
+def test_hooks_of_steps_are_called_for_whole_steps():
+    """Also after a plain Adafactor, for which torch puts them around `Adafactor.step`."""
+    make(full_bf16=False)
+    steps = []
+    handle = register_optimizer_step_post_hook(lambda *given: steps.append(given))
+    train(*make(), range(2))
+    handle.remove()
+    assert len(steps) == 2
 
 
 def test_a_trial_of_a_batch_size_leaves_no_weights():

@@ -290,12 +290,12 @@ def test_unsuitable_files_end_in_a_sentence(tmp_path, z_image):
         ("PRXTransformer2DModel", "reads no PRXTransformer2DModel from one file: leave it out"),
     ):
         family = SimpleNamespace(model=kind, folder="transformer")
-        opened = Base(family, "base", str(tmp_path / kind), {}, cache_dir=str(tmp_path / "kept"))
+        opened = Base(family, "base", str(tmp_path / kind), {})
         (tmp_path / kind / "transformer").mkdir(parents=True)
         config = {"_class_name": kind, "num_layers": 1, "num_single_layers": 1}
         (tmp_path / kind / "transformer/config.json").write_text(json.dumps(config))
         with pytest.raises(SystemExit, match=expected):
-            unpack_transformer(str(path), opened)
+            unpack_transformer(str(path), opened, str(tmp_path / "kept"))
 
 
 def test_a_file_that_is_changed_is_unpacked_again(tmp_path, z_image):
