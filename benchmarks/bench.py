@@ -323,6 +323,20 @@ def run(script, argv, steps=None, forbid_syncs=False, limit=None):
     }
 
 
+def launch(script, **flags):
+    """Run a script to its end in a process of its own, on the CPU.
+
+    flags: {name: a value, a list of them, or True for a switch}.
+    """
+    command = [sys.executable, str(ROOT / f"{script}.py")]
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        command += [f"--{name}", *map(str, values)]
+    status = subprocess.call(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
+    if status:  # the script has said why
+        sys.exit(status)
+
+
 def interleaved(runs, rounds):
     """Run all functions in turns, once per round, so that a slow machine affects all alike.
 

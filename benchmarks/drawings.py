@@ -14,9 +14,7 @@ drawings.png in --output_dir with samples, and prints how like the pictures the 
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -327,19 +325,10 @@ def make_vae(cli: argparse.Namespace, things: torch.Tensor, folder: Path) -> Non
         vae.quant_conv.requires_grad_(False)
         train_vae(vae, draw_mixed, cli.decoder_steps, 1e-3)
         vae.eval().save_pretrained(path)
-        print(f"VAE: {measure_psnr(vae, unseen):.1f} dB PSNR on {len(unseen)} unseen drawings, ")
-        print(f"{measure_psnr(vae, put_on(things, grounds[:1])):.1f} dB on those of the demo")
-
-
-def launch(script: str, **flags: object) -> None:
-    """Run a script in a process of its own, on the CPU."""
-    command = [sys.executable, str(bench.ROOT / f"{script}.py")]
-    for name, value in flags.items():
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        command += [f"--{name}", *map(str, values)]
-    status = subprocess.call(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
-    if status:  # the script has said why
-        sys.exit(status)
+        others, own = measure_psnr(vae, unseen), measure_psnr(vae, put_on(things, grounds[:1]))
+        print(
+            f"VAE: {others:.1f} dB PSNR on {len(unseen)} unseen drawings, {own:.1f} on the demo's"
+        )
 
 
 def make_others(texts: list[str], folder: Path) -> None:
@@ -451,13 +440,13 @@ def main(argv=None):
     make_others([json.loads(line)["text"] for line in lines], folder)
     (folder / "unet.json").write_text(json.dumps(UNET))
     models = {"pretrained_model_name_or_path": folder / "models"}
-    launch(
+    bench.launch(
         "precompute_latents", **models, train_data_dir=folder / "images", resolution=64,
         batch_size=32, output_dir=folder / "latents",
     )  # fmt: skip
     grounds = [ground for ground in GROUNDS for _ in range(5)]
     prompts = [caption(*pair, ground) for pair, ground in zip(HELD_OUT, grounds, strict=False)]
-    launch(
+    bench.launch(
         "train_text_to_image", **models, latents_dir=folder / "latents",
         unet_config_name_or_path=folder / "unet.json", train_batch_size=16,
         max_train_steps=cli.train_steps, learning_rate=1.4e-3, lr_scheduler="cosine",
@@ -468,7 +457,7 @@ def main(argv=None):
     )  # fmt: skip
     write_demo(folder, cli.demo_dir)
     steps = {"max_train_steps": cli.lora_steps} if cli.lora_steps else {}
-    launch(  # the demo of a LoRA
+    bench.launch(  # the demo of a LoRA
         "train_text_to_image", rank=16, pretrained_model_name_or_path=cli.demo_dir / "drawings",
         report_to="none", output_dir=folder / "lora-duck", **steps,
     )  # fmt: skip

@@ -14,8 +14,6 @@ changes those of prompts without its words.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -175,17 +173,6 @@ def write_changed(folder: Path) -> None:
     write_folder(folder / "changed", rows)
 
 
-def launch(script: str, **flags: object) -> None:
-    """Run a script in a process of its own, on the CPU."""
-    command = [sys.executable, str(bench.ROOT / f"{script}.py")]
-    for name, value in flags.items():
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        command += [f"--{name}", *map(str, values)]
-    status = subprocess.call(command, env=os.environ | {"ACCELERATE_USE_CPU": "true"})
-    if status:  # the script has said why
-        sys.exit(status)
-
-
 def draw(folder: Path, prompts: list[str], lora: Path | None = None) -> list[Image.Image]:
     """One sample for each prompt, the first that is drawn."""
     pipeline = DiffusionPipeline.from_pretrained(folder)
@@ -250,12 +237,12 @@ def main(argv=None):
         "text_encoder_name_or_path": text_encoder,
         "max_sequence_length": 64,
     }
-    launch(
+    bench.launch(
         "precompute_latents", **models, model_family="prx", train_data_dir=folder / "images",
         resolution=64, random_flip=True, batch_size=32, output_dir=folder / "latents",
     )  # fmt: skip
     prompts = split_prompts(PROMPTS)
-    launch(
+    bench.launch(
         "train_flow", **models, latents_dir=folder / "latents", random_flip=True,
         transformer_config_name_or_path=folder / "transformer.json", train_batch_size=32,
         max_train_steps=cli.train_steps, learning_rate=1.5e-3, lr_scheduler="cosine",
@@ -265,7 +252,7 @@ def main(argv=None):
     )  # fmt: skip
     styled = [STYLE + prompt for prompt in split_prompts(STYLED)]
     base = {"pretrained_model_name_or_path": folder / "prx", "max_sequence_length": 64}
-    launch(
+    bench.launch(
         "precompute_latents", **base, train_data_dir=folder / "changed", resolution=64,
         random_flip=True, batch_size=32, output_dir=folder / "latents-changed",
     )  # fmt: skip
@@ -276,7 +263,7 @@ def main(argv=None):
         lora = folder / "lora-prior"
         prior = {"preserve_prior": True, "class_prompt": captions, "prior_every": 4}
         prior["caption_dropout"] = 0
-    launch(
+    bench.launch(
         "train_flow", **base, **prior, latents_dir=folder / "latents-changed", random_flip=True,
         rank=16, lora_layers=LORA_LAYERS, train_batch_size=32, max_train_steps=cli.lora_steps,
         learning_rate=2e-3, lr_scheduler="cosine", lr_warmup_steps=0.05,

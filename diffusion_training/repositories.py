@@ -131,7 +131,7 @@ def open_repository(
     found: list[Any] = [None]
     if state.is_main_process:
         path = fetch_first(name, first, revision, cache_dir)
-        files = list_files(name, path.parent)
+        files = list_repository_files(name, path.parent)
         if files is None:
             print(f"{name} is read from the local cache, because the hub can't be reached")
         found = [(path.name, path.parent.name, files)]
@@ -166,7 +166,7 @@ def fetch_first(
     raise unknown or FileNotFoundError(f"it has no {' or '.join(paths)}")
 
 
-def list_files(name: str, folder: Path) -> dict[str, HubFile] | None:
+def list_repository_files(name: str, folder: Path) -> dict[str, HubFile] | None:
     """The files of a commit, or None if the hub does not list them and the cache has some.
 
     folder: of the commit in the cache. Raises the client's errors if it has only one file.

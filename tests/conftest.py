@@ -49,11 +49,13 @@ from tiny_pipelines import make_chat_tokenizer, make_klein, make_qwen_image, mak
 from tqdm import tqdm  # noqa: E402
 
 from diffusion_training import models as package_models  # noqa: E402
+from diffusion_training.errors.sentences import AGAIN  # noqa: E402
 from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
 from diffusion_training.repositories import open_repository  # noqa: E402
 from diffusion_training.training import lora  # noqa: E402
 from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
+from diffusion_training.training.optimizers import load_optimizer  # noqa: E402
 
 torch.set_num_threads(1)
 # If autograd's first call comes after torch.compile, it starts threads, and no fork can train.
@@ -529,8 +531,9 @@ def replace(args, **values):
 
 
 def reset():
-    """Forget the Accelerate state and the signals of the previous run."""
-    SIGNALS.clear()
+    """Forget the Accelerate state, the signals and the notes of the previous run."""
+    for notes in (SIGNALS, AGAIN):
+        notes.clear()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -707,6 +710,14 @@ def metrics(folder):
 
 def weights(folder):
     return load_file(Path(folder) / "diffusion_pytorch_model.safetensors")
+
+
+def copy_state(optimizer, other):
+    """Load an optimizer's state into `other` through a file, without unpickling."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    load_optimizer(other, torch.load(file, weights_only=True))
 
 
 def assert_same_weights(one, other):

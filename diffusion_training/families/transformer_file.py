@@ -86,7 +86,7 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
         with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
             weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
         found = convert(Checkpoint(weights))
-        return partial(save_weights, {name: found[name] for name in shapes}, config)
+        return partial(save_denoiser, {name: found[name] for name in shapes}, config)
 
     with explained(f"{path} can't be unpacked"):
         key = [json.dumps(dict(config), sort_keys=True, default=str)]
@@ -174,7 +174,7 @@ def name_three(names: Iterable[str]) -> str:
     return ", ".join(first[:3]) + more
 
 
-def save_weights(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
+def save_denoiser(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
     """Write a denoiser's folder, in the form of `save_pretrained`, with some weights at a time.
 
     Weights in fp8 are written in bfloat16, which has all their numbers.

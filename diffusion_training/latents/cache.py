@@ -75,12 +75,12 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     # not those that other programs have copied, such as `data-00000.arrow 2.json`
     for path in output_dir.glob("unfinished/data-*.arrow.json"):
         # a shard whose record can't be read counts as missing
-        if record := read_record(path):
+        if record := read_shard_record(path):
             records[path.stem] = {**record, **count_skipped(record["skipped"])}
     return cache, records
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
+def read_shard_record(path: Path) -> dict[str, Any] | None:
     """Read the record of a shard; None if it is not there, or not whole."""
     with contextlib.suppress(ValueError, FileNotFoundError):
         record = json.loads(path.read_text())
@@ -121,7 +121,7 @@ def list_skipped(
         if of_finished == name:
             of_finished, entries = next(finished, nothing)
         # a record is newer
-        record = read_record(output_dir / "unfinished" / f"{name}.json")
+        record = read_shard_record(output_dir / "unfinished" / f"{name}.json")
         yield from sorted(record["skipped"] if record else kept, key=lambda entry: entry["row"])
 
 

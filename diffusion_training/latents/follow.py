@@ -17,7 +17,7 @@ import numpy as np
 from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import fail, name_command
 from diffusion_training.files import fits
-from diffusion_training.latents.cache import RECORD, fingerprint_cache
+from diffusion_training.latents.cache import RECORD, count_skipped, fingerprint_cache
 from diffusion_training.latents.plan import compare_settings, name_shard
 from diffusion_training.latents.ranges import Arrangement, Ranges, Window
 from diffusion_training.latents.shards import Shards
@@ -108,9 +108,7 @@ class FollowedShards(Shards):
         if not self.found[number] and time.monotonic() >= self.next_look:
             record = self.read(f"unfinished/{self.names[number].decode()}.json")
             # one with rows to be read again will be made again by the next run of the script
-            if fits(record, RECORD) and not any(
-                entry["reason"].startswith("not read") for entry in record["skipped"]
-            ):
+            if fits(record, RECORD) and not count_skipped(record["skipped"])["not_read"]:
                 self.take([number], {name: [record[name]] for name in FOUND})
             elif not self.find_end():
                 self.next_look = time.monotonic() + POLL

@@ -473,7 +473,7 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
 
 
 def check_full_bf16_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error if weights can't be updated in the backward pass as --full_bf16 asks."""
+    """Stop with an error if other flags can't be used with --full_bf16."""
     excluded = {
         "--rank": args.rank,
         "--shard": args.shard,

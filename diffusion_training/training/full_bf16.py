@@ -1,6 +1,6 @@
 """--full_bf16: weights in bfloat16, each updated in the backward pass, by Adafactor.
 
-A gradient is freed as soon as its weight has been updated, so at most a few are there at a time.
+A gradient is freed as soon as its weight has been updated, so that one is there at a time.
 """
 
 import weakref

@@ -1,13 +1,12 @@
 """Optimizers: each resumes from a checkpoint bit for bit, with the resumed run's learning rate."""
 
 import argparse
-import io
 
 import pytest
 import torch
-from conftest import needs
+from conftest import copy_state, needs
 
-from diffusion_training.training.optimizers import load_optimizer, make_lr_scheduler, make_optimizer
+from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 
 KINDS = ["adamw", pytest.param("adamw8bit", marks=needs("bitsandbytes")), "adafactor"]
 
@@ -38,14 +37,6 @@ def train(models, optimizer, steps, scale=1.0):
             parameter.grad = grad if parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad()
-
-
-def copy_state(optimizer, other):
-    """Load the state into `other` through a file, without unpickling."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    load_optimizer(other, torch.load(file, weights_only=True))
 
 
 def tensors(optimizer):

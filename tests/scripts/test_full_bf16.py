@@ -2,13 +2,22 @@
 
 import argparse
 import gc
-import io
 import sys
 import weakref
 
 import pytest
 import torch
-from conftest import ROOT, Script, has_ended, kill, metrics, open_pipeline, start, wait_until
+from conftest import (
+    ROOT,
+    Script,
+    copy_state,
+    has_ended,
+    kill,
+    metrics,
+    open_pipeline,
+    start,
+    wait_until,
+)
 from safetensors.torch import load_file
 from test_block_swap import bases  # noqa: F401
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -17,7 +26,7 @@ from transformers.optimization import Adafactor
 from diffusion_training.training.checkpoints import find_checkpoints
 from diffusion_training.training.costs import count_memory
 from diffusion_training.training.full_bf16 import FullBf16Adafactor, round_randomly
-from diffusion_training.training.optimizers import load_optimizer, make_optimizer
+from diffusion_training.training.optimizers import make_optimizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
@@ -49,14 +58,6 @@ def train(models, optimizer, steps):
         models["unet"](inputs).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def copy_state(optimizer, other):
-    """Load the state into `other` through a file, as a resumed run does."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    load_optimizer(other, torch.load(file, weights_only=True))
 
 
 def flatten(models, optimizer):

@@ -10,7 +10,6 @@ import pytest
 from conftest import (
     MODELS,
     Script,
-    assert_same_weights,
     checkpoints,
     finish,
     has_ended,
@@ -23,6 +22,7 @@ from conftest import (
     start,
     wait_until,
 )
+from test_storage import assert_same_end
 
 from diffusion_training.latents import follow  # noqa: F401  a run imports it late, after `patch`
 
@@ -76,13 +76,7 @@ def make(folder, cache_flags, shard=None, until=lambda: True):
 
 
 def assert_same_run(one, other):
-    last = max(checkpoints(one), key=lambda name: int(name.split("-")[1]))
-    for part in (f"{last}/unet", f"{last}/unet_ema", "unet"):
-        assert_same_weights(one / part, other / part)
-    losses = [
-        [(r["step"], r["loss"]) for r in metrics(folder) if "loss" in r] for folder in (one, other)
-    ]
-    assert losses[0] == losses[1]
+    assert_same_end(one, other)
     held_out = [
         [r["held_out_loss"] for r in metrics(folder) if "held_out_loss" in r]
         for folder in (one, other)
