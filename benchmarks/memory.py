@@ -106,6 +106,12 @@ QWEN3_8B = QWEN3_4B | {
     "intermediate_size": 12288,
     "tie_word_embeddings": False,
 }
+QWEN3_0_6B = QWEN3_4B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
 QWEN_VL_7B = {
     "text_config": {
         "hidden_size": 3584,
@@ -151,6 +157,24 @@ KLEIN = {"guidance_embeds": False, "num_layers": 5, "num_single_layers": 20}
 KLEIN |= {"num_attention_heads": 24, "joint_attention_dim": 7680}
 KLEIN_9B = KLEIN | {"num_layers": 8, "num_single_layers": 24}
 KLEIN_9B |= {"num_attention_heads": 32, "joint_attention_dim": 12288}
+# diffusers' scripts convert_sd3_to_diffusers.py and convert_cosmos_to_diffusers.py
+SD3_LARGE = {
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+    "qk_norm": "rms_norm",
+}
+SD3_MEDIUM = SD3_LARGE | {
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "pos_embed_max_size": 384,
+    "dual_attention_layers": tuple(range(13)),
+}
+COSMOS_2B = {"num_attention_heads": 16, "extra_pos_embed_type": None, "rope_scale": (1.0, 4.0, 4.0)}
 RANK = 16
 CARDS = (8, 12, 16, 24, 48, 80)  # GB as they are sold, which are 2**30 bytes
 
@@ -159,8 +183,8 @@ CARDS = (8, 12, 16, 24, 48, 80)  # GB as they are sold, which are 2**30 bytes
 class Published:
     """A published model.
 
-    Its parts are (name of a class, config). The classes are diffusers'; those of text encoders are
-    transformers'.
+    Its parts are (name of a class, config). The classes are diffusers'; those of most text encoders
+    are transformers'.
     """
 
     family: str
@@ -185,6 +209,9 @@ QWEN_VL = ("Qwen2_5_VLForConditionalGeneration", QWEN_VL_7B)
 QWEN3_VL = ("Qwen3VLForConditionalGeneration", QWEN3_VL_8B)
 QWEN3_VL_4B = (QWEN3_VL[0], {"text_config": QWEN3_4B, "vision_config": {"out_hidden_size": 2560}})
 T5 = ("T5EncoderModel", T5_XXL)
+ANIMA_TEXT = (("Qwen3Model", QWEN3_0_6B), ("AnimaTextConditioner", {}))
+SD3_KL = ("AutoencoderKL", FLUX_KL)
+SD3_TEXT = (("CLIPTextModelWithProjection", VIT_L), CLIP_G, T5)
 QWEN_2_1_KL = ("AutoencoderKLQwenImage21", {})
 # To add a family: a line with its published configs. {}: the defaults of diffusers' class. Those of
 # Qwen-Image 2.1 give the sizes of the published files in 16 bits: 14.2 GB, the text encoder 17.5.
@@ -209,6 +236,9 @@ MODELS = {
     ),
     "FLUX.3 klein": Published("flux3", {}, FLUX2_KL, (QWEN3_VL_4B,), 1024, 512),
     "Krea 2": Published("krea2", {}, QWEN_KL, (QWEN3_VL_4B,), 1024, 512),
+    "Stable Diffusion 3.5 Medium": Published("sd3", SD3_MEDIUM, SD3_KL, SD3_TEXT, 1024, 333),
+    "Stable Diffusion 3.5 Large": Published("sd3", SD3_LARGE, SD3_KL, SD3_TEXT, 1024, 333),
+    "Anima": Published("anima", COSMOS_2B, QWEN_KL, ANIMA_TEXT, 1024, 512),
     "Qwen-Image 2.1": Published("qwen-image-2.1", {}, QWEN_2_1_KL, (QWEN3_VL,), 1024, 512),
 }
 
@@ -372,7 +402,48 @@ class Tokens(Family):
         return from_sequence(output.sample, noisy).float()
 
 
+@dataclass
+class Grid(Family):
+    """A transformer that trainers record from its pipeline, and that takes latents as they are.
+
+    further: see `Tokens`. is_video: whether latents have a time, and there is a mask of padding.
+    """
+
+    model: str
+    width: str
+    further: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    is_video: bool = False
+
+    @property
+    def embeds_width(self) -> str:  # type: ignore[override]
+        return self.width
+
+    def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
+        return 3, 16
+
+    def downscale(self, vae: torch.nn.Module) -> int:
+        return 8
+
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        return latents.unsqueeze(2) if self.is_video else latents
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        given = {name: noisy.new_zeros(len(noisy), *shape) for name, shape in self.further}
+        given |= {"timestep": times, "encoder_hidden_states": prompts["prompt_embeds"]}
+        if not self.is_video:
+            return model(noisy, **given).sample.float()
+        sides = [8 * side for side in noisy.shape[2:]]
+        given["padding_mask"] = noisy.new_zeros(1, 1, *sides)
+        return model(noisy.unsqueeze(2), **given).sample.squeeze(2).float()
+
+
 RECORDED = {
+    "sd3": partial(
+        Grid, "SD3Transformer2DModel", "joint_attention_dim", (("pooled_projections", (2048,)),)
+    ),
+    "anima": partial(Grid, "CosmosTransformer3DModel", "text_embed_dim", is_video=True),
     "qwen-image-2.1": QwenImage21,
     "flux": partial(
         Tokens, "FluxTransformer2DModel", further=(("pooled_projections", (768,)), ("guidance", ()))
@@ -405,8 +476,14 @@ def make_vae(model: Published) -> Any:
 
 
 def make_encoders(model: Published) -> list[Any]:
-    classes = [(getattr(transformers, name), config) for name, config in model.encoders]
-    return [kind(kind.config_class(**config)) for kind, config in classes]
+    made = []
+    for name, config in model.encoders:
+        if hasattr(diffusers, name):  # a part of the pipeline that goes on from the text encoder
+            made.append(getattr(diffusers, name)(**config))
+        else:
+            kind = getattr(transformers, name)
+            made.append(kind(kind.config_class(**config)))
+    return made
 
 
 def count_numbers(module: torch.nn.Module) -> int:
@@ -610,9 +687,12 @@ class Blocks:
             # without its graph, so that the block's activations are freed
             result = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), graph)
             del graph
-            new = {x.untyped_storage()._cdata: x.untyped_storage() for x in tree_leaves(result)}
+            tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            new = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
             stays = self.memory.held - before - sum(each.nbytes() for each in new.values())
-            like = tree_map(lambda x: partial(torch.empty, x.shape, dtype=x.dtype), result)
+            like = tree_map_only(
+                torch.Tensor, lambda x: partial(torch.empty, x.shape, dtype=x.dtype), result
+            )
             self.known[key] = like, stays, most, with_graph
         self.largest = max(self.largest, with_graph)
         self.memory.peak = max(peak, before + most)

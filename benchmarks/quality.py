@@ -106,6 +106,14 @@ class Judge:
             module = __import__("diffusers", fromlist=[kind])
             pipeline = getattr(module, kind)(pipeline.unet, pipeline.scheduler)
             pipeline.set_progress_bar_config(disable=True)
+        if demo == TRANSFORMER:  # diffusers' pipeline passes the times of one image and its guide
+            forward = pipeline.transformer.forward
+
+            def forward_all(hidden_states, timestep, **inputs):
+                times = timestep[:1].expand(len(hidden_states))
+                return forward(hidden_states=hidden_states, timestep=times, **inputs)
+
+            pipeline.transformer.forward = forward_all
         drawn = []
         begin = time.perf_counter()
         for start in range(0, cli.num_samples, 64):

@@ -13,18 +13,14 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.models import is_block_matrix, list_parameters
 
 # Options that a resumed run takes from its own flags, if its optimizer has them; all others are
-# restored. Without `fused`, a run saved in bf16 and resumed in fp16 would ignore the scaler.
-FLAGS = ("lr", "betas", "eps", "weight_decay", "fused")
+# restored.
+FLAGS = ("lr", "betas", "eps", "weight_decay")
 
-# (models, the scaler of fp16 or None, flags) -> an optimizer of their trained parameters
-MakeOptimizer: TypeAlias = Callable[
-    [Models, torch.amp.GradScaler | None, Namespace], torch.optim.Optimizer
-]
+# (models, flags) -> an optimizer of their trained parameters
+MakeOptimizer: TypeAlias = Callable[[Models, Namespace], torch.optim.Optimizer]
 
 
-def make_optimizer(
-    models: Models, scaler: torch.amp.GradScaler | None, args: Namespace
-) -> torch.optim.Optimizer:
+def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
     """Make the --optimizer for all trained parameters of {name: model}.
 
     adamw8bit keeps AdamW's two moments in 8 bits (arXiv:2110.02861). adafactor keeps no first
@@ -32,8 +28,6 @@ def make_optimizer(
     only the weight decay of the --adam flags. Its updates are as large as AdamW's, so the learning
     rate means the same: it is not scaled by the size of each weight. With --full_bf16 the backward
     pass takes its steps.
-
-    scaler: the GradScaler of fp16, or None.
     """
     parameters = list_parameters(models)
     shared = {"lr": args.learning_rate, "weight_decay": args.adam_weight_decay}
@@ -59,9 +53,13 @@ def make_optimizer(
                     group.append(weight)
         if not matrices:
             fail("--optimizer muon needs matrices in a transformer's `blocks`: choose another")
-        return MuonAdamW(matrices, others, fused=scaler is None, **shared)
-    if args.optimizer == "adamw":  # fused skips fp16 overflows by itself, unseen by Accelerate
-        return torch.optim.AdamW(parameters, **shared, fused=scaler is None)
+        return MuonAdamW(matrices, others, fused=True, **shared)
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(parameters, **shared, fused=True)
+        # After an fp16 overflow the fused kernel could skip the step by itself, unseen by
+        # Accelerate. With this, the scaler calls no step then, as with any other optimizer.
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
     with explained("--optimizer adamw8bit: bitsandbytes does not work"):
         # imported here, because it is optional
         from bitsandbytes.optim import AdamW8bit

@@ -178,7 +178,7 @@ class Training:
                 shard(model, launch.device)
         if args.gradient_checkpointing:
             checkpoint_gradients(models)
-        self.optimizer = make_optimizer(models, launch.accelerator.scaler, args)
+        self.optimizer = make_optimizer(models, args)
         if run.checkpoint:
             load_checkpoint(
                 launch.accelerator, run.checkpoint, self.saved, self.optimizer, plan.state,

@@ -196,7 +196,7 @@ def largest_batch(
             checkpoint_gradients(trial)
         num_copies = args.use_ema + len(args.posthoc_ema or ()) + (launch.num_processes > 1)
         copies = [start_average(trial) for _ in range(num_copies)]
-        optimizer = accelerator.prepare(make_optimizer(trial, accelerator.scaler, args))
+        optimizer = accelerator.prepare(make_optimizer(trial, args))
         # Without DDP: a process whose memory is full would leave the others waiting.
         for name, model in trial.items():
             trial[name] = accelerator.prepare_model(model, evaluation_mode=True)

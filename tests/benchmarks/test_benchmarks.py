@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from conftest import ROOT, finish, reset, start, weights
+from conftest import PRX, ROOT, finish, make_models, open_pipeline, reset, start, weights
 from PIL import Image
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -291,7 +291,7 @@ def test_memory_counts_match_published_models():
     less = memory.count_held("SDXL", memory.LORA[3])["weights"] - held["weights"]
     assert less == pytest.approx(numbers * (1 - 0.5 - 4 / 64) + 4 * outputs, rel=0.01)
     families = {model.family for model in memory.MODELS.values()}
-    assert families == {*FACTS, "qwen-image-2.1", "flux", "flux3", "krea2"}
+    assert families == {*FACTS, "qwen-image-2.1", "flux", "flux3", "krea2", "sd3", "anima"}
 
 
 @torch.no_grad()
@@ -547,6 +547,29 @@ def test_quality_benchmark_compares_choices(tmp_path, capsys, monkeypatch):
     quality.main(["checkpointing", *toy])
     plain, kept = table(capsys.readouterr().out)
     assert kept[2].startswith("1.50 (") and kept[4].startswith("-200 (") and plain[0] == "without"
+
+
+def test_quality_draws_with_a_transformer_many_digits_at_once(tmp_path, monkeypatch):
+    """Its pipeline in diffusers gives the transformer the times of one image."""
+    torch.manual_seed(0)
+    parts = open_pipeline(make_models(tmp_path)).components
+    transformer = diffusers.PRXTransformer2DModel(**PRX)
+    for weight in transformer.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    parts["vae"].register_to_config(shift_factor=0.0)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    text = parts["text_encoder"], parts["tokenizer"]
+    diffusers.PRXPipeline(transformer, scheduler, *text, parts["vae"]).save_pretrained(
+        tmp_path / "trained"
+    )
+    classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    monkeypatch.setattr(quality, "train_classifier", lambda *data: classifier)
+    judge, found = quality.Judge(), []
+    for number in (1, 3):
+        cli = argparse.Namespace(output_dir=tmp_path, num_samples=number)
+        found.append(judge.draw(quality.TRANSFORMER, "trained", cli, steps=2))
+        assert len(found[-1][0]) == len(found[-1][1]) == number
+    torch.testing.assert_close(found[0][0], found[1][0][:1])
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,15 @@ def test_a_checkpoint_with_a_changed_file_is_refused(tmp_path, save, load, part,
     )
     with pytest.raises(SystemExit, match=sentence):
         load(tmp_path / "out/checkpoint-2")
+
+
+def test_moments_have_no_second_checksum(tmp_path, save):
+    save(2)
+    with zipfile.ZipFile(tmp_path / "out/checkpoint-2/optimizer.bin") as file:
+        assert file.testzip()  # the first file whose checksum is wrong
+    torch.save({"number": torch.ones(9)}, tmp_path / "other.bin")  # other files keep theirs
+    with zipfile.ZipFile(tmp_path / "other.bin") as file:
+        assert not file.testzip()
 
 
 def test_extra_files_in_a_checkpoint_are_ignored(tmp_path, save, load):

@@ -97,7 +97,7 @@ def test_estimated_memory_equals_the_storage_that_torch_holds(base, lora, optimi
     """Counted by storage, so that weights shared with the average count once."""
     model = adapted(base, lora, lora_layers="all") if lora else unet_of(base)
     models, frozen = {"unet": model}, [torch.nn.Linear(3, 5)]
-    averaged, made = start_average(models), make_optimizer(models, None, args(optimizer=optimizer))
+    averaged, made = start_average(models), make_optimizer(models, args(optimizer=optimizer))
     said = count_memory(models, averaged, frozen, 1, optimizer)
     sum(weight.sum() for weight in list_parameters(models)).backward()
     made.step()

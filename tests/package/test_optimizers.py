@@ -1,17 +1,20 @@
 """Optimizers: each resumes from a checkpoint bit for bit, with the resumed run's learning rate."""
 
 import argparse
+import itertools
 
 import pytest
 import torch
-from conftest import copy_state, needs
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from conftest import copy_state, needs, reset
 
 from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
 
 KINDS = ["adamw", pytest.param("adamw8bit", marks=needs("bitsandbytes")), "adafactor"]
 
 
-def make(kind, seed=0, scaler=None, **flags):
+def make(kind, seed=0, **flags):
     """Return ({name: model}, its optimizer).
 
     bitsandbytes keeps 8-bit moments for the weight of 4,900 numbers, full ones for small weights.
@@ -26,7 +29,7 @@ def make(kind, seed=0, scaler=None, **flags):
         "adam_epsilon": 1e-7,
     } | flags
     args = argparse.Namespace(optimizer=kind, adam_weight_decay=0.1, **flags)
-    return models, make_optimizer(models, scaler, args)
+    return models, make_optimizer(models, args)
 
 
 def train(models, optimizer, steps, scale=1.0):
@@ -97,12 +100,27 @@ def test_updates_of_adafactor_are_as_large_as_the_learning_rate():
     torch.testing.assert_close(bias.abs(), torch.full_like(bias, 1e-3))
 
 
-def test_adamw_is_not_fused_with_a_scaler_even_if_saved_so():
-    models, optimizer = make("adamw")
-    train(models, optimizer, range(1))
-    _, other = make("adamw", scaler="one")
-    copy_state(optimizer, other)
-    assert optimizer.param_groups[0]["fused"] and not other.param_groups[0]["fused"]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_overflows_in_fp16_is_left_out_and_noticed(monkeypatch, kind):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    reset()
+    models, optimizer = make(kind)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    Accelerator()  # whose state the wrapped optimizer reads
+    wrapped = AcceleratedOptimizer(optimizer, scaler=scaler)
+    weight = models["unet"][0].weight
+    before, skipped = [weight.clone()], []
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale(factor * weight.square().sum()).backward()
+        wrapped.step()
+        wrapped.zero_grad()
+        before.append(weight.clone())
+        skipped.append(wrapped.step_was_skipped)
+    assert skipped == [False, True, False] and scaler.get_scale() == 4.0
+    equal = [torch.equal(one, other) for one, other in itertools.pairwise(before)]
+    assert equal == skipped
+    assert kind != "adamw" or optimizer.param_groups[0]["fused"]
+    reset()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,13 +135,13 @@ def test_moments_get_the_layout_of_their_parameters(kind):
         optimizer=kind, adam_weight_decay=0.1, learning_rate=1e-2, adam_beta1=0.9
     )
     flags.adam_beta2, flags.adam_epsilon = 0.99, 1e-7
-    optimizer, weight = make_optimizer(models, None, flags), models["unet"][0].weight
+    optimizer, weight = make_optimizer(models, flags), models["unet"][0].weight
     assert weight.is_contiguous() == (kind == "adamw8bit")
     before = weight.stride()
     train(models, optimizer, range(2))
     assert weight.stride() == before
     other = {"unet": torch.nn.Sequential(torch.nn.Conv2d(70, 70, 3), *models["unet"][1:])}
-    copied = make_optimizer(other, None, flags)
+    copied = make_optimizer(other, flags)
     copy_state(optimizer, copied)
     for name, value in copied.state[other["unet"][0].weight].items():
         if torch.is_tensor(value) and value.shape == weight.shape:

@@ -65,6 +65,9 @@ MAKE = {
     "black-forest-labs/flux-3-image-klein-base": tiny_pipelines.BLOCKS["flux3"],
     "krea/Krea-2-Raw": tiny_pipelines.MAKE["krea2"],
     "Qwen/Qwen-Image-2.1": tiny_pipelines.MAKE["qwen_image_2_1"],
+    "stabilityai/stable-diffusion-3.5-medium": tiny_pipelines.MAKE["sd3"],
+    "stabilityai/stable-diffusion-3.5-large": tiny_pipelines.MAKE["sd3"],
+    "circlestone-labs/Anima-Base-v1.0-Diffusers": tiny_pipelines.BLOCKS["anima"],
     "Photoroom/prx-256-t2i": make_sd,
 }
 # Sizes and steps in place of a recipe's
@@ -101,7 +104,8 @@ TITLES = {
     "sd15": "Stable Diffusion 1.5", "sdxl": "SDXL", "z_image": "Z-Image",
     "klein_4b": "FLUX.2 klein 4B", "klein_9b": "FLUX.2 klein 9B", "qwen_image": "Qwen-Image",
     "qwen_image_2_1": "Qwen-Image 2.1", "flux1_dev": "FLUX.1-dev", "flux3_klein": "FLUX.3 klein",
-    "krea2": "Krea 2",
+    "krea2": "Krea 2", "sd35_medium": "Stable Diffusion 3.5 Medium",
+    "sd35_large": "Stable Diffusion 3.5 Large", "anima": "Anima",
 }  # fmt: skip
 
 
@@ -131,7 +135,7 @@ def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
     table = lora if kind == "lora" else whole
     # weights in bfloat16, as of a LoRA's base
     kept = "LoRA, " if kind == "lora" or "full bf16" in label else "whole, "
-    column = kept + ("GC" if "GC" in label else "bf16")
+    column = kept + ("GC" if "GC" in label or "swap" in label else "bf16")
     images = int(find_flag(words, "--train_batch_size"))
     if model.endswith("_edit"):  # a reference takes at most as much as an image
         model, images = model.removesuffix("_edit"), 2 * images
@@ -200,7 +204,9 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
             make_references(tmp_path / "photos")
             tiny_pipelines.make_small(monkeypatch)
             flags += ["--resolution=64", "--validation_images", "photos/0.control.png"]
-        if "2_1" in name:  # sides are multiples of 32 pixels
+        if "anima" in name:  # sides are multiples of 16 pixels
+            flags += ["--bucket_step=16"]
+        if "2_1" in name:  # of 32
             flags += ["--resolution=64", "--bucket_step=32"]
     if "--transformer_config_name_or_path" in words:
         flags += [f"--transformer_config_name_or_path={make_prx(tmp_path / 'prx')}"]

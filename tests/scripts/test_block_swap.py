@@ -18,6 +18,8 @@ from conftest import (
 )
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file
+from test_edits import MAKE as MAKE_EDITING
+from test_edits import SIDE, make_pairs
 
 from diffusion_training.models import copy_trained, put_on_device, start_average
 from diffusion_training.training import block_swap, denoiser, quantization
@@ -42,7 +44,8 @@ OWN = {
     "qwen-image": make_qwen_image,
 }
 BLOCKS = {name: make for name, make in tiny_pipelines.BLOCKS.items() if "distilled" not in name}
-MAKE = OWN | tiny_pipelines.MAKE | BLOCKS  # a distilled one is refused
+EDITS = {f"edits of {name}": make for name, make in MAKE_EDITING.items()}
+MAKE = OWN | tiny_pipelines.MAKE | BLOCKS | EDITS  # a distilled one is refused
 SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32}
 KINDS = {"float32": [], "bf16": ["--mixed_precision=bf16"]}
 KINDS["int8"] = ["--mixed_precision=bf16", "--base_precision=int8"]
@@ -58,8 +61,12 @@ def bases(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             base = [f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"]
             base += [f"--model_family={name}"] * (name in ("z-image", "flux2-klein", "qwen-image"))
-            make_captioned(folder / "images", 7)
-            data = [f"--train_data_dir={folder / 'images'}", f"--resolution={SIDES.get(name, 16)}"]
+            if name in EDITS:
+                make_pairs(folder / "images", 7)
+            else:
+                make_captioned(folder / "images", 7)
+            side = SIDE if name in EDITS else SIDES.get(name, 16)
+            data = [f"--train_data_dir={folder / 'images'}", f"--resolution={side}"]
             data += ["--center_crop", "--dataloader_num_workers=0"]
             precompute(*base, *data, f"--output_dir={folder / 'cache'}")
             trainer = TEXT if name in ("sd", "sdxl") else FLOW
@@ -125,8 +132,10 @@ def test_a_killed_run_with_swapped_blocks_ends_with_the_same_lora(
     tmp_path, monkeypatch, bases, most, name, kind, num_processes
 ):
     monkeypatch.setattr(quantization, "BLOCK", 8)  # so that layers of tiny models are quantized
+    tiny_pipelines.make_small(monkeypatch)  # references of edits
     trainer, base = bases(name)
     flags = list_flags(trainer, base, *KINDS[kind], "--lora_layers=all", "--lora_dropout=0.1")
+    flags += ["--caption_dropout=0"] * (name in EDITS)
     trainer.fork(*flags, f"--output_dir={tmp_path / 'plain'}", num_processes=num_processes)
     flags += ["--blocks_to_swap=all", "--resume_from_checkpoint=latest"]
     said = trainer.kill_after_checkpoint(tmp_path / "swapped", *flags, num_processes=num_processes)

@@ -47,7 +47,7 @@ def make(dtype=BF16, seed=0, full_bf16=True):
     models = {"unet": torch.nn.Sequential(*parts).to(dtype)}
     flags = {"optimizer": "adafactor", "learning_rate": 1e-2, "adam_weight_decay": 0.1}
     args = argparse.Namespace(**flags, seed=seed, full_bf16=full_bf16)
-    return models, make_optimizer(models, None, args)
+    return models, make_optimizer(models, args)
 
 
 def train(models, optimizer, steps):

@@ -29,7 +29,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_ones_own_is_scheduled_and_resumed_to_the_same_bits(tmp_path, monkeypatch):
-    make = lambda models, scaler, args: Lion(list_parameters(models), args.learning_rate)
+    make = lambda models, args: Lion(list_parameters(models), args.learning_rate)
     monkeypatch.setattr(train.module, "make_optimizer", make)
     flags = ["--train_batch_size=16", "--max_train_steps=4", "--checkpointing_steps=2"]
     flags += ["--lr_scheduler=linear", "--lr_warmup_steps=0", "--ddpm_num_inference_steps=1"]

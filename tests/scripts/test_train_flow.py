@@ -690,7 +690,7 @@ def test_muon_trains_block_matrices_and_adamw_the_rest(tmp_path, cached):
     args = script.parse_args([*cached, "--optimizer=muon", "--adam_weight_decay=0.1"])
     torch.manual_seed(1)
     model = PRXTransformer2DModel(**PRX)
-    optimizer = make_optimizer({"transformer": model}, None, args)
+    optimizer = make_optimizer({"transformer": model}, args)
     muon, adamw = [{id(weight) for weight in group["params"]} for group in optimizer.param_groups]
     for name, weight in model.named_parameters():
         assert id(weight) in (

@@ -9,6 +9,7 @@ has a row for it), and --shard, because fully_shard sets a parameter's data from
 tensor (`Attempted to call variable.set_data(tensor)`).
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -28,10 +29,13 @@ from conftest import (
     make_clip,
     make_dino,
     make_images,
+    make_klein,
     make_models,
     make_prx,
+    make_qwen_image,
     make_sdxl,
     make_unet_config,
+    make_z_image,
     reset,
     start,
 )
@@ -297,7 +301,6 @@ def list_full_bf16(folder):
 
 
 def list_nf4(folder):
-    pytest.importorskip("bitsandbytes")
     base = make_models(folder)
     config = UNet2DConditionModel.load_config(base / "unet") | {"block_out_channels": [64, 64]}
     unet = UNet2DConditionModel.from_config(config | {"attention_head_dim": 16})
@@ -305,6 +308,37 @@ def list_nf4(folder):
     base = [f"--pretrained_model_name_or_path={base}"]
     flags = [*base, *describe_images(folder), *STEPS, *LORA, *PRIOR, "--base_precision=nf4"]
     return {"lora": Run(TEXT, flags)}
+
+
+def list_kinds(folder):
+    """A run of each kind of model, mostly a LoRA from a cache, as people train it."""
+    data = describe_images(folder)
+    copied = {("copy from the CPU", "predict"): 1}  # see `wait_for_length` and `list_recorded`
+    make_prx(folder / "prx-config")
+    in_prx = [
+        f"--transformer_config_name_or_path={folder / 'prx-config'}",
+        "--mixed_precision=bf16",
+    ]
+    kinds = {
+        "stable diffusion": (make_models, TEXT, [*BF16, "--use_ema"], {}),
+        "sdxl": (make_sdxl, TEXT, LORA, {}),
+        "prx": (None, FLOW, [*in_prx, "--optimizer=muon", "--caption_dropout=0.3"], {}),
+        "z-image": (make_z_image, FLOW, LORA, {}),
+        "flux2-klein": (make_klein, FLOW, LORA, {}),
+        "qwen-image": (make_qwen_image, FLOW, [*LORA, "--gradient_checkpointing"], copied),
+        "chroma": (tiny_pipelines.MAKE["chroma"], FLOW, LORA, copied),
+    }
+    runs = {}
+    for name, (make, script, flags, known) in kinds.items():
+        source = make(folder / "models" / name) if make else MODELS
+        base = [f"--pretrained_model_name_or_path={source}", *["--model_family=prx"] * (not make)]
+        cache = folder / "caches" / name
+        Script(PRECOMPUTE)(*base, *data, f"--output_dir={cache}")
+        runs[name] = Run(script, [*base, *STEPS, *flags, f"--latents_dir={cache}"], known)
+    if importlib.util.find_spec("bitsandbytes"):
+        (folder / "nf4-base").mkdir()
+        runs["nf4"] = list_nf4(folder / "nf4-base")["lora"]._replace(known={})
+    return runs
 
 
 # -------------------------------------------------------------------------------------------------
@@ -413,17 +447,16 @@ def find_products(products, left_out=IN_FLOAT32):
 
 QUICK = {"unconditional": list_unconditional}
 SLOW = {  # marked `ci`
-    "prx": list_prx,
     "searches": list_searches,
     "block swap": list_swapped,
     "full bf16": list_full_bf16,
     "twins": list_twins,
 }
 SLOWER = {  # marked `long`
+    "prx": list_prx,
     "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
     "sdxl": list_sdxl,
     "stable diffusion": list_stable_diffusion,
-    "nf4": list_nf4,
     "recorded": list_recorded,
     "z-image": list_family("z-image", "z_image"),
     "flux2-klein": list_family("flux2-klein", "flux2"),
@@ -458,6 +491,19 @@ def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
             for steps, operator, path, line, _, count in waits
         )
         assert found == [known] * len(found), f"{run}:\n{lines}"
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_no_kind_of_model_mixes_devices_or_waits_in_a_steady_step(tmp_path):
+    """All runs share a process. It asks for no file of ours, so any code may train a kind."""
+    runs = list_kinds(tmp_path)
+    for run, (waits, products) in run_all(runs, tmp_path).items():
+        assert find_products(products).keys() == {"bfloat16"}, run
+        for step in (2, 3):
+            found = Counter()
+            for (operator, _, function), count in count_waits(waits, step).items():
+                found[operator, function] += count
+            assert found == runs[run].known, (run, waits)
 
 
 @pytest.mark.long
