@@ -41,6 +41,7 @@ except ModuleNotFoundError:
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -49,6 +50,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict
 
@@ -144,7 +146,7 @@ from diffusion_training.latents.encoders import (
     place_encoders,
     try_encoders,
 )
-from diffusion_training.latents.passes import LatentRows, try_batch_sizes, write_each
+from diffusion_training.latents.passes import LatentRows, try_batch_sizes
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
 from diffusion_training.latents.published import check_published, open_published, read_row
 from diffusion_training.launch import Meeting, accelerator_options, make_launch
@@ -560,30 +562,24 @@ def find_missing(
     return missing
 
 
-def write_shards(
+def write_each(
+    writing: Callable[[Any], AbstractContextManager[tuple[dict[str, Any], Callable[..., None]]]],
+    paths: dict[int, Any],
     encoded: Iterable[LatentRows],
-    missing: dict[int, dict[int, Path]],
-    caches: list[PlannedCache],
-    skipped: list[int],
-    count_rows: Callable[[int], int],
-    max_skipped: float,
-) -> None:
-    """Write the shards, and stop if too many rows are skipped.
+) -> dict[int, dict[str, Any]]:
+    """Write the rows of one shard, for each cache into its own file. Returns the shards' records.
 
-    skipped: how many were skipped so far, per cache. count_rows(shard): how many rows are known
-    after a shard.
+    A shard is an Arrow stream, which `datasets` opens. It gets its name when it is complete.
+
+    writing: `writing_shard`, or on Ray `writing_shard_to`.
+    paths: {index of the cache: file}.
     """
-    per_shard = caches[0].rows_per_shard
-    for shard, rows in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
-        # a stream may have more shards than were known at the start
-        new = {0: Path(caches[0].output_dir) / name_shard(shard, caches[0].settings)}
-        records = write_each(writing_shard, missing.get(shard, new), rows)
-        num_rows = count_rows(shard)
-        for index, record in records.items():
-            new_skipped = record["skipped"]
-            skipped[index] += len(new_skipped)
-            check_skipped(skipped[index], (new_skipped or [None])[-1], num_rows, max_skipped)
-        end_if_stopped()
+    with contextlib.ExitStack() as stack:
+        shards = {cache: stack.enter_context(writing(path)) for cache, path in paths.items()}
+        for item in encoded:
+            _, write = shards[item.cache]
+            write(item)
+    return {cache: record for cache, (record, _) in shards.items()}
 
 
 def finish(
@@ -729,10 +725,17 @@ def main(args: Namespace) -> None:
         for each in opened
     ]
 
-    def count_rows(shard: int) -> int:
-        return stream.save_position(shard, rank) if stream else num_rows
-
-    write_shards(encoded, missing, caches, skipped, count_rows, args.max_skipped)
+    for number, of_shard in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
+        # a stream may have more shards than were known at the start
+        new = {0: Path(caches[0].output_dir) / name_shard(number, caches[0].settings)}
+        records = write_each(writing_shard, missing.get(number, new), of_shard)
+        if stream:  # its rows are counted as they come
+            num_rows = stream.save_position(number, rank)
+        for index, record in records.items():
+            skipped[index] += len(record["skipped"])
+            last = record["skipped"][-1] if record["skipped"] else None
+            check_skipped(skipped[index], last, num_rows, args.max_skipped)
+        end_if_stopped()
     batches.close()
     progress_bar.close()
 

@@ -178,13 +178,13 @@ from diffusion_training.latents.cache import (
 )
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
-from diffusion_training.latents.passes import LatentRows, try_batch_sizes, write_each
+from diffusion_training.latents.passes import LatentRows, try_batch_sizes
 from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import move
 from diffusion_training.models import EXACT
 from diffusion_training.remote import reading, remove
-from precompute_latents import TransformedRows, describe_encoders, encode, encode_all
+from precompute_latents import TransformedRows, describe_encoders, encode, encode_all, write_each
 
 try:
     import ray

@@ -1,8 +1,6 @@
 """One pass over the source for several caches, one per --resolution, each as if made alone."""
 
-import contextlib
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,24 +22,6 @@ class LatentRows(NamedTuple):
     rows: pa.RecordBatch  # the rows that could be used
     skipped: list[dict[str, Any]]  # {"row", "key", "reason"} of the others
     counts: dict[str, int]  # {"encoded_again", "captions_cut"}
-
-
-def write_each(
-    writing: Callable[[Any], AbstractContextManager[tuple[dict[str, Any], Callable[..., None]]]],
-    paths: dict[int, Any],
-    encoded: Iterable[LatentRows],
-) -> dict[int, dict[str, Any]]:
-    """Write the encoded rows of each cache into its own file. Return the records.
-
-    writing: `writing_shard` or `writing_shard_to`.
-    paths: {index of the cache: file}.
-    """
-    with contextlib.ExitStack() as stack:
-        files = {cache: stack.enter_context(writing(path)) for cache, path in paths.items()}
-        for item in encoded:
-            _, add = files[item.cache]
-            add(item)
-    return {cache: record for cache, (record, _) in files.items()}
 
 
 def try_batch_sizes(

@@ -119,7 +119,7 @@ def add_optimization_flags(
         type=number(1, 10**5, int, "auto"),
         default=16,
         help="images that each process (GPU) computes at once; auto finds the largest number that "
-        "fits",
+        "fits; with --total_batch_size, at most its share of a step",
     )
     add(
         "--total_batch_size",
@@ -385,6 +385,10 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     The parser has already checked the bounds of numbers.
     """
     check_stream_args(parser, args)
+    if args.total_batch_size and args.gradient_accumulation_steps > 1:
+        parser.error(
+            "--total_batch_size sets --gradient_accumulation_steps itself: remove one of them"
+        )
     if args.lr_scheduler == "piecewise_constant":
         try:  # parses them as diffusers does
             *rules, last = (args.lr_step_rules or "").split(",")

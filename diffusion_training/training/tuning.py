@@ -131,6 +131,7 @@ def choose_batch_size(
     """Return (--train_batch_size, --gradient_accumulation_steps).
 
     auto becomes the result of `largest_batch`, or the size in `before`, a checkpoint's settings.
+    With --total_batch_size, no process computes more images at once than its share of a step.
     """
     total = args.total_batch_size
     num_processes = launch.num_processes
@@ -147,6 +148,7 @@ def choose_batch_size(
             fits = largest_batch(launch, models, objective, train_step, batch, most, args)
         batch_size = next(n for n in range(fits, 0, -1) if not total or per_process % n == 0)
     if total:
+        batch_size = min(batch_size, per_process or 1)
         if accumulation_steps != 1:
             fail(
                 "--total_batch_size sets --gradient_accumulation_steps itself: remove one of them, "

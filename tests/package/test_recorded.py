@@ -394,6 +394,56 @@ def test_captions_that_do_not_fit_the_denoiser_end_in_a_sentence(own):
         Recorded(family.index, family.configs, findings=findings).try_model(model, 64)
 
 
+def list_places(node, place=()):
+    """The keys that lead to each value of nested lists and dicts."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items if isinstance(node, dict | list) else ():
+        yield (*place, key)
+        yield from list_places(value, (*place, key)) if isinstance(value, dict | list) else ()
+
+
+def test_changed_findings_of_a_file_are_refused():
+    """Except for a plain value in place of a tensor, which `encode_empty` notices."""
+    part = {"column": "prompt_embeds", "of": "caption", "dtype": "float32", "shape": [9, 4]}
+    part |= {"typical": 0.0, "axis": 0, "is_ragged": True}
+    pooled = part | {"column": "prompt_1", "shape": [4], "is_ragged": False}
+    mask = {"mask": "int64", "of": "caption"}
+    results = [[part, mask, 7], [part | {"of": "empty"}, pooled, None]]
+    written = {
+        "off": {"true_cfg_scale": 1.0, "guidance_scale": 0.0},
+        "structure": [part, mask, [pooled, None]],
+        "parts": [part, pooled],
+        "guided": {"name": "true_cfg_scale", "results": results, "from_zero": False},
+        "own": {"use_pe": False},
+        "references": {"count": 1, "are_needed": False, "are_read": True},
+        "max_sequence_length": 9,
+    }
+    recorded_captions.check_findings(written)
+    number = 0
+    for place in list_places(written):
+        for value in (None, True, -1, "", "x", [1], {}, {"a": 1}):
+            findings = json.loads(json.dumps(written))
+            node = findings
+            for key in place[:-1]:
+                node = node[key]
+            before = node[place[-1]]
+            node[place[-1]] = value
+            is_node = place[0] in ("structure", "guided") and isinstance(place[-1], int)
+            is_node = is_node or place[-1] in ("structure", "results")
+            may_be_plain = is_node and "shape" not in place and not isinstance(value, dict)
+            may_be_none = place in (("guided",), ("references",), ("own",)) and not value
+            is_free = place == ("max_sequence_length",) or (
+                place[0] == "references" and type(value) is type(before) is bool
+            )
+            if before == value or may_be_plain or may_be_none or is_free:
+                continue
+            number += 1
+            with pytest.raises(Exception):  # noqa: B017  any: `open_data` explains it
+                recorded_captions.check_findings(findings)
+                pytest.fail(f"{place} = {value!r} was taken")
+    assert number > 300
+
+
 def test_a_denoiser_that_is_always_guided_is_refused(own, monkeypatch):
     monkeypatch.setattr(recorded_captions, "is_guided", lambda run: True)
     with pytest.raises(SystemExit, match="here: its denoiser is always called with guid"):

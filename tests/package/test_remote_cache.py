@@ -8,7 +8,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from test_cache import encode_rows, make_args, make_cache, open_cache
 
 from diffusion_training.cluster import remote_cache as module
-from diffusion_training.latents.passes import write_each
+from precompute_latents import write_each
 
 
 @pytest.fixture(params=["disk", "address"])

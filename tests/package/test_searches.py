@@ -231,13 +231,14 @@ def test_total_batch_size_sets_accumulation_and_a_found_size_is_kept(capsys):
     assert choose("auto", None, 3)[0] == (5, 3)
     assert choose("auto", 8)[0] == (4, 2)  # 5 fit; 4 is the largest that divides 8
     assert choose(2, 8)[0] == (2, 4) and choose(2, 8, num_processes=2)[0] == (2, 2)
+    # a recipe with 2 images at once, and a step of 4, on four GPUs
+    assert choose(2, 4, num_processes=4)[0] == (1, 1) and choose(16, 8)[0] == (8, 1)
     found, device = choose("auto", 8, before={"train_batch_size": 2})
     assert found == (2, 4) and device.tried == []  # a resumed run keeps its batch size
-    for wrong in ((2, 9), (16, 8)):
-        with pytest.raises(
-            SystemExit, match=f"--total_batch_size {wrong[1]} is not a multiple of --train"
-        ):
-            choose(*wrong)
+    with pytest.raises(SystemExit, match="--total_batch_size 9 is not a multiple of --train"):
+        choose(2, 9)
+    with pytest.raises(SystemExit, match="multiple of --train_batch_size 1 x 4 processes: choose"):
+        choose(2, 2, num_processes=4)
     with pytest.raises(SystemExit, match="multiple of --train_batch_size 2 x 2 processes: choose"):
         choose(2, 6, num_processes=2)
     with pytest.raises(

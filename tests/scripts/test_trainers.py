@@ -308,6 +308,8 @@ REFUSED = {  # flags: words of the sentence
     "all": {
         "--train_data_dir=nowhere": "--train_data_dir nowhere is not a folder",
         "--dataset_name=a --train_data_dir=.": "--dataset_name and --train_data_dir can't be",
+        f"{IMAGES} --total_batch_size=8 --gradient_accumulation_steps=2": "remove one of them",
+        "--xformers": "PyTorch's fused attention is used",
     },
     "unconditional": {
         "--resolution=0": "argument --resolution: 0 is not between 2 and 16384",

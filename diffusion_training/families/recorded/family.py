@@ -32,6 +32,7 @@ from diffusion_training.families.recorded.calls import DenoiserCalls, find_diffe
 from diffusion_training.families.recorded.findings import (
     IMAGE_ARGUMENTS,
     TextParts,
+    check_findings,
     describe_captions,
     probe_readers,
     probe_references,
@@ -67,6 +68,8 @@ from diffusion_training.families.recorded.text_tensors import (
     CaptionBytes,
     decode_texts,
     exactly,
+    list_tensors,
+    pair_parts,
     plain,
     rebuild_results,
     stack_rows,
@@ -268,8 +271,9 @@ class Recorded(Family):
         Raises an error if the pipeline can't be called with them.
         """
         findings = settings["recorded"]
+        check_findings(findings)
         found = Recorded(self.index, self.configs, self.embedded_guidance_scale, findings)
-        _ = found.own_calls, found.guided, dict(findings["own"])
+        _ = found.own_calls
         return found
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
@@ -298,6 +302,8 @@ class Recorded(Family):
             asked = turn_on(self.findings["off"], guided["name"])
             results = parts.record([SHORT], asked, "denoiser", images).encoded
             for structure, result in zip(guided["results"], results, strict=True):
+                if len(pair_parts(structure, plain(result))) != len(list_tensors(result)):
+                    raise ValueError("a value of encode_prompt has become a tensor, or none")
                 rows |= take_rows(structure, plain(result), of="empty")
         return cast(Prompts, stack_rows(self.findings["parts"], [rows]))
 

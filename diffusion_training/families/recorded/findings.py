@@ -259,6 +259,48 @@ def describe_captions(
     return findings | parts.options
 
 
+def check_findings(findings: dict[str, Any]) -> None:
+    """Raise an error if findings from a file are not as `describe_captions` returns them."""
+    parts, guided = findings["parts"], findings["guided"]
+    used: list[TextTensor] = []
+    check_structure(findings["structure"], parts, ("caption",), used)
+    if any(part not in used or used.count(part) > 1 for part in parts):
+        raise ValueError("its parts are not those of its structure")
+    off = findings["off"]
+    if not off.keys() <= {*GUIDANCE} or any(type(value) is not float for value in off.values()):
+        raise ValueError(f"guidance is turned off by {off}")
+    if not findings["own"].items() <= SWITCHED_OFF.items():
+        raise ValueError(f"the pipeline is called with {findings['own']}")
+    if guided is not None:
+        if guided["from_zero"] is not (off[guided["name"]] == 0):
+            raise ValueError(f"guidance is turned on by {guided}")
+        check_structure(guided["results"], parts, ("caption", "empty"), used)
+    if about := findings.get("references"):
+        are_flags = all(type(about[name]) is bool for name in ("are_needed", "are_read"))
+        if not are_flags or type(about["count"]) is not int or about["count"] < 1:
+            raise ValueError(f"its references are {about}")
+
+
+def check_structure(
+    node: Any, parts: list[TextTensor], sources: tuple[str, ...], used: list[TextTensor]
+) -> None:
+    """Raise an error if the structure of results has other parts than `parts`. Adds them to `used`.
+
+    sources: what its parts may be `of`.
+    """
+    if isinstance(node, list):
+        for each in node:
+            check_structure(each, parts, sources, used)
+    elif isinstance(node, dict):
+        dtype = getattr(torch, node["mask" if "mask" in node else "dtype"])
+        part = {**node, "of": "caption"}
+        is_known = "mask" in node or part in parts
+        if node["of"] not in sources or not is_known or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"its structure has an unknown part: {node}")
+        if "mask" not in node:
+            used.append(part)
+
+
 def record_together(parts: TextParts, off: dict[str, Any], captions: list[str]) -> Any:
     """The results of captions that are encoded together, or, beside references, alone."""
     if parts.images:
