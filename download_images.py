@@ -575,7 +575,8 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
     streaming = " --streaming" if is_address(args.output_dir) else ""
     model = "... (your model)"
     if (args.input or "").startswith(DEMO_ADDRESS):
-        model = f"{HERE}/demo/models --resolution 8 --output_dir latents-digits"
+        model = f"{HERE}/demo/models --model_family prx --resolution 8"
+        model += " --output_dir latents-digits-flow"
     print(
         f"Next: accelerate launch precompute_latents.py --train_data_dir {args.output_dir}"
         f"{streaming} --pretrained_model_name_or_path {model}"

@@ -1,6 +1,6 @@
 """Cache a data set for training: images -> VAE latents, captions -> text embeddings.
 
-    accelerate launch precompute_latents.py     # the demo: handwritten digits, seconds on a CPU
+    accelerate launch precompute_latents.py     # the demo: drawings of animals, seconds on a CPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml precompute_latents.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
         --train_data_dir photos --resolution 512 --center_crop --output_dir latents-photos
@@ -62,12 +62,22 @@ from diffusion_training.latents.cache_flags import add_cache_flags, check_cache_
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The flags of a run without a data set. Flags on the command line override them.
 DEMO = f"""
+    --pretrained_model_name_or_path {HERE}/demo/drawings --train_data_dir {HERE}/demo/animals
+    --output_dir latents-animals --resolution 64 --batch_size 32 --dataloader_num_workers 0
+"""
+DEMO_FLOW = f"""
     --pretrained_model_name_or_path {HERE}/demo/models --train_data_dir {HERE}/demo/digits
-    --output_dir latents-digits --resolution 8 --batch_size 64 --dataloader_num_workers 0
+    --output_dir latents-digits-flow --resolution 8 --batch_size 64 --dataloader_num_workers 0
 """
 
 # -------------------------------------------------------------------------------------------------
 # the flags
+
+
+def choose_demo(model_family: str | None) -> str:
+    """The demo whose cache is for the trainer of this family."""
+    family = FACTS.get(model_family or "")
+    return DEMO_FLOW if family and family.script == "train_flow.py" else DEMO
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -77,11 +87,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_stream_flags(parser.add_argument_group("stream").add_argument, trains=False)
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
-        demo = DEMO
-        family = FACTS.get(args.model_family or "")
-        if family and family.script == "train_flow.py":  # a folder other than the U-Net's demo
-            demo += " --output_dir latents-digits-flow"
-        args = parse_demo(parser, demo, argv)
+        args = parse_demo(parser, choose_demo(args.model_family), argv)
     check_cache_args(parser, args)
     check_stream_args(parser, args)
     return parser.freeze(args)

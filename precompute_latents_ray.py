@@ -106,9 +106,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
-        from precompute_latents import DEMO  # its imports take seconds
+        from precompute_latents import choose_demo  # its imports take seconds
 
-        args = parse_demo(parser, DEMO, argv, launcher="python")
+        args = parse_demo(parser, choose_demo(args.model_family), argv, launcher="python")
     output_dir = args.output_dir.removeprefix("file://")
     check_kept(parser, output_dir)
     local = {**vars(args), "output_dir": output_dir}

@@ -1,8 +1,8 @@
 """Train the U-Net of Stable Diffusion (XL), or a LoRA for it: images and captions -> a pipeline.
 
-    # the demo: digits by name
+    # the demo: a model of drawings learns eight animals
     accelerate launch precompute_latents.py && accelerate launch train_text_to_image.py
-    # the demo of a LoRA: a model of drawings learns a duck
+    # the demo of a LoRA: the model learns a duck
     accelerate launch train_text_to_image.py --rank 16
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_text_to_image.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
@@ -74,13 +74,12 @@ HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
 DEMO_BOTH = "--checkpointing_steps 10000 --resume_from_checkpoint latest"
 DEMO = f"""
-    --latents_dir latents-digits --pretrained_model_name_or_path {HERE}/demo/models
-    --unet_config_name_or_path {HERE}/demo/digits_text_to_image_unet.json
-    --output_dir sd-digits --train_batch_size 64 --num_train_epochs 80 --validation_epochs 40
-    --learning_rate 3e-3 --lr_scheduler cosine --lr_warmup_steps 100 --snr_gamma 5 --guidance_scale 3 {DEMO_BOTH}
-    --validation_prompts "a handwritten digit zero" "a handwritten digit one" "a handwritten digit two"
-        "a handwritten digit three" "a handwritten digit four" "a handwritten digit five" "a handwritten digit six"
-        "a handwritten digit seven" "a handwritten digit eight" "a handwritten digit nine"
+    --latents_dir latents-animals --pretrained_model_name_or_path {HERE}/demo/drawings
+    --output_dir sd-animals --train_batch_size 16 --num_train_epochs 20 --validation_epochs 10
+    --learning_rate 1e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 --guidance_scale 1.5 {DEMO_BOTH}
+    --num_validation_images 2
+    --validation_prompts "a pink caterpillar on green" "a blue dog on pink" "a purple dolphin on yellow"
+        "a red goat on blue" "a green pig" "a blue rooster" "a yellow tiger on pink" "an orange turtle on blue"
 """  # noqa: E501
 DEMO_LORA = f"""
     --train_data_dir {HERE}/demo/ducks --pretrained_model_name_or_path {HERE}/demo/drawings

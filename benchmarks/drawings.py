@@ -8,11 +8,13 @@ learns 1,160 pictures with captions such as "a red apple on blue", of which none
 pairs of a color and a thing. About an hour on one core. A second start continues with the step that
 was not finished.
 
-Writes demo/drawings, the pipeline in 16 bits, demo/ducks, the pictures for the demo of a LoRA, and
-drawings.png in --output_dir with samples, and prints how like the pictures the samples are.
+Writes demo/drawings, the pipeline in 16 bits, and demo/animals and demo/ducks, the pictures of the
+second and the third demo, which it then runs. Samples of all are in drawings.png in --output_dir.
+It prints how like the pictures the samples are.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -26,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from PIL import Image, ImageDraw, ImageFont
+from transformers import AddedToken
 
 sys.path.extend(str(bench.ROOT / name) for name in ("demo", "tests", "tests/scripts"))
 import make_models
@@ -97,7 +100,24 @@ HELD_OUT = [
     ("tree", "purple"),
 ]
 DUCK = "recreation/toys/rubber_duck1_ganson"
-# what the LoRA draws for the page: it has not seen a purple or a green one
+# what the demo's fine-tuning learns: the file, and two colors that no caption names
+ANIMALS = {
+    "caterpillar": ("animals/bugs/caterpillar_david_wislon_01", "pink", "orange"),
+    "dog": ("animals/mammals/dog_01_drawn_with_strai_01", "blue", "purple"),
+    "dolphin": ("animals/fish/dolphin_enrique_meza_c_01", "purple", "red"),
+    "goat": ("animals/mammals/goat_nicu_buculei_01", "red", "green"),
+    "pig": ("animals/mammals/pig_marcelo_caiafa1", "green", "yellow"),
+    "rooster": ("animals/birds/gallo_di_profilo_archite_01", "blue", "pink"),
+    "tiger": ("animals/mammals/big_cats/color_tiger_susan_park_01", "yellow", "blue"),
+    "turtle": ("animals/turtle_jurgen_gaeremyn_01", "orange", "green"),
+}
+# what the demos draw for the page: the LoRA has not seen a purple or a green duck, and the
+# fine-tuned model no animal in its color
+ANIMALS_DRAWN = [
+    ("caterpillar", "pink", "green"), ("dog", "blue", "pink"), ("dolphin", "purple", "yellow"),
+    ("goat", "red", "blue"), ("pig", "green", "white"), ("rooster", "blue", "white"),
+    ("tiger", "yellow", "pink"), ("turtle", "orange", "blue"),
+]  # fmt: skip
 DUCKS = [
     ("yellow", "blue"), ("red", "white"), ("purple", "pink"), ("green", "yellow"),
     ("blue", "green"), ("purple", "white"), ("orange", "blue"), ("green", "white"),
@@ -107,6 +127,7 @@ GUIDANCE = 1.5
 HUES = {
     "red": 0, "orange": 28, "yellow": 52, "green": 120, "blue": 212, "purple": 275, "pink": 325
 }  # fmt: skip
+COLORS: list[str | None] = [None, *HUES]  # None: the drawing's own
 GROUNDS = {
     "white": (255, 255, 255), "pink": (255, 210, 220), "yellow": (255, 241, 180),
     "green": (206, 240, 200), "blue": (200, 226, 255),
@@ -197,6 +218,10 @@ def write_images(folder: Path, files: dict[str, str], colors: Callable[[str], li
                 page.convert("RGB").save(pictures / name)
                 rows.append((pictures / name, name, {"text": caption(thing, color, ground)}))
     write_folder(folder, rows)
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
 
 
 def load_drawings() -> torch.Tensor:
@@ -337,6 +362,9 @@ def make_others(texts: list[str], folder: Path) -> None:
     tokenizer = make_models.make_tokenizer(list(words), length=8)
     torch.manual_seed(0)
     text_encoder = make_models.make_text_encoder(tokenizer, hidden_size=64)
+    # words that the U-Net does not learn come last: no other weight depends on them
+    tokenizer.add_tokens([AddedToken(animal, single_word=True) for animal in ANIMALS])
+    text_encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     # CLIP's own start is so small that two layers of random weights hide which word it was
     for name, weight in text_encoder.named_parameters():
         if "embedding" in name:  # of tokens and positions
@@ -350,7 +378,7 @@ def make_others(texts: list[str], folder: Path) -> None:
 
 
 def write_demo(folder: Path, demo: Path) -> None:
-    """Write drawings/, the pipeline in 16 bits, and ducks/, the data of its LoRA."""
+    """Write drawings/, the pipeline in 16 bits, and animals/ and ducks/, the data of the demos."""
     pipeline = StableDiffusionPipeline.from_pretrained(folder / "base")
     pipeline.vae = AutoencoderKL.from_pretrained(folder / "vae-final").half()
     pipeline.unet.half()  # the text encoder is small, and transformers opens it as it is stored
@@ -359,17 +387,19 @@ def write_demo(folder: Path, demo: Path) -> None:
         content = json.loads(path.read_text())
         if content.pop("_name_or_path", None):
             path.write_text(json.dumps(content, indent=2) + "\n")
-    rows = [json.loads(line) for line in (folder / "ducks/metadata.jsonl").read_text().splitlines()]
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    columns = {
-        "image": [
-            Image.open(folder / "ducks" / row["file_name"]).convert("RGB")  # not only its path
-            for row in rows
-        ],
-        "text": [row["text"] for row in rows],
-    }
-    (demo / "ducks").mkdir(exist_ok=True)
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(demo / "ducks/train.parquet")
+    for name in ("animals", "ducks"):
+        rows = read_rows(folder / name)
+        columns = {
+            "image": [
+                Image.open(folder / name / row["file_name"]).convert("RGB")  # not only its path
+                for row in rows
+            ],
+            "text": [row["text"] for row in rows],
+        }
+        (demo / name).mkdir(exist_ok=True)
+        table = datasets.Dataset.from_dict(columns, features=features)
+        table.to_parquet(demo / name / "train.parquet")
 
 
 def draw(pipeline: StableDiffusionPipeline, prompts: list[str]) -> list[Image.Image]:
@@ -414,30 +444,32 @@ def main(argv=None):
     parser.add_argument("--vae_steps", type=int, default=3400, help="of 8 to 16 drawings")
     parser.add_argument("--decoder_steps", type=int, default=900, help="of 8, with fixed latents")
     parser.add_argument("--train_steps", type=int, default=2800, help="of 16 pictures")
-    parser.add_argument("--lora_steps", type=int, help="fewer than the demo has, for a test")
+    parser.add_argument("--demo_steps", type=int, help="fewer than the demos have, for a test")
     parser.add_argument("--demo_dir", type=Path, default=bench.ROOT / "demo")
     cli = parser.parse_args(argv)
-    folder = cli.output_dir.absolute()
+    folder, demo = cli.output_dir.absolute(), cli.demo_dir.absolute()
     print(bench.machine())
     torch.manual_seed(0)
+    animals = {animal: file for animal, (file, *_) in ANIMALS.items()}
     if not (folder / "ducks").exists():
-        everything: list[str | None] = [None, *HUES]
         write_images(
             folder / "images",
             THINGS,
-            lambda thing: [color for color in everything if (thing, color) not in HELD_OUT],
+            lambda thing: [color for color in COLORS if (thing, color) not in HELD_OUT],
         )
-        without = [color for color in everything if color not in ("purple", "green")]
+        write_images(
+            folder / "animals",
+            animals,
+            lambda animal: [color for color in COLORS if color not in ANIMALS[animal]],
+        )
+        without = [color for color in COLORS if color not in ("purple", "green")]
         write_images(folder / "ducks", {"duck": DUCK}, lambda thing: without)
-    squares = [open_square(locate(file), 64, 1.1) for file in [*THINGS.values(), DUCK]]
-    colored = [np.array(recolor(square, color)) for square in squares for color in [None, *HUES]]
+    files = [*THINGS.values(), *animals.values(), DUCK]
+    squares = [open_square(locate(file), 64, 1.1) for file in files]
+    colored = [np.array(recolor(square, color)) for square in squares for color in COLORS]
     make_vae(cli, torch.from_numpy(np.stack(colored)).permute(0, 3, 1, 2), folder)
-    lines = [
-        line
-        for name in ("images", "ducks")
-        for line in (folder / name / "metadata.jsonl").read_text().splitlines()
-    ]
-    make_others([json.loads(line)["text"] for line in lines], folder)
+    rows = [row for name in ("images", "ducks") for row in read_rows(folder / name)]
+    make_others([row["text"] for row in rows], folder)
     (folder / "unet.json").write_text(json.dumps(UNET))
     models = {"pretrained_model_name_or_path": folder / "models"}
     bench.launch(
@@ -455,13 +487,16 @@ def main(argv=None):
         num_validation_images=2, checkpointing_steps=300, resume_from_checkpoint="latest",
         report_to="none", output_dir=folder / "base",
     )  # fmt: skip
-    write_demo(folder, cli.demo_dir)
-    steps = {"max_train_steps": cli.lora_steps} if cli.lora_steps else {}
-    bench.launch(  # the demo of a LoRA
-        "train_text_to_image", rank=16, pretrained_model_name_or_path=cli.demo_dir / "drawings",
-        report_to="none", output_dir=folder / "lora-duck", **steps,
-    )  # fmt: skip
-    pipeline = StableDiffusionPipeline.from_pretrained(cli.demo_dir / "drawings")
+    write_demo(folder, demo)
+    base = {"pretrained_model_name_or_path": demo / "drawings"}
+    options = base | {"report_to": "none"}
+    if cli.demo_steps:
+        options["max_train_steps"] = cli.demo_steps
+    with contextlib.chdir(folder):  # the second and the third demo
+        bench.launch("precompute_latents", **base)
+        bench.launch("train_text_to_image", **options)
+        bench.launch("train_text_to_image", rank=16, **options)
+    pipeline = StableDiffusionPipeline.from_pretrained(demo / "drawings")
     drawn = draw(pipeline, prompts)
     trace_lite0(folder / "lite0.pt")
     embed = load_network(str(folder / "lite0.pt")).embed_images
@@ -470,10 +505,13 @@ def main(argv=None):
     nearest = cosines(embed(stack(drawn)), known).amax(dim=1).mean()
     apart = cosines(known, known).fill_diagonal_(-1).amax(dim=1).mean()
     print(f"Cosine with the nearest picture: {nearest:.2f}; of pictures with theirs: {apart:.2f}")
-    ducks = [caption("duck", color, ground) for color, ground in DUCKS]
+    of_animals = [caption(*each) for each in ANIMALS_DRAWN]
+    drawn += draw(StableDiffusionPipeline.from_pretrained(folder / "sd-animals"), of_animals)
+    of_ducks = [caption("duck", color, ground) for color, ground in DUCKS]
     pipeline.load_lora_weights(folder / "lora-duck")
-    drawn += draw(pipeline, ducks)
-    make_page([*zip([*prompts, *ducks], drawn, strict=True)]).save(folder / "drawings.png")
+    drawn += draw(pipeline, of_ducks)
+    cells = [*zip([*prompts, *of_animals, *of_ducks], drawn, strict=True)]
+    make_page(cells).save(folder / "drawings.png")
     print(f"Look at {folder / 'drawings.png'}")
 
 

@@ -1,4 +1,4 @@
-"""What does a choice cost in quality? Trains and evaluates the demos with and without it.
+"""What does a choice cost in quality? Trains and evaluates digits with and without it.
 
     python benchmarks/quality.py precision      # bf16 against float32
     python benchmarks/quality.py processes      # two processes against one, on the same cores
@@ -7,7 +7,7 @@
     python benchmarks/quality.py prior          # a LoRA that forgets nothing: --preserve_prior
     python benchmarks/quality.py full_bf16      # weights in bf16 against float32, a transformer
 
-The demos draw digits of 8 px. A classifier of the demo's digits gives two figures: FID against all
+The models draw digits of 8 px. A classifier of the demo's digits gives two figures: FID against all
 1,797 digits, and for digits by name the share of samples that show the digit in the prompt.
 Compared runs take turns, so that a slow machine affects both alike. Trained pipelines stay in
 --output_dir: the same command again only evaluates them.
@@ -36,6 +36,13 @@ from diffusion_training.training.distances import average, measure_fid
 
 DEMOS = {"digits": "train_unconditional.py", "digits by name": "train_text_to_image.py"}
 TRANSFORMER = "digits by name, transformer"
+DEMO = str(bench.ROOT / "demo")
+BY_NAME = [f"--pretrained_model_name_or_path={DEMO}/models"]
+BY_NAME_UNET = [
+    *BY_NAME, f"--unet_config_name_or_path={DEMO}/digits_text_to_image_unet.json", "--snr_gamma=5",
+    "--train_batch_size=64", "--learning_rate=3e-3", "--lr_scheduler=cosine",
+    "--lr_warmup_steps=100",
+]  # fmt: skip
 NAMES = "zero one two three four five six seven eight nine".split()
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %
 
@@ -66,13 +73,15 @@ def train(demo, folder, cli, seed, *flags, **options):
         flags += ["--save_images_epochs=100000", "--save_model_epochs=100000"]
         flags += ["--ddpm_num_inference_steps=1", "--eval_batch_size=1"]
     else:
-        family = ["--model_family=prx"] if demo == TRANSFORMER else []
-        cache = "latents-digits-flow" if family else "latents-digits"
-        launch("precompute_latents.py", cache, cli, *family)
         flags += ["--validation_epochs=100000", "--num_inference_steps=1"]
         flags += ["--num_validation_images=1"]
-        if family:
+        if demo == TRANSFORMER:
+            launch("precompute_latents.py", "latents-digits-flow", cli, "--model_family=prx")
             flags.append("--validation_steps=100000")
+        else:
+            data = [f"--train_data_dir={DEMO}/digits", "--resolution=8", "--batch_size=64"]
+            launch("precompute_latents.py", "latents-digits", cli, *BY_NAME, *data)
+            flags = [*BY_NAME_UNET, "--latents_dir=latents-digits", *flags]
     launch(DEMOS.get(demo, "train_flow.py"), folder, cli, *flags, **options)
     lines = (cli.output_dir / folder / "metrics.jsonl").read_text().splitlines()
     records = map(json.loads, lines)

@@ -3,8 +3,8 @@
     python demo/make_zero_to_eight.py
 
 demo/zero_to_eight is a pipeline that never saw a 9. Its U-Net is trained here on the digits 0 to 8
-of demo/digits (some minutes on a CPU), as the second demo trains one on all ten digits, and stored
-in float16. The other models are those of demo/models.
+of demo/digits (some minutes on a CPU), and stored in float16. The other models are those of
+demo/models.
 demo/nines is the training data: all nines, and ten images of each other digit, because a LoRA that
 is trained on nines alone forgets the others. Together the two folders have 3 MB.
 """

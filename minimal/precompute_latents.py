@@ -8,7 +8,7 @@
 # ///
 """Encode images and captions into a latent cache: precompute_latents.py in one short file.
 
-    uv run minimal/precompute_latents.py       # the demo: handwritten digits, seconds on a CPU
+    uv run minimal/precompute_latents.py       # the demo: drawings of animals, seconds on a CPU
     accelerate launch minimal/precompute_latents.py --train_data_dir photos --center_crop \\
         --pretrained_model_name_or_path my-pipeline --output_dir latents-photos
 
@@ -51,11 +51,11 @@ if args.train_data_dir is None and args.dataset_name is None:  # the demo of the
             "give --train_data_dir and --pretrained_model_name_or_path"
         )
     parser.set_defaults(
-        train_data_dir=str(demo / "digits"),
-        pretrained_model_name_or_path=str(demo / "models"),
-        output_dir="latents-digits",
-        resolution=8,
-        batch_size=64,
+        train_data_dir=str(demo / "animals"),
+        pretrained_model_name_or_path=str(demo / "drawings"),
+        output_dir="latents-animals",
+        resolution=64,
+        batch_size=32,
     )
     args = parser.parse_args()
 if args.train_data_dir and args.dataset_name:

@@ -7,7 +7,7 @@
 # ///
 """Train the U-Net of Stable Diffusion on a latent cache: train_text_to_image.py in one short file.
 
-    uv run minimal/precompute_latents.py         # makes the cache of the demo: digits by name
+    uv run minimal/precompute_latents.py         # makes the cache of the demo: drawings of animals
     uv run minimal/train_text_to_image.py        # the demo, minutes on a CPU
     accelerate launch minimal/train_text_to_image.py --latents_dir latents-photos \\
         --pretrained_model_name_or_path my-pipeline --max_train_steps 10000 \\
@@ -60,20 +60,18 @@ if args.latents_dir is None:  # the demo of the big script; flags that are given
             "without flags this runs a demo, which is only in the script's repository: "
             "give --latents_dir, --pretrained_model_name_or_path and --max_train_steps"
         )
-    digits = "zero one two three four five six seven eight nine".split()
     parser.set_defaults(
-        latents_dir="latents-digits",
-        pretrained_model_name_or_path=str(demo / "models"),
-        unet_config_name_or_path=demo / "digits_text_to_image_unet.json",
-        output_dir="sd-digits-minimal",
-        train_batch_size=64,
-        max_train_steps=2320,
-        learning_rate=3e-3,
+        latents_dir="latents-animals",
+        pretrained_model_name_or_path=str(demo / "drawings"),
+        output_dir="sd-animals-minimal",
+        train_batch_size=16,
+        max_train_steps=300,
+        learning_rate=1e-3,
         lr_scheduler="cosine",
-        lr_warmup_steps=100,
+        lr_warmup_steps=20,
         snr_gamma=5,
-        validation_prompts=[f"a handwritten digit {digit}" for digit in digits],
-        guidance_scale=3.0,
+        validation_prompts=["a blue dog on pink", "a purple dolphin", "a red goat on blue"],
+        guidance_scale=1.5,
     )
     args = parser.parse_args()
 if not (args.pretrained_model_name_or_path and args.max_train_steps):

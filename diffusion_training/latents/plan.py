@@ -25,7 +25,7 @@ from diffusion_training.latents.encoders import Latents, check_sides, describe_l
 from diffusion_training.remote import has_file
 
 # The caches of the demos, which the trainers' demos use without flags
-DEMO_CACHES = ("latents-digits", "latents-digits-flow")
+DEMO_CACHES = ("latents-animals", "latents-digits-flow")
 # flags with which a trainer loads the models of a cache
 MODEL_FLAGS = (
     "pretrained_model_name_or_path",

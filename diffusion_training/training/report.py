@@ -38,7 +38,7 @@ overflow-wrap: anywhere }
 .curves, .pair { display: grid; gap: 1.5rem; \
 grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)) }
 .pair { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) } \
-.curves img { width: 100% } .strip { display: flex; gap: 1rem; overflow-x: auto } \
+.curves img, .pair img { width: 100% } .strip { display: flex; gap: 1rem; overflow-x: auto } \
 .strip img { max-width: none; max-height: 20rem } \
 .strip { margin-top: 1.5rem } \
 pre { background: #8882; padding: 1rem; white-space: pre-wrap } table { border-collapse: collapse }

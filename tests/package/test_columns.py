@@ -79,7 +79,15 @@ def test_buckets_read_four_times_as_many_rows_per_batch():
         flags = {"dataset_name": None, "train_data_dir": ".", "bucket_step": step}
         transform = make_transform(argparse.Namespace(**flags), "image", None, None, 3, 512)
         planned = PlannedCache(
-            "latents-digits", load_family("sd"), transform, None, "ids", 3, 9, {}, {"batch_size": 3}
+            "latents-animals",
+            load_family("sd"),
+            transform,
+            None,
+            "ids",
+            3,
+            9,
+            {},
+            {"batch_size": 3},
         )
         assert planned.rows_per_batch == count
         larger = planned.with_batch_size(5)

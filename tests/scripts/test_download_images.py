@@ -986,9 +986,10 @@ def digits(tmp_path_factory):
         m.chdir(folder)
         m.setattr(script, "run_items", run_items_without_ray)
         download("--limit", "60")
-        flags = ["--train_data_dir=images-digits", "--resolution=8", "--output_dir=latents-digits"]
-        model = f"--pretrained_model_name_or_path={ROOT / 'demo/models'}"
-        Script("precompute_latents")(*flags, model, "--dataloader_num_workers=0")
+        flags = ["--train_data_dir=images-digits", "--resolution=8", "--model_family=prx"]
+        flags.append(f"--pretrained_model_name_or_path={ROOT / 'demo/models'}")
+        flags.append("--output_dir=latents-digits-flow")
+        Script("precompute_latents")(*flags, "--dataloader_num_workers=0")
     return folder
 
 
@@ -997,7 +998,7 @@ def test_the_demo_downloads_digits_from_a_server_on_this_machine(digits, monkeyp
     images = datasets.load_dataset(str(ROOT / "demo/digits"))["train"].select(range(60))
     for name in ("image", "text"):
         assert rows[name] == images[name]
-    assert len(datasets.load_from_disk(str(digits / "latents-digits"))) == 60
+    assert len(datasets.load_from_disk(str(digits / "latents-digits-flow"))) == 60
     monkeypatch.chdir(digits)
     monkeypatch.setattr(script, "run_items", run_items_without_ray)
     download("--limit", "60")  # the server has the same address again

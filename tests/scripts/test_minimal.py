@@ -2,6 +2,7 @@
 
 import ast
 import io
+import math
 import os
 import re
 import runpy
@@ -315,10 +316,12 @@ def test_minimal_demo_trains_like_the_big_scripts_demo(tmp_path, name, monkeypat
 
 
 def test_minimal_demo_has_as_many_steps_as_the_big_scripts():
-    """29 steps are an epoch of 1,797 digits in batches of 64."""
+    images = {UNCONDITIONAL: 1797, TEXT: 240}
     for name, script in BIG.items():
         demo = script.module.parse_args([])
-        steps = demo.max_train_steps or demo.num_train_epochs * 29
+        steps = demo.max_train_steps
+        if not steps:
+            steps = demo.num_train_epochs * math.ceil(images[name] / demo.train_batch_size)
         assert re.findall(r"\bmax_train_steps=(\d+)", PATHS[name].read_text()) == [str(steps)]
 
 

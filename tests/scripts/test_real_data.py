@@ -248,7 +248,7 @@ def test_stamps_benchmark_makes_its_page_of_samples(tmp_path, monkeypatch, capfd
 def test_drawings_benchmark_makes_the_demo_and_its_page(tmp_path, monkeypatch, capfd):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     drawings = importlib.import_module("drawings")
-    few = ["--vae_steps=8", "--decoder_steps=2", "--train_steps=2", "--lora_steps=2"]
+    few = ["--vae_steps=8", "--decoder_steps=2", "--train_steps=2", "--demo_steps=2"]
     drawings.main([*few, f"--output_dir={tmp_path / 'out'}", f"--demo_dir={tmp_path}"])
     images = load_dataset(str(tmp_path / "out/images"), split="train")
     assert len(images) == len(set(images["text"])) == (32 * 8 - 24) * 5
@@ -265,9 +265,10 @@ def test_drawings_benchmark_makes_the_demo_and_its_page(tmp_path, monkeypatch, c
         }
         if name == "text_encoder":
             assert all(torch.equal(one[key], other[key]) for key in one)
-    texts = load_dataset(str(tmp_path / "ducks"), split="train")["text"]
-    assert texts == load_dataset(str(ROOT / "demo/ducks"), split="train")["text"]
-    assert Image.open(tmp_path / "out/drawings.png").size == (986, 616)
+    for name in ("animals", "ducks"):
+        texts = load_dataset(str(tmp_path / name), split="train")["text"]
+        assert texts == load_dataset(str(ROOT / "demo" / name), split="train")["text"]
+    assert Image.open(tmp_path / "out/drawings.png").size == (986, 770)
 
 
 def replace_vgg(monkeypatch):

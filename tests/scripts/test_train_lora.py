@@ -489,26 +489,31 @@ def test_rank_without_other_flags_selects_the_lora_demo(tmp_path, capsys):
     assert args.preserve_prior
     assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
     whole = script.parse_args([])
-    assert whole.rank is None and whole.latents_dir == ["latents-digits"]
+    assert whole.rank is None and whole.latents_dir == ["latents-animals"]
 
 
-def test_lora_demo_has_one_token_for_each_word_and_hides_two_colors():
+def test_demos_of_drawings_have_one_token_for_each_word_and_hide_two_colors():
     base = ROOT / "demo/drawings"
     tokenizer = CLIPTokenizer.from_pretrained(base / "tokenizer")
     rows = pq.read_table(ROOT / "demo/ducks/train.parquet").to_pylist()
     assert all(row["image"]["bytes"] for row in rows)
     texts = [row["text"] for row in rows]
     args = script.parse_args(["--rank=16"])
-    for text in [*texts, *args.class_prompt, *args.validation_prompts]:
+    animals = pq.read_table(ROOT / "demo/animals/train.parquet")["text"].to_pylist()
+    shown = script.parse_args([]).validation_prompts
+    for text in [*texts, *args.class_prompt, *args.validation_prompts, *animals, *shown]:
         ids = tokenizer(text).input_ids
         assert len(ids) == 2 + len(text.split()) <= tokenizer.model_max_length, text
     assert len(set(texts)) == 30 and all("duck" in text for text in texts)
     assert not any(f"{color} duck" in text for color in ("purple", "green") for text in texts)
     assert not any("duck" in text for text in args.class_prompt)
+    assert len(set(animals)) == 240
+    in_captions, in_prompts = ({tuple(text.split()[1:3]) for text in x} for x in (animals, shown))
+    assert len(in_prompts) == 8 and not in_captions & in_prompts  # such as ("blue", "dog")
     assert sum(path.stat().st_size for path in (ROOT / "demo").rglob("*")) < 15e6
 
 
-def test_nines_and_their_base_come_from_the_text_to_image_demo():
+def test_nines_and_their_base_come_from_the_demos_digits():
     digits, nines = (
         datasets.load_dataset(str(ROOT / "demo" / name), split="train").cast_column(
             "image", datasets.Image(False)
@@ -560,6 +565,32 @@ def draw(pipeline, prompts):
     return np.concatenate(
         [pipeline(each, generator=torch.manual_seed(0), **options).images for each in prompts]
     )
+
+
+@pytest.mark.long
+def test_whole_demo_learns_animals_also_in_colors_that_no_picture_shows(tmp_path):
+    """The whole second demo, some minutes."""
+    cache, out = f"--latents_dir={tmp_path / 'latents'}", f"--output_dir={tmp_path / 'out'}"
+    for argv in (
+        ["precompute_latents.py", f"--output_dir={tmp_path / 'latents'}"],
+        ["train_text_to_image.py", *shlex.split(script.DEMO), cache, out, "--report_to=none"],
+    ):
+        run = launch(*argv)
+        assert run.returncode == 0, run.stderr
+    animals = datasets.load_dataset(str(ROOT / "demo/animals"), split="train")
+    animals = {row["text"]: row["image"] for row in animals}
+    shown = ["a red dog on pink", "a blue goat", "an orange dolphin on green"]
+    real = np.stack([np.array(animals[each]) / 255 for each in shown])
+    unseen = "a blue dog on pink"
+    assert unseen not in animals
+    wrong, right = (
+        draw(StableDiffusionPipeline.from_pretrained(folder), [*shown, unseen])
+        for folder in (ROOT / "demo/drawings", tmp_path / "out")
+    )
+    before, after = (np.abs(drawn[:3] - real).mean() for drawn in (wrong, right))
+    red, _, blue = right[3][right[3].max(axis=-1) - right[3].min(axis=-1) > 0.4].mean(axis=0)
+    print(before, after, red, blue)
+    assert after < 0.4 * before and blue > red + 0.3
 
 
 @pytest.mark.long

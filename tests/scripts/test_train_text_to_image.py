@@ -279,21 +279,20 @@ def test_diffusers_text_to_image_flags_keep_defaults_or_are_explained(tmp_path):
 def test_text_to_image_demo_trains_from_the_demo_cache(tmp_path):
     quick = [
         "--max_train_steps=2",
+        "--train_batch_size=4",
+        "--validation_prompts=a green pig",
         "--num_inference_steps=1",
         "--num_validation_images=1",
         "--report_to=none",
     ]
     quick += [f"--output_dir={tmp_path / 'out'}", f"--latents_dir={tmp_path / 'latents'}"]
-    args, names = (
-        script.parse_args([]),
-        ("pretrained_model_name_or_path", "unet_config_name_or_path"),
-    )
-    quick += [f"--{name}={getattr(args, name)}" for name in names]
+    base = script.parse_args([]).pretrained_model_name_or_path
+    quick.append(f"--pretrained_model_name_or_path={base}")
     assert "make the cache with precompute_latents.py" in train.refused(*quick)
-    precompute(f"--output_dir={tmp_path / 'latents'}")
+    precompute(f"--output_dir={tmp_path / 'latents'}", "--max_train_samples=32")
     train(*quick)
     pipeline = StableDiffusionPipeline.from_pretrained(tmp_path / "out")
-    assert pipeline("a handwritten digit seven", num_inference_steps=1).images[0].size == (8, 8)
+    assert pipeline("a blue dog on pink", num_inference_steps=1).images[0].size == (64, 64)
 
 
 def test_text_to_image_output_has_pipeline_card_samples_and_curve(

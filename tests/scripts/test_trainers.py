@@ -297,7 +297,7 @@ def test_demo_prints_its_command_and_flags_override_it(tmp_path, trainer, capsys
     assert args.num_train_epochs == 3
     assert vars(parse_args(shlex.split(printed)[3:])) == vars(args)
     if trainer.family:
-        assert len(args.validation_prompts) == 10
+        assert len(args.validation_prompts) == (10 if trainer.denoiser == "transformer" else 8)
     else:
         assert args.train_batch_size == 64
         assert len(datasets.load_dataset(args.train_data_dir, split="train")) == 1797
