@@ -686,6 +686,10 @@ def main(args: Namespace) -> None:
     # of fp16). evaluation_mode wraps without DDP, which sharded models do not need.
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
+    for model in wrapped.values():
+        # DDP would send the buffers, which are constants, at each call. A model that is called for
+        # each image of a batch would then wait forever for a process with fewer images.
+        model.broadcast_buffers = False
     optimizer = accelerator.prepare(training.optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.

@@ -76,7 +76,7 @@ ASIDE = {"models", "list_copied"}
 
 
 def wait_for_scaler(path):
-    reason = "the scaler of fp16 looks for an overflow, which skips the step"
+    reason = "the scaler of fp16 looks for an overflow: a skipped step does not count"
     return Known("_local_scalar_dense", path, "train_step", 1, reason)
 
 
