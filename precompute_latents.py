@@ -20,13 +20,17 @@ Layout of this file:
     parse_args         the flags; bad values stop the script before anything is loaded or written
     TransformedRows    stage 1, on CPU cores: rows -> a batch of images and captions
     describe_encoders  stage 2, on the CPU: the settings that decide the content of the cache
+    encode_images      stage 2, on the device: the VAE
+    encode_texts       stage 2, on the device: the text encoders
     encode             stage 2, on the device: a batch -> the columns of the cache
+    make_arrow_rows    stage 3, on the CPU: the columns -> Arrow rows, and which ones are skipped
     encode_all         keeps the device busy while finished rows are checked and written
+    write_each         stage 3: the Arrow rows of a shard -> its file
     main               the run in phases
-Cropping and the choice of captions are in diffusion_training/data/, the calls of VAEs and text
-encoders in diffusion_training/families/ (`encode_images` and `encode` of a family), the files of a
-cache in diffusion_training/latents/ (`writing_shard` in cache.py). minimal/precompute_latents.py is
-one short file without the package, which writes the same shards, byte for byte.
+Cropping and the choice of captions are in diffusion_training/data/, what differs between models in
+diffusion_training/families/, the files of a cache in diffusion_training/latents/ (`writing_shard`
+in cache.py). minimal/precompute_latents.py is one short file without the package, which writes the
+same shards, byte for byte.
 """
 
 from pathlib import Path
@@ -146,7 +150,6 @@ from diffusion_training.latents.encoders import (
     describe_models,
     describe_prompts,
     encode_empty_prompt,
-    encode_images,
     encode_prompts,
     load_encoders,
     place_encoders,
@@ -280,9 +283,22 @@ def describe_encoders(
     return rounded, settings
 
 
+def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tensor:
+    """The VAE's part of stage 2: images uint8 [N, C, H, W] -> unscaled latents, float32.
+
+    They are mean and standard deviation, [N, 2 * channels, h, w], from which a trainer draws, or
+    the latents themselves if the VAE gives no distribution. A family may have them in another
+    layout.
+    """
+    family, vae = encoders.family, encoders.vae
+    images = family.prepare_images(vae, pixel_values)  # in [-1, 1], in the VAE's precision
+    encoded = vae.encode(images)
+    return family.read_latents(vae, encoded, pixel_values.shape[-2:])
+
+
 @torch.inference_mode()
 def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[str, torch.Tensor]:
-    """Stage 2 for captions, on the device.
+    """The text encoders' part of stage 2. With --text_cache ids, a trainer calls them instead.
 
     Returns {column: [N, numbers per row]}, embeddings in float16, token ids in int32.
     """
@@ -290,7 +306,11 @@ def encode_texts(batch: RowBatch, encoders: Encoders, text_cache: str) -> dict[s
     tokens: Any = {name: value for name, value in dict[str, Any](batch).items() if name in names}
     if not encoders.family.reads_references:
         tokens.pop("references", None)
-    values: Any = tokens if text_cache == "ids" else encode_prompts(encoders, tokens)
+    values: Any = tokens
+    if text_cache != "ids":
+        # Each family calls its text encoders as its pipeline's `encode_prompt` does. Stable
+        # Diffusion's embeddings are text_encoder(input_ids)[0].
+        values = encode_prompts(encoders, tokens)
     if tokens["input_ids"].dim() == 2:  # one caption per image: its row is as long as its tokens
         values.pop("prompt_lengths", None)
     return {name: shorten(value) for name, value in values.items()}
@@ -474,12 +494,12 @@ def encode_all(
             texts = encode_texts(batch, encoders, cache.text_cache)
         queued.append((batch, encode(batch, encoders, cache, texts)))
         if len(queued) > 1:  # one batch stays queued: the device computes it in the meantime
-            yield write_rows(*queued.pop(0), encoders, load_exact, caches)
+            yield make_arrow_rows(*queued.pop(0), encoders, load_exact, caches)
     for last in queued:
-        yield write_rows(*last, encoders, load_exact, caches)
+        yield make_arrow_rows(*last, encoders, load_exact, caches)
 
 
-def write_rows(
+def make_arrow_rows(
     batch: RowBatch,
     encoded: Encoded,
     encoders: Encoders,

@@ -324,15 +324,21 @@ class Family:
         levels = config.get("block_out_channels") or config.encoder_block_out_channels
         return 2 ** (len(levels) - 1)
 
-    def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-        """Images [N, C, H, W] in [-1, 1], in the VAE's precision -> unscaled latents, float32.
+    def prepare_images(self, vae: torch.nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Images uint8 [N, C, H, W] as `vae.encode` takes them: in [-1, 1], in its precision."""
+        return (pixel_values / 127.5 - 1).to(vae.dtype)
+
+    def read_latents(
+        self, vae: torch.nn.Module, encoded: Any, size: tuple[int, ...]
+    ) -> torch.Tensor:
+        """What `vae.encode` has returned -> unscaled latents, float32. size: in pixels.
 
         They are mean and standard deviation, [N, 2 * channels, h, w]. A VAE without moments returns
         only the latents, [N, channels, h, w].
         """
         if not self.has_moments(vae):
-            return vae.encode(images)[0].float()
-        posterior = vae.encode(images).latent_dist
+            return encoded[0].float()
+        posterior = encoded.latent_dist
         return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
     def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:

@@ -74,8 +74,10 @@ class Flux2Klein(Family):
     def downscale(self, vae: torch.nn.Module) -> int:
         return 2 * super().downscale(vae)
 
-    def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return make_patches(super().encode_images(vae, images))
+    def read_latents(
+        self, vae: torch.nn.Module, encoded: Any, size: tuple[int, ...]
+    ) -> torch.Tensor:
+        return make_patches(super().read_latents(vae, encoded, size))
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         return min(resolution, MOST_REFERENCE_SIDE)
@@ -85,8 +87,8 @@ class Flux2Klein(Family):
         latents = []
         for images in zip(*rows, strict=True):
             pixels = [processor.preprocess(image).to(vae.device, vae.dtype) for image in images]
-            encoded = [self.encode_images(vae, each).chunk(2, dim=1)[0] for each in pixels]
-            latents.append(torch.cat(encoded))
+            both = [self.read_latents(vae, vae.encode(each), each.shape[-2:]) for each in pixels]
+            latents.append(torch.cat([each.chunk(2, dim=1)[0] for each in both]))
         return latents
 
     def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:

@@ -63,10 +63,14 @@ class QwenImage(Family):
     def downscale(self, vae: torch.nn.Module) -> int:
         return 2 * 2 ** len(vae.config.temperal_downsample)
 
-    def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+    def prepare_images(self, vae: torch.nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
         """The VAE is for videos, so an image is a video of one frame."""
-        video = super().encode_images(vae, images.unsqueeze(2))
-        return make_patches(video.squeeze(2))
+        return super().prepare_images(vae, pixel_values).unsqueeze(2)
+
+    def read_latents(
+        self, vae: torch.nn.Module, encoded: Any, size: tuple[int, ...]
+    ) -> torch.Tensor:
+        return make_patches(super().read_latents(vae, encoded, size).squeeze(2))
 
     def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         return pixel_shuffle(latents, 2).unsqueeze(2)

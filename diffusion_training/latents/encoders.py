@@ -194,9 +194,10 @@ def try_encoders(encoders: Encoders) -> None:
 
 
 def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Images uint8 [N, C, H, W] -> latents float32, see `Family.encode_images`."""
-    images = (pixel_values / 127.5 - 1).to(encoders.vae.dtype)
-    return encoders.family.encode_images(encoders.vae, images)
+    """Images uint8 [N, C, H, W] -> latents float32, see `Family.read_latents`."""
+    family, vae = encoders.family, encoders.vae
+    encoded = vae.encode(family.prepare_images(vae, pixel_values))
+    return family.read_latents(vae, encoded, pixel_values.shape[-2:])
 
 
 def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -11,7 +12,15 @@ import zipfile
 import datasets
 import numpy as np
 import pytest
-from conftest import MODELS, ROOT, Script, assert_same_weights, make_klein, make_models
+from conftest import (
+    MODELS,
+    ROOT,
+    Script,
+    assert_same_weights,
+    make_klein,
+    make_models,
+    make_unet_config,
+)
 from huggingface_hub import constants
 from PIL import Image
 
@@ -158,6 +167,48 @@ def test_a_data_set_of_the_hub_has_the_rows_of_its_folder(hub, tmp_path, monkeyp
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
     assert read(*by_id) == expected and not hub.requests
+
+
+CIFAR = """---
+configs:
+- config_name: plain_text
+  data_files:
+  - split: train
+    path: plain_text/train-*
+  - split: test
+    path: plain_text/test-*
+  default: true
+---
+"""
+
+
+@pytest.mark.long
+def test_the_command_for_cifar10_trains_by_its_id(hub, tmp_path, monkeypatch, capsys):
+    """The README's command, on five images in the columns and files of `uoft-cs/cifar10`."""
+    names = datasets.ClassLabel(names=["airplane", "automobile", "bird", "cat", "deer"])
+    features = datasets.Features({"img": datasets.Image(), "label": names})
+    files = {"README.md": CIFAR.encode()}
+    for split, start in {"train": 0, "test": 50}.items():
+        images = [draw(start + number, side=32) for number in range(5)]
+        rows = datasets.Dataset.from_dict({"img": images, "label": [*range(5)]}, features)
+        file = io.BytesIO()
+        rows.to_parquet(file)
+        files[f"plain_text/{split}-00000-of-00001.parquet"] = file.getvalue()
+    hub.add("uoft-cs/cifar10", files, kind="datasets")
+    written = (ROOT / "README.md").read_text().partition("train_unconditional.py --dataset_name")[2]
+    written = written.partition("```")[0].replace("\\\n", " ")
+    command = ["--dataset_name", *shlex.split(written)]
+    assert "uoft-cs/cifar10" in command and (ROOT / "configs/unet_32.json").is_file()
+    curves = "diffusion_training.training.report.draw_curves"
+    monkeypatch.setattr(curves, lambda *args, **more: None)
+    train = Script("train_unconditional")
+    small = [f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--max_train_steps=1"]
+    small += ["--lr_warmup_steps=0", "--train_batch_size=2", "--ddpm_num_inference_steps=1"]
+    train(*command, *small, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'out'}")
+    assert (tmp_path / "out/model_index.json").is_file()
+    assert "Epoch: 5 images" in capsys.readouterr().out  # not those of the other split
+    read_by_id = datasets.load_dataset("uoft-cs/cifar10", split="train")
+    assert read_by_id["label"][:] == [*range(5)] and read_by_id.column_names == ["img", "label"]
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ COVERED = {
     "latents.batch_inputs": "scripts/test_several_captions.py read_prompts",
     "latents.cache_flags": "scripts/test_precompute_latents.py --rows_per_shard",
     "latents.fetch": "package/test_stream.py",
-    "latents.passes": "package/test_remote_cache.py",
+    "latents.passes": "package/test_cache.py",
     "latents.plan": "package/test_cache.py",
     "latents.published": "scripts/test_classes.py --import_latents",
     "latents.shards": "package/test_reader.py",

@@ -36,7 +36,7 @@ from diffusion_training.families.recorded.text_tensors import (
     decode_texts,
     describe_result,
 )
-from diffusion_training.latents.encoders import encode_prompts, load_encoders
+from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 
 SIDE = 32
 CAPTIONS = ["a digit two", "the number three, drawn by hand"]
@@ -227,8 +227,8 @@ def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     own = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
     assert own.family is family
-    images = torch.rand(2, 3, SIDE, SIDE) * 2 - 1
-    one, two = (e.family.encode_images(e.vae, images) for e in (encoders, own))
+    images = torch.randint(256, (2, 3, SIDE, SIDE), dtype=torch.uint8)
+    one, two = (encode_images(e, images) for e in (encoders, own))
     scales = [{k: torch.tensor(v) for k, v in e.family.describe_scale(e.vae).items()}
               for e in (encoders, own)]  # fmt: skip
     if name == "qwen-image":

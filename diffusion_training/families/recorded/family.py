@@ -1,7 +1,7 @@
 """A family for pipelines that have no file of their own: it is read from the pipeline's own code.
 
 1. A cache is made: `probe_encoders` tries the text encoders (findings.py), and cache.json keeps the
-   findings. `encode` records each caption (text_tensors.py), and `encode_images` packs latents as
+   findings. `encode` records each caption (text_tensors.py), and `read_latents` packs latents as
    the pipeline does (layout.py).
 2. Training begins: `restore_findings` reads cache.json, and `try_model` tries a small denoiser
    (trial.py).
@@ -327,19 +327,20 @@ class Recorded(Family):
         return list(latents.shape[1:])
 
     def encode_references(self, vae: torch.nn.Module, rows: list[list[Any]]) -> list[torch.Tensor]:
-        encoded = []
+        of_rows = []
         for images in rows:
             pixels = self.trace_references(images).pixels if images else []
             of_row = []
             for each in pixels:
-                latents = super().encode_images(vae, each.to(vae.device, vae.dtype))
+                encoded = vae.encode(each.to(vae.device, vae.dtype))
+                latents = super().read_latents(vae, encoded, each.shape[-2:])
                 mean = latents.chunk(2, dim=1)[0] if self.has_moments(vae) else latents
                 of_row.append(mean.flatten(1, -3))
             if has_statistics(vae.config):
                 with self.explaining():
                     of_row = normalize_references(self.own_calls, vae, images, of_row)
-            encoded.append(of_row)
-        return [torch.cat(each) for each in zip(*encoded, strict=True)]
+            of_rows.append(of_row)
+        return [torch.cat(each) for each in zip(*of_rows, strict=True)]
 
     def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
         return 3, self.own_calls.channels
@@ -355,16 +356,25 @@ class Recorded(Family):
         with self.explaining():
             return describe_scale(self.own_calls, vae)
 
-    def encode_images(self, vae: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-        height, width = (side // self.downscale(vae) for side in images.shape[2:])
+    def find_layout(self, vae: torch.nn.Module, size: tuple[int, ...]) -> tuple[int, int, Layout]:
+        """(height, width, layout) of the latents of images of a size in pixels."""
+        height, width = (side // self.downscale(vae) for side in size)
+        return height, width, self.probe_layout(vae, (height, width))
+
+    def prepare_images(self, vae: torch.nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+        images = super().prepare_images(vae, pixel_values)
         if vae.config.get("in_channels", 3) == 4:  # with transparency
             images = torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
-        layout = self.probe_layout(vae, (height, width))
-        if len(layout.shape) == 4:  # a VAE for videos
-            images = images.unsqueeze(2)
-        encoded = super().encode_images(vae, images)
-        parts = encoded.chunk(2 if self.has_moments(vae) else 1, dim=1)
-        back = place(layout.order, images.device, is_inverse=True)
+        *_, layout = self.find_layout(vae, images.shape[2:])
+        return images.unsqueeze(2) if len(layout.shape) == 4 else images  # a VAE for videos
+
+    def read_latents(
+        self, vae: torch.nn.Module, encoded: Any, size: tuple[int, ...]
+    ) -> torch.Tensor:
+        latents = super().read_latents(vae, encoded, size)
+        height, width, layout = self.find_layout(vae, size)
+        parts = latents.chunk(2 if self.has_moments(vae) else 1, dim=1)
+        back = place(layout.order, latents.device, is_inverse=True)
         rows = [part.flatten(1)[:, back].unflatten(1, (-1, height, width)) for part in parts]
         return torch.cat(rows, dim=1)
 

@@ -293,7 +293,7 @@ def check_structure(
             check_structure(each, parts, sources, used)
     elif isinstance(node, dict):
         dtype = getattr(torch, node["mask" if "mask" in node else "dtype"])
-        part = {**node, "of": "caption"}
+        part: Any = {**node, "of": "caption"}
         is_known = "mask" in node or part in parts
         if node["of"] not in sources or not is_known or not isinstance(dtype, torch.dtype):
             raise ValueError(f"its structure has an unknown part: {node}")
