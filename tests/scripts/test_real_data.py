@@ -266,8 +266,11 @@ def test_drawings_benchmark_makes_the_demo_and_its_page(tmp_path, monkeypatch, c
         if name == "text_encoder":
             assert all(torch.equal(one[key], other[key]) for key in one)
     for name in ("animals", "ducks"):
-        texts = load_dataset(str(tmp_path / name), split="train")["text"]
-        assert texts == load_dataset(str(ROOT / "demo" / name), split="train")["text"]
+        one, other = (load_dataset(str(x / name), split="train") for x in (tmp_path, ROOT / "demo"))
+        assert one["text"] == other["text"]
+        assert all(
+            a.tobytes() == b.tobytes() for a, b in zip(one["image"], other["image"], strict=True)
+        )
     assert Image.open(tmp_path / "out/drawings.png").size == (986, 770)
 
 

@@ -1,7 +1,7 @@
 """Pipelines without a family of their own: a cache, training, a LoRA, kills, samples.
 
-`UPDATE=1 pytest -m long tests/scripts/test_recorded_pipelines.py -k table` tries all of them, and
-writes the table in docs/models.md.
+`UPDATE=1 pytest -m long tests/scripts/test_recorded_pipelines.py -k lists` tries all of them, and
+writes the lists in docs/models.md.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import textwrap
 
 import diffusers
 import numpy as np
@@ -343,14 +344,14 @@ def test_a_transformer_without_flow_matching_is_refused_by_its_scheduler(
         assert f"{pipeline}Pipeline can't be trained here: it has a {scheduler}" in said
 
 
-# ------------------------------------------------------------------- the table in docs/models.md
+# ------------------------------------------------------------------- the lists in docs/models.md
 
 PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- recorded pipelines -->\n", "<!-- end -->\n"
 
 
 def describe(folder, name):
-    """A row of the table: the pipeline, and whether it trains whole and as a LoRA."""
+    """A pipeline's class, and the list that it is in: whether it trains whole and as a LoRA."""
     said = io.StringIO()
 
     def attempt(script, *flags):
@@ -367,28 +368,32 @@ def describe(folder, name):
     index = next((folder / "base").glob("*index.json"))
     kind = json.loads(index.read_text())["_class_name"]
     if cells[0] != "yes":
-        reason = cells[0].split("trained here: ")[-1]
-        return f"| `{kind}` | no: {reason} | no | |"
+        assert "trained here: " in cells[0]
+        return kind, "Not trained, for the reason that the script prints"
     for more in ([], ["--rank=2"]):
         flags = [*list_flags(name, folder), "--max_train_steps=1", *more]
         cells.append(attempt(train, *base, *flags, f"--output_dir={folder}/out-{len(more)}"))
     found = re.findall(r"is called with (.*)", said.getvalue())
     calls = "each image" if found and "each image" in found[0] else "a batch"
-    return f"| `{kind}` | {cells[1]} | {cells[2]} | {calls} |"
+    ways = [way for way, cell in (("whole", cells[1]), ("as a LoRA", cells[2])) if cell == "yes"]
+    return kind, f"Trained {' and '.join(ways)}, called for {calls}"
 
 
-def write_table(folder):
-    """docs/models.md with a new table."""
-    rows = ["| pipeline | the whole transformer | a LoRA | called for |", "|---|---|---|---|"]
-    rows += sorted({describe(folder / name, name) for name in TINY})
+def write_lists(folder):
+    """docs/models.md with new lists."""
+    found = sorted({describe(folder / name, name) for name in TINY})
+    lines = []
+    for title in sorted({title for _, title in found}, reverse=True):
+        names = ", ".join(f"`{kind}`" for kind, own in found if own == title)
+        lines += textwrap.wrap(f"- **{title}**: {names}", 120, subsequent_indent="  ")
     text = PAGE.read_text()
     start_, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    return text[:start_] + "\n".join(rows) + "\n" + text[end:]
+    return text[:start_] + "\n".join(lines) + "\n" + text[end:]
 
 
 @pytest.mark.long
-def test_the_table_of_recorded_pipelines_is_true(tmp_path):
-    text = write_table(tmp_path)
+def test_the_lists_of_recorded_pipelines_are_true(tmp_path):
+    text = write_lists(tmp_path)
     if os.environ.get("UPDATE"):
         PAGE.write_text(text)
     assert text == PAGE.read_text()
