@@ -29,7 +29,11 @@ from diffusion_training.families.recorded import findings as recorded_captions
 from diffusion_training.families.recorded import layout
 from diffusion_training.families.recorded.calls import DenoiserCalls, Unrecordable, reshape_noise
 from diffusion_training.families.recorded.family import Recorded
-from diffusion_training.families.recorded.pipeline_run import drawing, list_pipeline_settings
+from diffusion_training.families.recorded.pipeline_run import (
+    drawing,
+    list_pipeline_settings,
+    make_pipeline,
+)
 from diffusion_training.families.recorded.tape import Tape
 from diffusion_training.families.recorded.text_tensors import (
     CaptionBytes,
@@ -455,8 +459,56 @@ def test_a_pipeline_of_videos_is_refused():
         run.noise_shapes.append((1, 4, 21, 32, 64))
 
     wan = SimpleNamespace(code=draw, options={}, make_texts=lambda lengths: None)
-    with pytest.raises(Unrecordable, match=r"it draws videos, from noise .*\(1, 4, 21, 32, 64\)"):
+    with pytest.raises(Unrecordable, match=r"it draws videos, or several .*\(1, 4, 21, 32, 64\)"):
         DenoiserCalls.probe_geometry(wan)
+
+
+def test_a_pipeline_of_several_images_is_refused_before_its_captions_are_described(
+    own, monkeypatch
+):
+    """As QwenImageLayeredPipeline, whose code needs a text encoder to go further."""
+    draw = OWN.randn_tensor
+    monkeypatch.setattr(OWN, "randn_tensor", lambda shape, **o: draw((*shape, 5), **o)[..., 0])
+    monkeypatch.setattr(recorded_captions, "describe_result", None)
+    with pytest.raises(SystemExit, match=r"it draws videos, or several images, .*\(1, 4, 128, 256"):
+        own()
+
+
+def test_a_package_that_a_pipeline_needs_is_named(own, monkeypatch):
+    """As for the safety checker of Cosmos, while its text encoder is there."""
+
+    def fail(self, **parts):
+        raise ImportError("`guard` is not installed")
+
+    monkeypatch.setattr(OwnPipeline, "__init__", fail)
+    with pytest.raises(SystemExit, match="can't be trained here: .* made: `guard` is not inst"):
+        own()
+
+
+class AskingPipeline(diffusers.DiffusionPipeline):
+    """A pipeline that asks parts as it is made; the scripts have some of them only at times."""
+
+    def __init__(self, text_processor, vae):
+        self.register_modules(text_processor=text_processor, vae=vae)
+        self.sides = text_processor.image_processor.size, vae.config.sample_size
+
+
+def test_a_pipeline_may_ask_its_processor_as_it_is_made():
+    """As LongCatImageEditPipeline, whose processor is no `processor` by name."""
+    vae = tiny_pipelines.make_vae(sample_size=7)
+    assert make_pipeline(AskingPipeline, {"vae": vae}, {}).sides[1] == 7
+    with pytest.raises(Unrecordable, match="raises an error as it is made: 'NoneType' object has"):
+        make_pipeline(AskingPipeline, {}, {})
+
+
+def test_calls_that_fail_for_one_reason_are_named_together():
+    said = recorded_captions.describe_faults(
+        {None: "it is red", "image": "big", "images": "big"}, 1
+    )
+    assert said == (
+        "it can't be called with 1 reference: without an image, it is red; with image=, with "
+        "images=, big"
+    )
 
 
 VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransformer2DModel"]
@@ -469,6 +521,11 @@ VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransforme
         ("OmniGenPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "it has no encode_prompt"),
         ("DreamLitePipeline", {"unet": ["diffusers", "X"], "vae": VAE}, "its denoiser is a U-Net"),
         ("FluxPipeline", {"vae": VAE}, "it has no transformer"),
+        (
+            "VisualClozeGenerationPipeline",
+            {"transformer": TRANSFORMER, "vae": VAE},
+            "it takes no prompt",
+        ),
         ("NoPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "has no class of this name"),
         (["own", "FluxPipeline"], {"transformer": TRANSFORMER, "vae": VAE}, "is in own.py of its"),
     ],

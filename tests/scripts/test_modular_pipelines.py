@@ -10,6 +10,7 @@ import pytest
 import tiny_pipelines
 import torch
 from conftest import Script, assert_same_weights, make_captioned
+from diffusers.modular_pipelines import PipelineState
 from PIL import Image
 
 import precompute_latents
@@ -17,6 +18,7 @@ import train_flow
 from diffusion_training.data.captions import tokenize
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
+from diffusion_training.families.recorded.modular import get_pipeline_class
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.training.card import describe_text_to_image
 from diffusion_training.training.pipelines import name_source
@@ -158,6 +160,33 @@ def test_a_lora_of_a_modular_pipeline_trains_and_is_read_by_it(tmp_path, name):
                for block in BLOCKS[name] for part in ("attn", "ff"))  # fmt: skip
     assert np.abs(draw(pipeline, name) - before).max() > 1e-3
     assert list((tmp_path / "lora/samples").glob("*.png"))
+
+
+def test_a_saved_modular_pipeline_names_the_classes_of_its_own_parts(tmp_path):
+    """FLUX.1's blocks expect a T5 tokenizer, whose class can't read the files of another."""
+    tokenizer = tiny_pipelines.make_chat_tokenizer(64)
+    made = get_pipeline_class({"_class_name": "FluxModularPipeline"})(tokenizer_2=tokenizer)
+    made.save_pretrained(tmp_path)
+    opened = diffusers.ModularPipeline.from_pretrained(str(tmp_path))
+    opened.load_components()
+    assert opened.tokenizer_2("one").input_ids == tokenizer("one").input_ids
+
+
+def test_blocks_that_do_not_encode_captions_may_read_them(monkeypatch):
+    """Ideogram 4 can rewrite a caption, and QwenImageLayered writes one where there is none."""
+    kinds = [
+        get_pipeline_class({"_class_name": f"{name}ModularPipeline"})
+        for name in ("Ideogram4", "QwenImageLayered")
+    ]
+    assert not any("prompt" in kind.encoded for kind in kinds)
+    given = {}
+    monkeypatch.setattr(
+        diffusers.ModularPipeline, "__call__", lambda self, **o: given.update(o) or PipelineState()
+    )
+    encode = lambda self, prompt, **options: [7 for _ in self.encoded]
+    monkeypatch.setattr(kinds[0], "encode_prompt", encode)
+    kinds[0]()(prompt=["one"])
+    assert given.items() >= (dict.fromkeys(kinds[0].encoded, 7) | {"prompt": ["one"]}).items()
 
 
 @pytest.mark.long

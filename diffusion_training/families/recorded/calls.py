@@ -56,6 +56,18 @@ def find_difference(named: Sequence[tuple[Any, Any]], others: Sequence[Any]) -> 
     return None
 
 
+def measure_noise(run: PipelineTrace) -> list[int]:
+    """The sides of the noise that a run starts from, without axes of one; [] if it draws none.
+
+    Raises Unrecordable if it draws more than one image.
+    """
+    shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
+    if len(shape) == 4:
+        noise = run.noise_shapes[0]
+        raise Unrecordable(f"it draws videos, or several images, from noise of the shape {noise}")
+    return shape
+
+
 @dataclass(frozen=True)
 class Call:
     """A call of the denoiser, for a batch of one size and of captions of certain shapes."""
@@ -124,9 +136,7 @@ class DenoiserCalls:
         height, width = PROBED_SIDES
         run = PipelineTrace("denoiser", torch.zeros, texts=[self.make_texts([1])])
         self.code([""], self.options | {"height": height, "width": width}, run)
-        shape = [size for size in run.noise_shapes[0][1:] if size > 1] if run.noise_shapes else []
-        if len(shape) == 4:
-            raise Unrecordable(f"it draws videos, from noise of the shape {run.noise_shapes[0]}")
+        shape = measure_noise(run)
         if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
             shapes = f"{run.noise_shapes} for {height} x {width}"
             raise Unrecordable(f"it draws noise of the shapes {shapes}")

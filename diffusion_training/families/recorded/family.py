@@ -207,7 +207,8 @@ class Recorded(Family):
         # as large as the images of a new cache: the pipeline may give references their size
         side = base.resolution or self.resolution
         sizes = [BLANK] * known or [(side, side)] * base.num_references
-        code = PipelineCode(self.folder, self.index, self.configs, models | others)
+        with self.explaining():
+            code = PipelineCode(self.folder, self.index, self.configs, models | others)
         parts = TextParts(code, models, others, asked, make_blanks(sizes))
         parts.image_argument = self.image_argument
         return parts
@@ -406,8 +407,10 @@ class Recorded(Family):
         options = dict(self.findings["off"])
         if self.embedded_guidance:
             options[self.embedded_guidance] = self.embedded_guidance_scale
-        code = code or PipelineCode(self.folder, self.index, self.configs | {self.folder: config})
         with self.explaining():
+            if code is None:
+                configs = self.configs | {self.folder: config}
+                code = PipelineCode(self.folder, self.index, configs)
             calls = DenoiserCalls(code, self.findings, options, references)
         CALLS.append(((*model, *text, references), calls))
         return calls
@@ -547,4 +550,6 @@ def name_missing_part(index: dict[str, Any]) -> str | None:
         return "it has no transformer"
     if not hasattr(kind, "encode_prompt"):
         return "it has no encode_prompt"
+    if "prompt" not in inspect.signature(kind.__call__).parameters:
+        return "it takes no prompt"
     return None if is_component(index.get("vae")) else "it has no VAE"

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from diffusion_training.errors.printing import amount
-from diffusion_training.families.recorded.calls import PROBED_SIDES
+from diffusion_training.families.recorded.calls import PROBED_SIDES, measure_noise
 from diffusion_training.families.recorded.pipeline_run import (
     SWITCHED_OFF,
     PipelineCode,
@@ -171,9 +171,10 @@ def probe_references(parts: TextParts) -> dict[str, Any]:
 
 def describe_faults(faults: dict[str | None, str], count: int) -> str:
     """Why a pipeline can't be called, without references and with so many."""
-    said = [f"with {name}=, {fault}" for name, fault in faults.items() if name]
-    if None in faults:
-        said.insert(0, f"without an image, {faults[None]}" if said else faults[None])
+    calls: dict[str, list[str]] = {}  # {fault: the calls that have it}
+    for name, fault in faults.items():
+        calls.setdefault(fault, []).append(f"with {name}=" if name else "without an image")
+    said = [f"{', '.join(how)}, {fault}" for fault, how in calls.items()]
     return f"it can't be called with {amount(count, 'reference')}: " * (count > 0) + "; ".join(said)
 
 
@@ -225,7 +226,9 @@ def turn_guidance_off(parts: TextParts) -> dict[str, Any]:
     names = [name for name in GUIDANCE if name in parts.code.has]
     for values in itertools.product((1.0, 0.0), repeat=len(names)):
         off = dict(zip(names, values, strict=True))
-        if not is_guided(parts.record([SHORT], off, "step")):
+        run = parts.record([SHORT], off, "step")
+        measure_noise(run)
+        if not is_guided(run):
             return off
     raise Unrecordable("its denoiser is always called with guidance")
 

@@ -74,10 +74,13 @@ class CallableMixin:
         with silencing():  # guiders say that they are experimental
             super().__init__(blocks=self.own_blocks)  # type: ignore[call-arg]
         pipeline: Any = self
-        pipeline._component_specs |= self.expected
-        if "scheduler" in parts:  # gets a folder of its own, which keeps --shift
-            kept = ComponentSpec("scheduler", type_hint=type(parts["scheduler"]))
-            pipeline._component_specs["scheduler"] = kept
+        # Each part gets a folder of its own, also a scheduler, which keeps --shift. It is read as
+        # the part's own class, which is not always the one that the blocks expect.
+        pipeline._component_specs |= self.expected | {
+            name: ComponentSpec(name, type_hint=type(part))
+            for name, part in parts.items()
+            if part is not None
+        }
         pipeline.register_components(**parts)
 
     @classmethod
@@ -118,9 +121,10 @@ class CallableMixin:
             for name, value in options.items()
             if name not in self.of_text or name in self.of_images
         }
-        state = super().__call__(  # type: ignore[misc]
-            **dict(zip(self.encoded, encoded, strict=True)), **options
-        )
+        if "prompt" in self.of_images:  # some of the other blocks read it, too
+            options["prompt"] = prompt
+        options |= dict(zip(self.encoded, encoded, strict=True))
+        state = super().__call__(**options)  # type: ignore[misc]
         return SimpleNamespace(images=state.get("images"))
 
     def set_progress_bar_config(self, **options: Any) -> None:
@@ -157,7 +161,8 @@ def adapt(kind: Any, blocks_name: str) -> Any:
         if not inner.sub_blocks and has_model(inner)  # others resize references, as the VAE's do
         for each in inner.intermediate_outputs
     ]
-    encoded = [name for name in dict.fromkeys(results) if name not in read]
+    # QwenImageLayered writes a caption where there is none
+    encoded = [name for name in dict.fromkeys(results) if name not in read | {"prompt"}]
     of_text = {each.name: each.default for each in text_block.inputs}
     created = {}
     for name, spec in expected.items():

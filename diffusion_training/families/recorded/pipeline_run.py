@@ -198,14 +198,17 @@ def make_pipeline(kind: Any, parts: dict[str, Any], index: dict[str, Any]) -> An
     }
     given |= dict.fromkeys(name for name in expected if name not in optional)
     given |= {name: part for name, part in parts.items() if name in expected}
+    absent = {
+        name: Absent()
+        for name, part in given.items()
+        if part is None and ("tokenizer" in name or "processor" in name)
+    }
     try:
-        return kind(**given)
-    except AttributeError:  # it asks a tokenizer or processor
-        readers = ("tokenizer", "processor")
-        absent = {
-            n: Absent() for n, part in given.items() if part is None and n.startswith(readers)
-        }
-        return kind(**given | absent)
+        with contextlib.suppress(AttributeError):
+            return kind(**given)
+        return kind(**given | absent)  # it asks a tokenizer or processor
+    except (AttributeError, ImportError) as error:  # it asks another part, or needs a package
+        raise Unrecordable(f"its code raises an error as it is made: {explain(error)}") from error
 
 
 class PipelineCode:
