@@ -400,6 +400,23 @@ def test_card_and_report_have_code_for_the_turbo_first(tmp_path, bases, monkeypa
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_a_second_base_by_its_id_draws_like_its_folder(hub, tmp_path, bases, name):
+    """Only its denoiser's weights are fetched: captions and the VAE are the base's."""
+    trainer, base, turbo = bases(name)
+    hub.add("org/turbo", turbo)
+    flags = list_flags(trainer, base, "--max_train_steps=2")
+    drawn = {}
+    for kind, given in {"folder": turbo, "id": "org/turbo"}.items():
+        trainer(*flags, f"--validation_base={given}", f"--output_dir={tmp_path / kind}")
+        drawn[kind] = read_turbo(tmp_path / kind, 2)
+    assert np.array_equal(*drawn.values())
+    weights = [path for path in hub.downloads() if path.endswith(".safetensors")]
+    folder = "unet" if name == "sdxl" else "transformer"
+    assert weights == [f"{folder}/diffusion_pytorch_model.safetensors"]
+
+
+@pytest.mark.long
 def test_a_base_that_does_not_fit_ends_in_a_sentence_before_any_step(tmp_path, bases, monkeypatch):
     trainer, base, turbo = bases("z-image")
     out = tmp_path / "out"
