@@ -6,16 +6,7 @@ import weakref
 import pytest
 import tiny_pipelines
 import torch
-from conftest import (
-    Script,
-    make_captioned,
-    make_klein,
-    make_models,
-    make_qwen_image,
-    make_sdxl,
-    make_z_image,
-    metrics,
-)
+from conftest import Script, make_captioned, make_models, make_sdxl, metrics
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file
 
@@ -34,13 +25,7 @@ precompute = Script("precompute_latents")
 FLOW, TEXT = Script("train_flow"), Script("train_text_to_image")
 FILE = "pytorch_lora_weights.safetensors"
 CPU = torch.device("cpu")
-OWN = {
-    "sd": make_models,
-    "sdxl": make_sdxl,
-    "z-image": make_z_image,
-    "flux2-klein": make_klein,
-    "qwen-image": make_qwen_image,
-}
+OWN = {"sd": make_models, "sdxl": make_sdxl}
 BLOCKS = {name: make for name, make in tiny_pipelines.BLOCKS.items() if "distilled" not in name}
 MAKE = OWN | tiny_pipelines.MAKE | BLOCKS  # a distilled one is refused
 SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32}
@@ -57,7 +42,6 @@ def bases(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             base = [f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"]
-            base += [f"--model_family={name}"] * (name in ("z-image", "flux2-klein", "qwen-image"))
             make_captioned(folder / "images", 7)
             data = [f"--train_data_dir={folder / 'images'}", f"--resolution={SIDES.get(name, 16)}"]
             data += ["--center_crop", "--dataloader_num_workers=0"]

@@ -92,7 +92,7 @@ def bases(tmp_path_factory):
             shutil.move(source, folder / "base")
             turbo = change(folder / "base", folder / "turbo")
             base = [f"--pretrained_model_name_or_path={folder / 'base'}"]
-            base += [f"--model_family={name}"] * ("-" in name)
+            base += ["--max_sequence_length=64"] * (name == "flux2-klein")  # as in OPTIONS
             make_captioned(folder / "images", 6)
             data = [f"--train_data_dir={folder / 'images'}", "--resolution=16", "--center_crop"]
             data += ["--dataloader_num_workers=0"]
