@@ -246,7 +246,7 @@ from diffusion_training.latents.batch_inputs import (
     read_mask,
     read_pixels,
     read_prompts,
-    scale_references,
+    read_references,
 )
 from diffusion_training.latents.encoders import encode_images, load_parts
 from diffusion_training.latents.reader import choose_rows
@@ -413,7 +413,7 @@ def prepare_batch(data: Data, caption_dropout: float, batch: TextToImageBatch) -
         empty = empty[: condition[name].shape[1]]  # a batch of short captions has fewer tokens
         where = dropped.view(-1, *[1] * empty.dim())
         condition[name] = torch.where(where, empty, condition[name])
-    condition |= scale_references(batch, data)  # the images that an edit starts from
+    condition |= read_references(batch, data)  # the images that an edit starts from
     loss_inputs = {}
     if "mask" in batch:
         loss_inputs["mask"] = read_mask(batch, data, latents.shape[-2:])

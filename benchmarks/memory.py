@@ -59,8 +59,9 @@ import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
 from diffusion_training.blocks import compute_in_float32, list_blocks, list_outer_blocks
-from diffusion_training.families.base import Family, Prompts, from_sequence, to_sequence
+from diffusion_training.families.base import Family, Prompts
 from diffusion_training.families.known import load_family
+from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.models import cast_weights, start_average
 from diffusion_training.training.block_swap import BlockSwap
 from diffusion_training.training.costs import count_disk, count_flops, count_memory
@@ -308,6 +309,16 @@ KEPT |= {"Stable Diffusion 2": (256, 512), "SDXL": (512, 1024)}
 # models without weights, and their memory
 
 
+def to_sequence(latents: torch.Tensor) -> torch.Tensor:
+    """[N, C, h, w] -> [N, h * w, C]."""
+    return latents.flatten(2).transpose(1, 2)
+
+
+def from_sequence(sequence: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """[N, h * w, C] -> [N, C, h, w], with the shape of `like`."""
+    return sequence.transpose(1, 2).reshape(like.shape)
+
+
 class QwenImage21(Family):
     """Qwen-Image 2.1, which trainers record from its pipeline."""
 
@@ -402,6 +413,41 @@ class Tokens(Family):
         return from_sequence(output.sample, noisy).float()
 
 
+class Klein(Tokens, Recorded):
+    """FLUX.2 klein, with the layers that a LoRA of a recorded pipeline has."""
+
+
+class QwenImage(Klein):
+    """Qwen-Image, which gets the shape of an image in place of its tokens' places."""
+
+    ragged = True
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        output = model(
+            to_sequence(noisy),
+            encoder_hidden_states=prompts["prompt_embeds"],
+            encoder_hidden_states_mask=prompts["prompt_mask"],
+            timestep=times,
+            img_shapes=[[(1, *noisy.shape[2:])]] * len(noisy),
+        )
+        return from_sequence(output.sample, noisy).float()
+
+
+class ZImage(Family):
+    """Z-Image, which takes lists."""
+
+    model = "ZImageTransformer2DModel"
+    embeds_width = "cap_feat_dim"
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        output = model(list(noisy.unsqueeze(2)), times, list(prompts["prompt_embeds"])).sample
+        return torch.stack(output).squeeze(2).float()
+
+
 @dataclass
 class Grid(Family):
     """A transformer that trainers record from its pipeline, and that takes latents as they are.
@@ -440,6 +486,9 @@ class Grid(Family):
 
 
 RECORDED = {
+    "z-image": ZImage,
+    "flux2-klein": partial(Klein, "Flux2Transformer2DModel", channels=128, axes=4),
+    "qwen-image": partial(QwenImage, "QwenImageTransformer2DModel"),
     "sd3": partial(
         Grid, "SD3Transformer2DModel", "joint_attention_dim", (("pooled_projections", (2048,)),)
     ),

@@ -341,6 +341,9 @@ def make_qwen_image(folder):
     return save(make, folder)
 
 
+MAKE |= {"z_image": make_z_image, "klein": make_klein, "qwen_image": make_qwen_image}
+
+
 @pipeline
 def make_flux(**options):
     tokenizer = make_chat_tokenizer(64)

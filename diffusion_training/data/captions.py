@@ -299,11 +299,14 @@ def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
 
     None without captions, or if the number of tokens does not tell.
     """
-    if not texts or not tokenizers.are_ragged:
+    if not texts or not tokenizers.family.ragged:
         return None
-    tokens = tokenizers[0](prepare_captions(tokenizers, texts), truncation=True)
-    lengths = [len(ids) for ids in tokens.input_ids]
-    return sum(lengths) / len(lengths) - tokenizers.family.dropped_tokens
+    prepared = prepare_captions(tokenizers, texts)
+    if tokenizers.are_ragged:
+        lengths = [len(ids) for ids in tokenizers[0](prepared, truncation=True).input_ids]
+    else:  # the tokenizer of a recorded pipeline gives bytes
+        lengths = [tokenizers[0].count_tokens(text) for text in prepared]
+    return sum(lengths) / len(lengths)
 
 
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:

@@ -157,7 +157,6 @@ class Family:
     suffixes: tuple[str, ...] = ("",)  # of the folders text_encoder and tokenizer
     embeds_width = "cross_attention_dim"  # the width of embeddings in the model's config
     max_tokens = 0  # per caption, by default; 0: the limit of the text encoder
-    dropped_tokens = 0  # tokens of a template at the front, whose embeddings the pipeline drops
     caption_unit = "tokens"  # counted by the limit of captions
     masked = True  # does the text encoder take a mask of the padding?
     ragged = True  # does a cache leave out the embeddings of padding?
@@ -179,7 +178,6 @@ class Family:
     reads_references = False
     image_argument = "image"  # of the pipeline, for references
     needs_references = False  # can't the pipeline be called without one?
-    scales_references = True  # does `predict` take scaled latents of references?
     samples_one_by_one = True  # one call of the pipeline per sample
     attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
     other_layers: tuple[str, ...] = ()  # added by --lora_layers all
@@ -198,7 +196,7 @@ class Family:
     def is_distilled(self, base: Base) -> bool:
         """Whether the base was distilled to sample in few steps, judged by its files or name."""
         name = os.path.basename(base.transformer or base.name or "").lower()
-        return "turbo" in name or "distilled" in name
+        return "turbo" in name or "distilled" in name or bool(base.index.get("is_distilled"))
 
     # ---- captions
 
@@ -256,7 +254,7 @@ class Family:
     def count_max_tokens(
         self, base: Base, text_encoders: Iterable[Any], tokenizers: Iterable[Any]
     ) -> int:
-        """How many tokens of a caption are read, including those of a template."""
+        """How many tokens of a caption are read."""
         limits = [tokenizer.model_max_length for tokenizer in tokenizers]
         for encoder in text_encoders:
             limits.append(getattr(encoder.config, "max_position_embeddings", math.inf))
@@ -267,10 +265,10 @@ class Family:
                 f"{limit} tokens"
             )
         most = base.max_tokens or self.max_tokens or math.inf
-        count = min(limit, most + self.dropped_tokens)
-        if count < self.dropped_tokens + 2:  # for the first and the last token
+        count = min(limit, most)
+        if count < 2:  # for the first and the last token
             fail(
-                f"captions get {amount(int(count) - self.dropped_tokens, 'token')}, but need 2: "
+                f"captions get {amount(int(count), 'token')}, but need 2: "
                 "check --max_sequence_length, and model_max_length in the tokenizer's config"
             )
         return int(count)
@@ -533,15 +531,7 @@ def set_shift(vae: Any) -> None:
         vae.register_to_config(shift_factor=0.0)
 
 
-# For families whose text encoder takes chat turns or a mask of the padding
-
-
-def format_chat(tokenizer: Any, caption: str, enable_thinking: bool) -> str:
-    """A chat: the caption as the user's message, and the beginning of the answer."""
-    turns = [{"role": "user", "content": caption}]
-    return tokenizer.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking
-    )
+# For families whose text encoder takes a mask of the padding
 
 
 def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
@@ -558,24 +548,3 @@ def move_to_front(embeds: torch.Tensor, mask: torch.Tensor) -> Prompts:
 def attend_to(mask: torch.Tensor) -> torch.Tensor:
     """The attention mask of a text encoder: all 1 for no tokens, since all 0 would give 0 / 0."""
     return (mask | ~mask.any(dim=1, keepdim=True)).long()
-
-
-# For families whose transformer takes patches of 2 x 2 latents as a sequence
-
-
-def make_patches(latents: torch.Tensor) -> torch.Tensor:
-    """Put 2 x 2 latents into the channels of one: [N, C, 2h, 2w] -> [N, 4C, h, w].
-
-    The four latents of a channel are adjacent, as in the pipelines.
-    """
-    return torch.nn.functional.pixel_unshuffle(latents, 2)
-
-
-def to_sequence(latents: torch.Tensor) -> torch.Tensor:
-    """[N, C, h, w] -> [N, h * w, C]."""
-    return latents.flatten(2).transpose(1, 2)
-
-
-def from_sequence(sequence: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[N, h * w, C] -> [N, C, h, w], with the shape of `like`."""
-    return sequence.transpose(1, 2).reshape(like.shape)

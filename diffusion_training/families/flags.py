@@ -62,13 +62,13 @@ def add_family_flags(add: Add) -> None:
         f"{DEFAULT_FAMILY})",
     )
     limits = [
-        f"{family.max_tokens} for {name}" for name, family in FACTS.items() if family.max_tokens
+        f", {family.max_tokens} for {name}" for name, family in FACTS.items() if family.max_tokens
     ]
     add(
         "--max_sequence_length",
         type=COUNT,
         help="maximum number of tokens of a caption; the rest is cut off "
-        f"(default: {', '.join(limits)})",
+        f"(default: the pipeline's{''.join(limits)})",
     )
 
 

@@ -43,22 +43,6 @@ FACTS = {
         max_tokens=256,
         vae_classes=("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderKLFlux2"),
     ),
-    "z-image": FamilyFacts("z_image.ZImage", "ZImagePipeline", "Z-Image", max_tokens=512),
-    "flux2-klein": FamilyFacts(
-        "flux2.Flux2Klein",
-        "Flux2KleinPipeline",
-        "FLUX.2 klein",
-        max_tokens=512,
-        vae_classes=("AutoencoderKLFlux2",),
-        features=("ragged ids",),
-    ),
-    "qwen-image": FamilyFacts(
-        "qwen_image.QwenImage",
-        "QwenImagePipeline",
-        "Qwen-Image",
-        max_tokens=512,
-        vae_classes=("AutoencoderKLQwenImage",),
-    ),
 }
 # the feature of a cache whose pipeline has another argument for references than `image`
 NAMED_REFERENCES = "named references"

@@ -29,8 +29,8 @@ def read_lengths(
     """How many tokens the captions of a batch have, int [N] on the CPU."""
     count = len(prompts["prompt_embeds"])
     lengths = torch.tensor(batch["prompt_lengths"]).expand(count)  # one length, in a search
-    if "input_ids" in batch:  # these lengths include a template
-        return prompts.get("prompt_lengths", lengths - data.family.dropped_tokens)
+    if "input_ids" in batch:  # these may count bytes
+        return prompts.get("prompt_lengths", lengths)
     return lengths
 
 
@@ -41,7 +41,7 @@ def read_mask(batch: TextToImageBatch, data: Data, size: Sequence[int]) -> torch
     return shrink_masks(batch["mask"], data.latents.downscale) / 255
 
 
-def scale_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
+def read_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
     """The entries of `Prompts` for the references of a batch of a cache."""
     given = dict[str, Any](batch)
     found = {}
@@ -49,8 +49,6 @@ def scale_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Ten
         if height:
             name = f"reference_{number}"
             latents = given[name].float().unflatten(1, (-1, height, width))
-            if data.family.scales_references:
-                latents = (latents - data.latents.shift) * data.latents.factor
             found[name] = latents.contiguous()
             found[f"{name}_size"] = latents.new_empty(len(latents), 0, *side)
     return found

@@ -189,8 +189,8 @@ def name_feature(column: Column) -> str:
 
 def list_features() -> set[str]:
     """The features that this version can read, beyond a plain cache of Stable Diffusion."""
-    features = {"ragged latents", "masks", "captions", "classes", "recorded text", "references"}
-    features |= {NAMED_REFERENCES}
+    features = {"ragged latents", "masks", "captions", "classes", "references", NAMED_REFERENCES}
+    features |= {"recorded text", "ragged ids"}
     features |= {name_feature(column) for column in EXTRA_COLUMNS}
     return features.union(*(facts.features for facts in FACTS.values()))
 

@@ -54,6 +54,7 @@ def load_encoders(base: Base, dtype: torch.dtype, with_vae: bool = True) -> Enco
     """
     text_encoders, tokenizers = load_text_encoders(base, dtype)
     base = replace(base, family=base.family.probe_encoders(text_encoders))
+    tokenizers.family = base.family
     vae = None
     if with_vae:
         vae = load_vae(base, torch.float32 if dtype is EXACT else dtype)  # it is small
@@ -187,8 +188,7 @@ def try_encoders(encoders: Encoders) -> None:
             latents = encode_images(encoders, image)
             vae.decode(family.unpack_latents(vae, latents[:, :channels]).to(vae.dtype))
         with explained("the text encoder does not work"):
-            count = family.dropped_tokens + 2
-            ids = torch.zeros(1, count, dtype=torch.long, device=vae.device)
+            ids = torch.zeros(1, 2, dtype=torch.long, device=vae.device)
             tokens: Any = {f"input_ids{suffix}": ids for suffix in family.suffixes}
             encode_prompts(encoders, tokens | {"prompt_mask": ids == 0})
 
@@ -216,7 +216,7 @@ def encode_prompts(encoders: Encoders, tokens: Tokens) -> Prompts:
         parts.append(encoders.family.encode(encoders, part))
     stacked = {name: torch.stack([part[name] for part in parts], dim=1) for name in parts[0]}
     counted = tokens["prompt_lengths"]  # -1 for a missing caption
-    lengths = stacked.get("prompt_lengths", counted - encoders.family.dropped_tokens)
+    lengths = stacked.get("prompt_lengths", counted)
     lengths = torch.where(counted < 0, counted, lengths.to(counted.device))
     if "prompt_mask" in stacked:
         stacked["prompt_mask"] &= (counted >= 0)[..., None]

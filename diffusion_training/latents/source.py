@@ -110,7 +110,7 @@ class Data:
     captions: Sequence[str] = ()
     class_prompts: PromptEmbeds | None = None  # of --preserve_prior
     classes: tuple[str, ...] = ()  # of a cache made with --class_column
-    # references of any values, for one image, as `scale_references` adds them to the condition
+    # references of any values, for one image, as `read_references` adds them to the condition
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property

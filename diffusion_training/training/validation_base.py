@@ -312,12 +312,7 @@ def choose_drawing(other: Base, args: Namespace) -> tuple[int, float]:
     family = other.family
     name = os.path.basename(str(args.validation_lora or other.name).rstrip("/")).lower()
     said = re.search(r"(\d+)[-_ ]?steps?(?![a-z])", name)
-    is_fast = bool(
-        said
-        or args.validation_lora
-        or other.index.get("is_distilled")
-        or family.is_distilled(other)
-    )
+    is_fast = bool(said or args.validation_lora or family.is_distilled(other))
     kind = getattr(family, "pipeline_class", None) or getattr(diffusers, family.pipeline)
     options = inspect.signature(kind.__call__).parameters
     steps = args.num_inference_steps

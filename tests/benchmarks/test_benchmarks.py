@@ -291,7 +291,7 @@ def test_memory_counts_match_published_models():
     less = memory.count_held("SDXL", memory.LORA[3])["weights"] - held["weights"]
     assert less == pytest.approx(numbers * (1 - 0.5 - 4 / 64) + 4 * outputs, rel=0.01)
     families = {model.family for model in memory.MODELS.values()}
-    assert families == {*FACTS, "qwen-image-2.1", "flux", "flux3", "krea2", "sd3", "anima"}
+    assert families == {*FACTS, *memory.RECORDED}
 
 
 @torch.no_grad()

@@ -48,15 +48,18 @@ MAKE = {
     [
         ("README.md", None, ["sd"]),
         ("docs/training.md", None, ["sdxl"]),
-        ("docs/models.md", None, ["z-image", "z-image LoRA"]),
+        ("docs/models.md", None, ["ZImagePipeline", "ZImagePipeline LoRA"]),
         # the page says that these take the same commands
         pytest.param(
-            "docs/models.md", KLEIN, ["flux2-klein", "flux2-klein LoRA"], marks=pytest.mark.long
+            "docs/models.md",
+            KLEIN,
+            ["Flux2KleinPipeline", "Flux2KleinPipeline LoRA"],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             "docs/models.md",
             "Qwen/Qwen-Image",
-            ["qwen-image", "qwen-image LoRA"],
+            ["QwenImagePipeline", "QwenImagePipeline LoRA"],
             marks=pytest.mark.long,
         ),
     ],

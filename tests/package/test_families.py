@@ -17,7 +17,6 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from conftest import (
     MODELS,
@@ -128,10 +127,10 @@ def test_only_a_familys_own_files_name_it():
         ('kind = "sd"', ["sd"]),
         ('if family == "sdxl": x', ["sdxl"]),
         ('fail(f"{x} is no Stable Diffusion XL pipeline")', ["Stable Diffusion XL"]),
-        ("from diffusers import ZImagePipeline", ["ZImagePipeline"]),
+        ("from diffusers import PRXPipeline", ["PRXPipeline"]),
         ("diffusers.PRXTransformer2DModel", ["PRXTransformer2DModel"]),
         ("def is_sdxl(args): pass", ["is_sdxl"]),
-        ('add("--x", help="only for z-image")', ["z-image"]),
+        ('add("--x", help="only for prx")', ["prx"]),
         ('"""Of PRX."""\ndef f():\n    """Of sd."""\n    return 1', []),
         ('DEMO = f"--model_family prx {x}"', []),
         ('if "sdxl" in features: x', []),
@@ -173,12 +172,12 @@ def test_facts_for_the_flags_are_those_of_the_families():
     assert found == FACTS
 
 
-@pytest.mark.parametrize("name", ["prx", "z-image"])
-def test_a_vae_without_shift_factor_gets_zero_in_the_pipeline(name):
-    """The pipelines compute with `shift_factor`, also if it is None."""
+def test_a_vae_without_shift_factor_gets_zero_in_the_pipeline():
+    """PRX's computes with `shift_factor`, also if it is None."""
     vae = diffusers.AutoencoderKL.from_pretrained(MODELS, subfolder="vae", shift_factor=None)
     parts = {"vae": vae, "transformer": None, "scheduler": None}
-    pipeline = load_family(name).build(parts, Base(load_family(name), None, None, {}), 16)
+    prx = load_family("prx")
+    pipeline = prx.build(parts, Base(prx, None, None, {}), 16)
     assert pipeline.vae.config.shift_factor == 0
 
 
@@ -224,10 +223,10 @@ def test_families_can_be_pickled():
         ],
         "sdxl": ["StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline"],
         "prx": ["PRXPipeline"],
-        "z-image": ["ZImagePipeline"],
-        "flux2-klein": ["Flux2KleinPipeline"],
-        "qwen-image": ["QwenImagePipeline"],
         None: [
+            "ZImagePipeline",
+            "Flux2KleinPipeline",
+            "QwenImagePipeline",
             "Flux2Pipeline",
             "Flux2KleinInpaintPipeline",
             "QwenImageEditPipeline",
@@ -307,37 +306,21 @@ def open_folder(folder):
     return diffusers.DiffusionPipeline.from_pretrained(folder)
 
 
-def make_qwen_image_pipeline(folder):
-    """A Qwen-Image pipeline that pads captions as the package does, for the same rounding."""
-    pipeline = open_folder(make_qwen_image(folder))
-    tokenizer_class = type(pipeline.tokenizer)
-
-    class PaddingTokenizer(tokenizer_class):
-        def __call__(self, texts, **options):
-            options |= {"padding": "max_length", "max_length": 256}
-            return super().__call__(texts, **options)
-
-    pipeline.tokenizer.__class__ = PaddingTokenizer
-    return pipeline
-
-
 # {name: (function that makes the pipeline in a folder, its subfolder, options of its calls)}
 MAKE = {
     "sd": (lambda folder: open_pipeline(make_models(folder)), "sd", {}),
     "sdxl": (make_sdxl_pipeline, "sdxl", {}),
     "prx": (make_prx_pipeline, "sd", {"use_resolution_binning": False}),
-    "z-image": (
-        lambda folder: open_folder(make_z_image(folder / "z")),
-        "z",
-        {"max_sequence_length": 64},
-    ),
+    # without a file of their own
+    "z-image": (lambda folder: open_folder(make_z_image(folder / "z")), "z", {}),
     "flux2-klein": (
         lambda folder: open_folder(make_klein(folder / "k")),
         "k",
         {"max_sequence_length": 64},
     ),
-    "qwen-image": (lambda folder: make_qwen_image_pipeline(folder / "q"), "q", {}),
+    "qwen-image": (lambda folder: open_folder(make_qwen_image(folder / "q")), "q", {}),
 }
+LIMIT = "max_sequence_length"
 CAPTIONS = ["A digit @someone", "two " * 50, "", "the number three, drawn by hand"]
 SIDE = 16
 LOADED = {name: load_family(name) for name in FACTS}
@@ -373,25 +356,38 @@ def pipelines(tmp_path_factory):
         function, subfolder, _ = MAKE[name]
         pipeline = function(folder)
         pipeline.set_progress_bar_config(disable=True)
-        if load_family(name).usage_before(1):  # the model card's lines for clip_skip
+        if name in FACTS and load_family(name).usage_before(1):  # the card's lines for clip_skip
             vars(pipeline.text_encoder)["text_model"] = pipeline.text_encoder
         return pipeline, folder / subfolder
 
     return make
 
 
+@pytest.fixture(scope="module")
+def bases(pipelines):
+    """open(name, clip_skip) -> the pipeline as the package opens it, once for each."""
+
+    @cache
+    def open(name, clip_skip):
+        pipeline, folder = pipelines(name)
+        options = MAKE[name][2]
+        argv = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+        argv += [f"--model_family={name}"] * (name in FACTS)
+        argv += [f"--{flag}={value}" for flag, value in options.items() if flag == LIMIT]
+        argv += [f"--clip_skip={clip_skip}"] * (clip_skip is not None)
+        base = open_base(precompute_latents.parse_args(argv))
+        encoders = load_encoders(base, torch.float32)
+        for suffix, tokenizer in zip(base.family.suffixes, encoders.tokenizers, strict=True):
+            # old tokenizers do not know the text encoder's maximum length
+            pipeline.components[f"tokenizer{suffix}"].model_max_length = tokenizer.model_max_length
+        return Opened(pipeline, base, encoders, options)
+
+    return open
+
+
 @pytest.fixture
-def opened(pipelines, name, clip_skip):
-    pipeline, folder = pipelines(name)
-    argv = [f"--pretrained_model_name_or_path={folder}", f"--model_family={name}"]
-    if clip_skip is not None:
-        argv.append(f"--clip_skip={clip_skip}")
-    base = open_base(precompute_latents.parse_args([*argv, f"--train_data_dir={folder}"]))
-    encoders = load_encoders(base, torch.float32)
-    for suffix, tokenizer in zip(base.family.suffixes, encoders.tokenizers, strict=True):
-        # old tokenizers do not know the text encoder's maximum length
-        pipeline.components[f"tokenizer{suffix}"].model_max_length = tokenizer.model_max_length
-    return Opened(pipeline, base, encoders, MAKE[name][2])
+def opened(bases, name, clip_skip):
+    return bases(name, clip_skip)
 
 
 def each_family(test):
@@ -414,32 +410,14 @@ def encode_as_pipeline(opened, captions):
     if opened.family.name == "sdxl":
         embeds, _, pooled, _ = pipeline.encode_prompt(captions, **options)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-    if opened.family.name == "prx":
-        embeds, mask, _, _ = pipeline.encode_prompt(captions, **options)
-        return {"prompt_embeds": embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
-    if opened.family.name == "flux2-klein":
-        embeds, _ = pipeline.encode_prompt(captions, **opened.options)
-        return {"prompt_embeds": embeds}
-    if opened.family.name == "qwen-image":
-        embeds, mask = pipeline.encode_prompt(captions)
-        padding = 256 - 34 - embeds.shape[1]
-        return {
-            "prompt_embeds": F.pad(embeds, (0, 0, 0, padding)),
-            "prompt_mask": F.pad(mask.bool(), (0, padding)),
-        }
-    rows, _ = pipeline.encode_prompt(list(captions), **options, **opened.options)
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = [F.pad(row, (0, 0, 0, 64 - len(row))) for row in rows]
-    return {
-        "prompt_embeds": torch.stack(padded),
-        "prompt_mask": torch.arange(64) < lengths[:, None],
-    }
+    embeds, mask, _, _ = pipeline.encode_prompt(captions, **options)
+    return {"prompt_embeds": embeds.masked_fill(~mask[..., None], 0), "prompt_mask": mask}
 
 
 @each_family
 @torch.no_grad()
 def test_text_encoders_keep_no_keys_and_values(opened, monkeypatch):
-    """They serve to generate text, and would take 75 MB for each caption of Z-Image (bf16)."""
+    """They serve to generate text, and would take memory for each caption."""
     monkeypatch.delattr("transformers.cache_utils.Cache.update")
     encode_prompts(opened.encoders, tokenize(opened.encoders.tokenizers, CAPTIONS))
 
@@ -456,13 +434,6 @@ def test_embeddings_equal_the_pipelines(opened):
     lengths = tokens.get("prompt_mask", torch.ones(4, 8)).sum(dim=1)
     assert (lengths.unique().numel() > 2) == opened.family.masked  # captions differ in length
     assert not torch.equal(ours["prompt_embeds"][0], ours["prompt_embeds"][3])
-
-
-def guide(opened, scale):
-    """The pipeline's arguments for a guidance scale, as in `Family.call_args`."""
-    if opened.family.name == "qwen-image":
-        return {"true_cfg_scale": scale, "negative_prompt": ""}
-    return {"guidance_scale": scale - 1 if opened.family.name == "z-image" else scale}
 
 
 def make_inputs(opened, caption):
@@ -493,20 +464,12 @@ def test_predictions_equal_the_pipelines(opened):
     shape = (1, channels, side, side)
     given, noisy = [], [torch.randn(shape, generator=torch.Generator().manual_seed(0))]
     caption, scheduler = "a digit two", opened.pipeline.scheduler
-    latents = noisy[0].clone()
-    if opened.family.name == "qwen-image":
-        latents = latents.flatten(2).transpose(1, 2)
-
-    def to_image(latents):
-        """Latents [1, channels, h, w], also if a pipeline keeps them as [1, h * w, channels]."""
-        return latents if latents.dim() == 4 else latents.transpose(1, 2).reshape(shape)
 
     def watch(module, inputs, output):
-        rows = output[0]
-        given.append(-torch.stack(rows).squeeze(2) if isinstance(rows, list) else to_image(rows))
+        given.append(output[0])
 
     def keep(pipeline, number, timestep, tensors):
-        noisy.append(to_image(tensors["latents"]).clone())
+        noisy.append(tensors["latents"].clone())
         return tensors
 
     hook = opened.denoiser.register_forward_hook(watch)
@@ -515,10 +478,10 @@ def test_predictions_equal_the_pipelines(opened):
         height=SIDE,
         width=SIDE,
         num_inference_steps=3,
-        latents=latents,
+        latents=noisy[0].clone(),
         callback_on_step_end=keep,
         output_type="latent",
-        **guide(opened, 1.0),
+        guidance_scale=1.0,
         **opened.options,
         **skip_layers(opened),
     )
@@ -552,16 +515,6 @@ def test_predict_keeps_all_tensors_on_one_device(opened):
     assert predicted.is_meta and predicted.shape == noisy.shape
 
 
-@pytest.mark.parametrize("name, clip_skip", [("flux2-klein", None)])
-def test_klein_latents_are_scaled_as_by_the_vaes_batch_norm(opened):
-    vae = opened.encoders.vae
-    latents = torch.randn(2, 16, 3, 5)
-    scale = {name: torch.tensor(x) for name, x in opened.family.describe_scale(vae).items()}
-    scale = {name: x.view(-1, 1, 1) for name, x in scale.items()}
-    scaled = (latents - scale["shift_factor"]) * scale["scaling_factor"]
-    torch.testing.assert_close(scaled, vae.bn.eval()(latents), rtol=1e-5, atol=1e-6)
-
-
 def draw(pipeline, count, first, arguments):
     generators = [torch.Generator().manual_seed(first + i) for i in range(count)]
     options = {"height": SIDE, "width": SIDE, "num_inference_steps": 2, "output_type": "np"}
@@ -591,7 +544,7 @@ def test_images_from_embeddings_equal_images_from_prompts(opened, scale):
         asked = family.call_args(encoded, empty, scale)
         assert any(argument.startswith("negative_") for argument in asked) == (scale > 1)
         images += [*draw(alone, size, first, asked)]
-        named = {"prompt": captions, **opened.options, **guide(opened, scale)}
+        named = {"prompt": captions, "guidance_scale": scale, **opened.options}
         expected += [*draw(opened.pipeline, size, first, named | skip_layers(opened))]
     assert np.array_equal(images, expected)
     assert np.abs(images[0] - images[1]).max() > 1e-3
@@ -599,7 +552,7 @@ def test_images_from_embeddings_equal_images_from_prompts(opened, scale):
 
 # ------------------------------------------------------------------- LoRA
 
-ADAPTED = [(name, None) for name, family in LOADED.items() if family.attention]
+ADAPTED = [(name, None) for name in MAKE]
 
 
 @pytest.mark.parametrize("name, clip_skip", CASES[: len(FACTS)])
@@ -608,10 +561,28 @@ def test_lora_layers_of_each_family_exist_in_its_model(opened):
     chosen = {which: family.choose_layers(model, which) for which in ("attention", "all")}
     assert {*family.attention} <= {*chosen["attention"]} <= {*chosen["all"]}
     assert {*family.other_layers} == {*chosen["all"]} - {*chosen["attention"]}
-    assert all("." in end for end in {*chosen["attention"]} - {*family.attention})
     for end in chosen["all"]:
         layers = [m for n, m in model.named_modules() if f".{n}".endswith(f".{end}")]
         assert layers and all(isinstance(m, torch.nn.Linear | torch.nn.Conv2d) for m in layers)
+
+
+DOUBLE = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
+DOUBLE += ("to_add_out",)
+RECORDED = {  # {name: (ends of the layers of attention, those of --lora_layers all besides)}
+    "z-image": (DOUBLE[:4], ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")),
+    "flux2-klein": ((*DOUBLE, "to_qkv_mlp_proj", "attn.to_out"), ("linear_in", "linear_out")),
+    "qwen-image": (DOUBLE, ("net.0.proj", "net.2")),
+}
+
+
+@pytest.mark.parametrize("name, clip_skip", [(name, None) for name in RECORDED])
+def test_lora_layers_of_recorded_families_are_those_of_attention_and_feed_forward(opened, name):
+    attention, others = RECORDED[name]
+    linear = [n for n, m in opened.denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
+    for which, ends in {"attention": attention, "all": attention + others}.items():
+        expected = {n for n in linear if n.endswith(tuple(f".{end}" for end in ends))}
+        assert {*opened.family.choose_layers(opened.denoiser, which)} == expected
+        assert all(any(n.endswith(f".{end}") for n in expected) for end in ends)
 
 
 @pytest.mark.parametrize("name, clip_skip", ADAPTED)
@@ -648,14 +619,13 @@ def name_originals(family, model, program):
         ends = tuple(f".{end}" for end in family.choose_layers(model, "attention"))
         names = [name for name, _ in model.named_modules()]
         return {name: [name] for name in names if f".{name}".endswith(ends)}
-    if family.name == "z-image" and program != "ai-toolkit":  # ai-toolkit uses diffusers' names
+    # ai-toolkit uses diffusers' names
+    if family.model.startswith("ZImage") and program != "ai-toolkit":
         blocks = [name for name, m in model.named_modules() if name.endswith(".attention")]
         names = {f"{name}.qkv": [f"{name}.to_{letter}" for letter in "qkv"] for name in blocks}
         return names | {f"{name}.out": [f"{name}.to_out.0"] for name in blocks}
-    if family.name != "flux2-klein":
-        layers = [name for name, _ in model.named_modules()]
-        ends = tuple(f".{end}" for end in family.attention)
-        return {name: [name] for name in layers if name.endswith(ends)}
+    if not family.model.startswith("Flux2"):
+        return {name: [name] for name in family.choose_layers(model, "attention")}
     names = {}
     for i in range(model.config.num_layers):
         original, attention = f"double_blocks.{i}", f"transformer_blocks.{i}.attn"
@@ -671,7 +641,7 @@ def name_originals(family, model, program):
     return names
 
 
-@pytest.mark.parametrize("name", ["z-image", "flux2-klein", "qwen-image"])
+@pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("clip_skip", [None])
 @pytest.mark.parametrize("program", ["ai-toolkit", "kohya", "ComfyUI", "PEFT"])
 def test_loras_of_other_programs_load_with_the_same_effect(tmp_path, opened, program):

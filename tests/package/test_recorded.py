@@ -13,15 +13,15 @@ import diffusers
 import pytest
 import tiny_pipelines
 import torch
-from conftest import make_klein, make_qwen_image, make_z_image, randomize
+from conftest import randomize
 from diffusers import DiffusionPipeline
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from test_families import make_prx_pipeline
 
 import precompute_latents
-from diffusion_training.data.captions import are_cut, tokenize
+from diffusion_training.data.captions import are_cut, count_tokens, tokenize
 from diffusion_training.errors.sentences import describe_expected
-from diffusion_training.families.base import Base, from_sequence
+from diffusion_training.families.base import Base
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import find_base, open_base, read_configs
 from diffusion_training.families.recorded import family as recorded
@@ -49,14 +49,6 @@ CAPTIONS = ["a digit two", "the number three, drawn by hand"]
 def make_prx(folder):
     make_prx_pipeline(folder).save_pretrained(folder / "whole")
     return folder / "whole"
-
-
-HAND_WRITTEN = {
-    "z-image": make_z_image,
-    "flux2-klein": make_klein,
-    "qwen-image": make_qwen_image,
-    "prx": make_prx,
-}
 
 
 def test_modules_that_are_imported_meanwhile_do_not_stop_a_recording():
@@ -132,9 +124,7 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
         if hasattr(module, "randn_tensor"):
             monkeypatch.setattr(module, "randn_tensor", draw)
     pipeline.set_progress_bar_config(disable=True)
-    options = {"guidance_scale": 1}
-    if isinstance(family, Recorded):
-        options = family.findings["off"] | family.findings["own"]
+    options = family.findings["off"] | family.findings["own"]
     for name in ("guider", "ocr_guider"):
         if getattr(pipeline, name, None) is not None:
             getattr(pipeline, name).disable()
@@ -147,8 +137,6 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
 
 def in_order(family, noise, velocity):
     """A packed velocity [1, ...] like `noise`, by the pipeline's packing of 0, 1, 2, ..."""
-    if not isinstance(family, Recorded):
-        return from_sequence(velocity, noise)
     calls = family.own_calls
     count = noise[0].numel()
     run = recorded.PipelineTrace("step", torch.arange(count, dtype=torch.float32).reshape)
@@ -157,14 +145,15 @@ def in_order(family, noise, velocity):
     return velocity.flatten()[run.sample.flatten().long().argsort()].view_as(noise)
 
 
-FEW = ("flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
+FEW = ("z_image", "flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
 GUIDANCE = {  # the flags of guidance 2.5 in samples; hunyuan_image draws without
+    "z_image": {"guidance_scale": 1.5},  # it counts from 0
     "flux": {"true_cfg_scale": 2.5, "guidance_scale": 1.0},
     "chroma": {"guidance_scale": 2.5},
-    "krea2": {"guidance_scale": 1.5},  # it counts from 0
+    "krea2": {"guidance_scale": 1.5},
     "hunyuan_image": {},
 }
-PATCH_SIZES = {"flux": 2, "chroma": 2, "krea2": 2, "hunyuan_image": 1}  # of transformers
+PATCH_SIZES = dict.fromkeys(FEW, 2) | {"hunyuan_image": 1}  # of transformers
 
 
 @pytest.mark.parametrize(
@@ -218,52 +207,31 @@ def test_a_distilled_transformer_is_given_the_guidance_of_the_flag(tmp_path, mon
     assert not torch.equal(*ours)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n != "prx" else pytest.param(n, marks=pytest.mark.long) for n in HAND_WRITTEN]
-)
+@pytest.mark.long
 @torch.no_grad()
-def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
-    """Latents of Qwen-Image are in another order: recorded has them without patches."""
-    folder = HAND_WRITTEN[name](tmp_path / name)
-    # the tokenizer's own limit, to which FLUX.2 klein is padded
-    pipeline, encoders = open_recorded(folder, 64 if name == "flux2-klein" else None)
-    recorded_family, family = encoders.family, load_family(name)
+def test_recorded_gives_the_bits_of_a_family_written_by_hand(tmp_path):
+    folder = make_prx(tmp_path / "prx")
+    pipeline, encoders = open_recorded(folder)
+    recorded_family, family = encoders.family, load_family("prx")
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     own = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
     assert own.family is family
     images = torch.randint(256, (2, 3, SIDE, SIDE), dtype=torch.uint8)
     one, two = (encode_images(e, images) for e in (encoders, own))
-    scales = [{k: torch.tensor(v) for k, v in e.family.describe_scale(e.vae).items()}
-              for e in (encoders, own)]  # fmt: skip
-    if name == "qwen-image":
-        one = torch.nn.functional.pixel_unshuffle(one, 2)
-        scales[0] = {k: v.repeat_interleave(4) for k, v in scales[0].items()}
     assert torch.equal(one, two)
-    assert all(torch.equal(scales[0][key], scales[1][key]) for key in scales[0])
-
+    assert recorded_family.describe_scale(encoders.vae) == family.describe_scale(own.vae)
     noise = draw_noise(encoders, 2)
-    theirs_noise = noise
-    if name == "qwen-image":
-        theirs_noise = torch.nn.functional.pixel_unshuffle(noise, 2)
     for captions in (CAPTIONS, CAPTIONS[::-1], CAPTIONS[:1] * 2):
         prompts, hand = encode(encoders, captions), encode(own, captions)
-        if name == "prx":  # its pipeline returns the mask of padding, which is recorded as a column
-            prompts["prompt_mask"] = prompts["prompt_1"].bool()
-        if family.needs_lengths:
-            hand["prompt_lengths"] = hand["prompt_mask"].sum(dim=1)
+        # its pipeline returns the mask of padding, which is recorded as a column
+        prompts["prompt_mask"] = prompts["prompt_1"].bool()
         times = torch.tensor([0.7, 0.3])
         ours = recorded_family.predict(pipeline.transformer, noise, times, prompts)
-        theirs = family.predict(pipeline.transformer, theirs_noise, times, hand)
-        if name == "qwen-image":
-            theirs = torch.nn.functional.pixel_shuffle(theirs, 2)
+        theirs = family.predict(pipeline.transformer, noise, times, hand)
         # texts are encoded one by one here, and together there
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
         # the same embeddings give the same bits
-        theirs = family.predict(pipeline.transformer, theirs_noise, times, prompts)
-        if name == "qwen-image":
-            theirs = torch.nn.functional.pixel_shuffle(theirs, 2)
-        if name != "qwen-image" or captions[0] != captions[1]:  # else there is no mask
-            assert torch.equal(ours, theirs)
+        assert torch.equal(ours, family.predict(pipeline.transformer, noise, times, prompts))
 
 
 @pytest.mark.parametrize(
@@ -277,8 +245,7 @@ def test_recorded_gives_the_bits_of_families_written_by_hand(tmp_path, name):
 def test_blocks_are_recorded_as_the_other_pipeline_of_their_model(tmp_path, name):
     """Their text blocks return lists, and components that are null are left out."""
     tiny_pipelines.OTHER_BLOCKS[name](tmp_path / "blocks")
-    make = {"z_image": make_z_image, "qwen_image": make_qwen_image} | tiny_pipelines.MAKE
-    _, whole = open_recorded(make[name](tmp_path / "whole"))
+    _, whole = open_recorded(tiny_pipelines.MAKE[name](tmp_path / "whole"))
     flags = [
         f"--pretrained_model_name_or_path={tmp_path / 'blocks'}",
         f"--train_data_dir={tmp_path}",
@@ -715,8 +682,9 @@ def test_settings_of_a_pipeline_are_what_is_no_part_of_it():
 @pytest.mark.parametrize(
     "name",
     [
-        "flux",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("sd3", "krea2", "sana", "ernie_image")),
+        "z_image",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("flux", "sd3", "krea2", "sana")),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("ernie_image", "qwen_image")),
     ],
 )
 @torch.no_grad()
@@ -731,6 +699,10 @@ def test_captions_are_cut_if_no_text_encoder_reads_their_end(tmp_path, name):
     )
     is_read = [any(not torch.equal(one[part][i], other[part][i]) for part in one) for i in range(3)]
     assert cut == [not each for each in is_read] == [False, False, True]
+    if encoders.family.ragged:  # the size of a cache is estimated by the numbers of tokens
+        counted = count_tokens(encoders.tokenizers, captions[:2])
+        exact = encode(encoders, captions[:2])["prompt_lengths"].float().mean()
+        assert exact <= counted <= exact + 40  # of a template
 
 
 def test_captions_are_bytes_that_a_mask_counts():

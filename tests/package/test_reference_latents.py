@@ -19,11 +19,13 @@ from diffusion_training.families.recorded.family import name_plain_pipeline
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
 
 MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
+LIMIT = 64  # tokens to which klein pads captions
 
 
 def open_edit(folder, count):
     """(pipeline, its encoders), with so many references."""
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
+    flags += [f"--max_sequence_length={LIMIT}"] * ("klein" in folder.name)
     if count:
         flags += ["--conditioning_image_column", *map(str, range(count))]
     base = open_base(precompute_latents.parse_args(flags), num_references=count)
@@ -42,15 +44,9 @@ def encode(encoders, caption, images):
     if encoders.family.reads_references:
         tokens["references"] = [images]
     prompts = dict(encode_prompts(encoders, tokens))
-    scale = encoders.family.describe_scale(encoders.vae)
-    shift, factor = (
-        torch.tensor(scale[name]).view(-1, 1, 1) for name in ("shift_factor", "scaling_factor")
-    )
     with torch.no_grad():
         latents = encoders.family.encode_references(encoders.vae, [images])
     for number, (image, found) in enumerate(zip(images, latents, strict=True)):
-        if encoders.family.scales_references:
-            found = (found - shift) * factor
         prompts[f"reference_{number}"] = found
         prompts[f"reference_{number}_size"] = torch.empty(1, 0, image.height, image.width)
     return prompts
@@ -70,15 +66,12 @@ def list_cases():
 def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch):
     tiny_pipelines.make_small(monkeypatch)
     monkeypatch.setattr("test_recorded.SIDE", 64)
-    pipeline, encoders = open_edit(MAKE[name](tmp_path), count)
+    pipeline, encoders = open_edit(MAKE[name](tmp_path / name), count)
     family = encoders.family
     images = draw_images([(64, 64), (64, 96)][:count])
     noise, time = draw_noise(encoders, 1), torch.tensor([0.5])
     inputs = {"image": images} | family.size_args(64, 64)
-    if name == "klein":
-        inputs["max_sequence_length"] = 64  # the tokenizer's limit, to which captions are padded
-    # klein's pipeline divides by the deviation of latents, and this family multiplies
-    tolerance = 1e-6 if name == "klein" else 0
+    inputs |= {"max_sequence_length": LIMIT} if name == "klein" else {}
     alone = []
     for caption in ("a digit two", "the number three, drawn by hand"):
         prompts = encode(encoders, caption, images)
@@ -87,7 +80,7 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
             pipeline, family, noise, caption, 0.5, monkeypatch, **inputs
         )  # fmt: skip
         theirs = in_order(family, noise, theirs).float()
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         alone.append((prompts, ours))
 
     # two rows of a batch, each with its references, are as each alone
@@ -99,7 +92,7 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
     together = family.predict(
         pipeline.transformer, noise.repeat(2, 1, 1, 1), time.repeat(2), both
     )  # fmt: skip
-    torch.testing.assert_close(together, torch.cat([first, second]), rtol=0, atol=tolerance)
+    torch.testing.assert_close(together, torch.cat([first, second]), rtol=0, atol=0)
 
 
 @pytest.mark.long
@@ -108,7 +101,7 @@ def test_an_edit_has_the_bits_of_the_pipeline(tmp_path, name, count, monkeypatch
 def test_an_edit_of_a_true_size_has_the_bits_of_the_pipeline(tmp_path, name, monkeypatch):
     """One reference is given to the pipeline as an image, as its users give it."""
     monkeypatch.setattr("test_recorded.SIDE", 256)
-    folder = tiny_pipelines.give_true_downscale(MAKE[name](tmp_path))
+    folder = tiny_pipelines.give_true_downscale(MAKE[name](tmp_path / name))
     pipeline, encoders = open_edit(folder, 1)
     family = encoders.family
     side = family.choose_reference_side(1024, 1)
@@ -117,11 +110,10 @@ def test_an_edit_of_a_true_size_has_the_bits_of_the_pipeline(tmp_path, name, mon
     prompts = encode(encoders, caption, images)
     ours = family.predict(pipeline.transformer, noise, torch.tensor([0.5]), prompts)
     inputs = {"image": images[0]} | family.size_args(256, 256)
-    if name == "klein":
-        inputs["max_sequence_length"] = 64
+    inputs |= {"max_sequence_length": LIMIT} if name == "klein" else {}
     theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **inputs)
     theirs = in_order(family, noise, theirs).float()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if name == "klein" else 0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 MIXING = diffusers.FluxImg2ImgPipeline.__module__

@@ -84,7 +84,6 @@ def inputs(tmp_path_factory):
             folder / f"cache-{name}",
             f"--train_data_dir={folder / 'images'}",
             f"--pretrained_model_name_or_path={MODELS if name == 'sd' else base}",
-            f"--model_family={name}",
         )
         precompute(*flags)
     return folder
@@ -95,7 +94,6 @@ def list_flags(inputs, name, base_precision, output_dir, *more):
         output_dir,
         f"--pretrained_model_name_or_path={inputs / name}",
         f"--latents_dir={inputs / f'cache-{name}'}",
-        *([f"--model_family={name}"] if name == "z-image" else []),
         "--rank=2",
         f"--base_precision={base_precision}",
         "--mixed_precision=bf16",

@@ -6,16 +6,7 @@ import weakref
 import pytest
 import tiny_pipelines
 import torch
-from conftest import (
-    Script,
-    make_captioned,
-    make_klein,
-    make_models,
-    make_qwen_image,
-    make_sdxl,
-    make_z_image,
-    metrics,
-)
+from conftest import Script, make_captioned, make_models, make_sdxl, metrics
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file
 from test_edits import MAKE as MAKE_EDITING
@@ -36,13 +27,7 @@ precompute = Script("precompute_latents")
 FLOW, TEXT = Script("train_flow"), Script("train_text_to_image")
 FILE = "pytorch_lora_weights.safetensors"
 CPU = torch.device("cpu")
-OWN = {
-    "sd": make_models,
-    "sdxl": make_sdxl,
-    "z-image": make_z_image,
-    "flux2-klein": make_klein,
-    "qwen-image": make_qwen_image,
-}
+OWN = {"sd": make_models, "sdxl": make_sdxl}
 BLOCKS = {name: make for name, make in tiny_pipelines.BLOCKS.items() if "distilled" not in name}
 EDITS = {f"edits of {name}": make for name, make in MAKE_EDITING.items()}
 MAKE = OWN | tiny_pipelines.MAKE | BLOCKS | EDITS  # a distilled one is refused
@@ -60,7 +45,6 @@ def bases(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             base = [f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"]
-            base += [f"--model_family={name}"] * (name in ("z-image", "flux2-klein", "qwen-image"))
             if name in EDITS:
                 make_pairs(folder / "images", 7)
             else:

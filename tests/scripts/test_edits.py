@@ -52,7 +52,8 @@ class Pairs:
         self.cache = folder / "cache"
         self.base = f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"
         self.data = [f"--train_data_dir={self.images}", f"--resolution={SIDE}"]
-        self.data += ["--dataloader_num_workers=0"]
+        self.limit = ["--max_sequence_length=64"] * (name == "klein")  # to which it pads captions
+        self.data += ["--dataloader_num_workers=0", *self.limit]
 
     def precompute(self, *flags):
         precompute(self.base, *self.data, f"--output_dir={self.cache}", *flags)
@@ -68,6 +69,7 @@ class Pairs:
             "--caption_dropout=0",
             "--num_inference_steps=2",
             "--report_to=none",
+            *self.limit,
             *more,
         ]
 

@@ -264,7 +264,7 @@ def kill_in_an_update(trainer, folder, *flags):
     kill([pid])
 
 
-FAMILIES = ["sd", "sdxl", "z-image", "flux2-klein", "qwen-image", "flux", "krea2", "flux3", "sd3"]
+FAMILIES = ["sd", "sdxl", "z_image", "klein", "qwen_image", "flux", "krea2", "flux3", "sd3"]
 
 
 @pytest.mark.long

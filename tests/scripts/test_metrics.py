@@ -249,7 +249,6 @@ def test_every_family_is_measured_with_several_sizes_and_captions(tmp_path, inpu
     if kind != "images":
         precompute(*data, f"--output_dir={tmp_path / 'cache'}")
         data = [data[0], f"--latents_dir={tmp_path / 'cache'}"]
-    data.append(f"--model_family={name}")
     flags = flow.flags(tmp_path / "out", *data, "--rank=2", "--train_batch_size=2")
     flags += [f"--metric_image_model={inputs / 'dino'}", f"--metric_clip_model={inputs / 'clip'}"]
     flow(*flags, "--max_train_steps=1", "--holdout=3", *MEASURE, "kid")

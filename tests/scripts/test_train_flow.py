@@ -726,14 +726,14 @@ def test_muon_trains_block_matrices_and_adamw_the_rest(tmp_path, cached):
 
 def test_flow_card_names_the_kind_of_training_and_loads_the_variant():
     def describe(*flags):
-        base = ["--pretrained_model_name_or_path=x", "--model_family=z-image"]
+        base = ["--pretrained_model_name_or_path=x"]
         args = script.parse_args([*base, "--latents_dir=y", "--output_dir=z", *flags])
         about = name_run(1, args, local=True)
-        return script.describe_model(load_family("z-image"), about, replace(args, resolution=16))
+        return script.describe_model(load_family("prx"), about, replace(args, resolution=16))
 
     config = "--transformer_config_name_or_path=w"
     for flags, how in (([], "fine-tuned"), ([config], "trained from scratch")):
-        assert f"of this Z-Image pipeline was {how} on `y`" in describe(*flags).what
+        assert f"of this PRX pipeline was {how} on `y`" in describe(*flags).what
     lora = describe("--rank=2")
     assert lora.what.startswith("A LoRA of rank 2 ") and "lora" in lora.tags
     assert "variant" not in lora.usage
@@ -807,7 +807,7 @@ def test_train_flow_turns_tokenizers_parallelism_off(monkeypatch):
 
 def test_flow_rank_needs_a_pretrained_transformer():
     argv = ["--latents_dir=x", "--pretrained_model_name_or_path=x", "--rank=2"]
-    argv += ["--model_family=z-image", "--transformer_config_name_or_path=x"]
+    argv += ["--transformer_config_name_or_path=x"]
     assert (
         "--rank needs a pretrained transformer: leave --transformer_config_name_or_path out"
         in train.refused(*argv, status=2)

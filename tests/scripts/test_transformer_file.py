@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from conftest import Script, make_captioned, make_klein, make_qwen_image, make_z_image, read_files
+from conftest import Script, make_captioned, make_z_image, read_files
 from original_layout import save_transformer, split_as_tiny, to_original
 from safetensors.torch import load_file, save_file
 from test_validation_base import aligned, make_speed_lora  # noqa: F401
@@ -30,10 +30,20 @@ PREFIX = "model.diffusion_model."
 LORA = "pytorch_lora_weights.safetensors"
 WITH_PREFIX = ("flux2", "flux3", "qwen_image", "sd3")
 SIDES = {"qwen_image_2_1": 64}
-MAKE = {"z_image": make_z_image, "klein": make_klein, "qwen_image": make_qwen_image}
-MAKE |= {
+MAKE = {
     name: tiny_pipelines.MAKE[name]
-    for name in ("flux", "flux_dev", "flux2", "sd3", "chroma", "krea2", "qwen_image_2_1")
+    for name in (
+        "z_image",
+        "klein",
+        "qwen_image",
+        "flux",
+        "flux_dev",
+        "flux2",
+        "sd3",
+        "chroma",
+        "krea2",
+        "qwen_image_2_1",
+    )
 }
 MAKE["flux3"] = tiny_pipelines.BLOCKS["flux3"]
 

@@ -92,7 +92,7 @@ def bases(tmp_path_factory):
             shutil.move(source, folder / "base")
             turbo = change(folder / "base", folder / "turbo")
             base = [f"--pretrained_model_name_or_path={folder / 'base'}"]
-            base += [f"--model_family={name}"] * ("-" in name)
+            base += ["--max_sequence_length=64"] * (name == "flux2-klein")  # as in OPTIONS
             make_captioned(folder / "images", 6)
             data = [f"--train_data_dir={folder / 'images'}", "--resolution=16", "--center_crop"]
             data += ["--dataloader_num_workers=0"]
@@ -397,6 +397,23 @@ def test_card_and_report_have_code_for_the_turbo_first(tmp_path, bases, monkeypa
     monkeypatch.chdir(tmp_path)
     exec(local, {})
     assert (tmp_path / "image.png").is_file()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_a_second_base_by_its_id_draws_like_its_folder(hub, tmp_path, bases, name):
+    """Only its denoiser's weights are fetched: captions and the VAE are the base's."""
+    trainer, base, turbo = bases(name)
+    hub.add("org/turbo", turbo)
+    flags = list_flags(trainer, base, "--max_train_steps=2")
+    drawn = {}
+    for kind, given in {"folder": turbo, "id": "org/turbo"}.items():
+        trainer(*flags, f"--validation_base={given}", f"--output_dir={tmp_path / kind}")
+        drawn[kind] = read_turbo(tmp_path / kind, 2)
+    assert np.array_equal(*drawn.values())
+    weights = [path for path in hub.downloads() if path.endswith(".safetensors")]
+    folder = "unet" if name == "sdxl" else "transformer"
+    assert weights == [f"{folder}/diffusion_pytorch_model.safetensors"]
 
 
 @pytest.mark.long

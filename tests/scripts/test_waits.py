@@ -88,7 +88,7 @@ def wait_for_padding(module, calls=1):
 
 def wait_for_length():
     reason = "diffusers' transformer of Qwen-Image copies the number of tokens"
-    path = "diffusion_training/families/qwen_image.py"
+    path = "diffusion_training/families/recorded/calls.py"
     return Known("copy from the CPU", path, "predict", 1, reason)
 
 
@@ -207,28 +207,23 @@ def list_prx(folder):
     }
 
 
-def list_family(name, module, *known):
+def list_family(name, *known):
     """Runs with a published model, whose steps wait for what is known."""
 
     def list_runs(folder):
         base = [f"--pretrained_model_name_or_path={MAKE[name](folder / 'base')}"]
-        base += [f"--model_family={name}"]
         data = describe_masked(folder)
         run = [*base, "--train_batch_size=2", "--caption_dropout=0.3"]
         cache = f"--latents_dir={folder / 'cache'}"
-        encoding = [wait_for_rows(2), wait_for_padding(module, 4)]
-        # --preserve_prior calls the model three times
         make_clip(folder / "clip")
         make_dino(folder / "dino")
         metrics = [f"--metric_clip_model={folder / 'clip'}", "--num_metric_images=2"]
         metrics += [f"--metric_image_model={folder / 'dino'}", "--validation_metrics", *METRICS]
-        of_prior = [each._replace(count=3 * each.count) for each in known]
         return {
-            "cache": Run(PRECOMPUTE, [*base, *data], encoding),
+            "cache": Run(PRECOMPUTE, [*base, *data], None),
             "cached": Run(FLOW, [*run, *TRAIN, *SAMPLES, *BF16, cache, *metrics], known),
-            "images": Run(
-                FLOW, [*run, *data, *STEPS, *LORA, *PRIOR], [wait_for_padding(module), *of_prior]
-            ),
+            # captions are encoded one by one, from their text
+            "images": Run(FLOW, [*run, *data, *STEPS, *LORA, *PRIOR], None),
         }
 
     return list_runs
@@ -454,12 +449,12 @@ SLOW = {  # marked `ci`
 }
 SLOWER = {  # marked `long`
     "prx": list_prx,
-    "qwen-image": list_family("qwen-image", "qwen_image", wait_for_length()),
+    "qwen-image": list_family("qwen-image", wait_for_length()),
     "sdxl": list_sdxl,
     "stable diffusion": list_stable_diffusion,
     "recorded": list_recorded,
-    "z-image": list_family("z-image", "z_image"),
-    "flux2-klein": list_family("flux2-klein", "flux2"),
+    "z-image": list_family("z-image"),
+    "flux2-klein": list_family("flux2-klein"),
 }
 
 

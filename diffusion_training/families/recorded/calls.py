@@ -153,7 +153,7 @@ class DenoiserCalls:
             share = math.prod(self.shape) / self.count_numbers(run)
             return math.isqrt(round(height * width / (first.shape[1] * share)))
         config = self.code.pipeline.components[self.code.folder].config
-        size = config.get("patch_size", 1)
+        size = config.get("patch_size", config.get("all_patch_size", 1))
         return size if isinstance(size, int) else size[-1]
 
     def count_numbers(self, run: PipelineTrace) -> int:

@@ -92,10 +92,10 @@ CALLS: list[tuple[tuple[Any, ...], DenoiserCalls]] = []
 class Recorded(Family):
     """A family that is read from a pipeline. It holds only plain values, so it can be pickled."""
 
+    resolution = 1024  # as these pipelines draw
     embeds_width = ""
     needs_lengths = False
     ragged = False
-    scales_references = False  # the pipeline's code does
     caption_unit = "bytes, or more tokens than its text encoders read"
 
     def __init__(
@@ -465,7 +465,8 @@ class Recorded(Family):
         asked: dict[str, Any] = self.guidance_args(guidance_scale)
         if guided and guidance_scale > 1:
             structures = guided["results"]
-            asked["negative_prompt"] = [""]
+            if "negative_prompt" in inspect.signature(self.pipeline_class.__call__).parameters:
+                asked["negative_prompt"] = [""]  # without it, some have no guidance
         results = [rebuild_results(each, sources) for each in structures]
         return {"prompt": [EncodedCaption(results)], **asked, **self.findings["own"]}
 

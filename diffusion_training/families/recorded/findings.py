@@ -107,16 +107,16 @@ class TextParts(torch.nn.Module):
         return run
 
 
-def probe_readers(parts: TextParts) -> list[partial[bool]]:
-    """For each call in which a tokenizer would cut a caption: a function that tells if it does."""
-    readers: list[partial[bool]] = []
+def probe_readers(parts: TextParts) -> list[partial[Any]]:
+    """For each call in which a tokenizer may cut a caption: a function that repeats it."""
+    readers: list[partial[Any]] = []
     call = PreTrainedTokenizerBase.__call__
 
     def watch(self: Any, text: Any = None, *args: Any, **options: Any) -> Any:
         for each in text if isinstance(text, list) else [text]:
             before, found, behind = str(each).partition(SHORT)
             if found and self.is_fast and options.get("truncation"):
-                readers.append(partial(is_cut, self, options, before, behind))
+                readers.append(partial(read_caption, self, options, before, behind))
         return call(self, text, *args, **options)
 
     # a pipeline whose code stops is refused later, with a reason
@@ -125,9 +125,9 @@ def probe_readers(parts: TextParts) -> list[partial[bool]]:
     return copy.deepcopy(readers)  # a tokenizer can't be called by two threads at once
 
 
-def is_cut(tokenizer: Any, options: Any, before: str, behind: str, caption: str) -> bool:
-    """Whether a tokenizer cuts a text. before, behind: what surrounds the caption in it."""
-    return bool(tokenizer([before + caption + behind], **options).encodings[0].overflowing)
+def read_caption(tokenizer: Any, options: Any, before: str, behind: str, caption: str) -> Any:
+    """The encoding of a caption. before, behind: what surrounds it in the tokenizer's text."""
+    return tokenizer([before + caption + behind], **options).encodings[0]
 
 
 def probe_references(parts: TextParts) -> dict[str, Any]:

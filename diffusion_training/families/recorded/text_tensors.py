@@ -295,7 +295,7 @@ class CaptionBytes:
         self,
         vocabulary: dict[str, str],
         rules: dict[str, list],
-        readers: Sequence[Callable[[str], bool]] = (),
+        readers: Sequence[Callable[[str], Any]] = (),
     ) -> None:
         """Hashes of the pipeline's tokenizers. rules: those of `hash_rules`, and templates.
 
@@ -326,8 +326,13 @@ class CaptionBytes:
 
     def is_cut(self, text: str) -> bool:
         """Whether no text encoder reads the end of a caption."""
-        cut = [reader(text) for reader in self.readers] or [False]
+        cut = [bool(reader(text).overflowing) for reader in self.readers] or [False]
         return all(cut) or len(encode_text(text)) > MOST_BYTES
+
+    def count_tokens(self, text: str) -> int:
+        """How many tokens the text encoders read, with those of a template; bytes if unknown."""
+        counts = [sum(reader(text).attention_mask) for reader in self.readers]
+        return max(counts, default=len(encode_text(text)))
 
 
 def encode_text(text: str) -> bytes:
