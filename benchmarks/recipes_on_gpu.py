@@ -36,11 +36,11 @@ import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Not here: edits, which need pairs of images, and models that are recorded from their pipeline
+# Not here: edits, which need pairs of images, and models that `make_pipeline` does not know
 RECIPES = {
     path.stem: path
     for path in sorted(bench.ROOT.glob("recipes/*.args"))
-    if not re.search("edit|2_1|flux1|flux3|krea2", path.stem)
+    if not re.search("edit|2_1|flux1|flux3|krea2|sd35|anima", path.stem)
 }
 # {beginning of a recipe's name: its model in memory.py}
 NAMES = {
