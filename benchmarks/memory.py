@@ -570,6 +570,12 @@ def prepare_denoiser(name: str, rank: int | None, precision: str) -> Any:
     return denoiser
 
 
+@functools.lru_cache(maxsize=3)
+def prepare_average(denoiser: Any) -> Any:
+    """Make the EMA weights of a model of `prepare_denoiser`. They share its frozen weights."""
+    return start_average({"model": denoiser})
+
+
 def count_held(name: str, way: Way) -> dict[str, int]:
     """Count the bytes that a step holds, without activations, by kind; see `count_memory`."""
     return {**count_held_in(name, replace(way, name="", half_side=False))}
@@ -585,7 +591,7 @@ def count_held_in(name: str, way: Way) -> dict[str, int]:
         if way.swaps_blocks:
             denoiser = prepare_denoiser.__wrapped__(name, way.rank, way.mixed_precision)
             BlockSwap(denoiser, "all", torch.device("meta"))
-        averaged = start_average({"model": denoiser}) if way.use_ema else {}
+        averaged = prepare_average(denoiser) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
         if way.num_processes > 1:
             held = share_memory(held, {"model": denoiser}, way.num_processes, False)
@@ -652,6 +658,9 @@ def attend(
     return OneKernel.apply(query, key, value)
 
 
+FAKES = FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[PeakMemory]:
     """Simulate a GPU with tensors that have shapes only. autocast must not notice its absence."""
@@ -659,24 +668,18 @@ def fake_gpu() -> Iterator[PeakMemory]:
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *args, **options: True),
         patch("torch.nn.functional.scaled_dot_product_attention", attend),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FAKES,
         torch.device("cuda"),
         PeakMemory() as memory,
     ):
         yield memory
 
 
-@contextlib.contextmanager
-def on_gpu(name: str, rank: int | None, precision: str) -> Iterator[Any]:
-    """The trained model with its weights on the GPU of `fake_gpu`, where `add_lora` would fail."""
-    with unset_fake_temporarily(), torch.device("cpu"):
-        denoiser = prepare_denoiser(name, rank, precision)
+@functools.lru_cache(maxsize=3)
+def put_on_gpu(denoiser: Any) -> dict[str, torch.Tensor]:
+    """Make weights on the GPU of `fake_gpu` for a model of `prepare_denoiser`: {name: weight}."""
     named = [*denoiser.named_parameters(remove_duplicate=False)]
     named += denoiser.named_buffers(remove_duplicate=False)
-    if not isinstance(denoiser, UNet2DConditionModel):
-        # Transformers keep tensors that they have computed. The copy has the same weights.
-        with unset_fake_temporarily():
-            denoiser = copy.deepcopy(denoiser, {id(weight): weight for _, weight in named})
     moved: dict[int, Any] = {}
     for _, weight in named:
         if id(weight) not in moved:
@@ -684,7 +687,23 @@ def on_gpu(name: str, rank: int | None, precision: str) -> Iterator[Any]:
             if isinstance(weight, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied, weight.requires_grad)
             moved[id(weight)] = copied
-    with _reparametrize_module(denoiser, {key: moved[id(weight)] for key, weight in named}):
+    return {key: moved[id(weight)] for key, weight in named}
+
+
+@contextlib.contextmanager
+def on_gpu(memory: PeakMemory, name: str, rank: int | None, precision: str) -> Iterator[Any]:
+    """The trained model with its weights on the GPU of `fake_gpu`, where `add_lora` would fail."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        denoiser = prepare_denoiser(name, rank, precision)
+    weights = put_on_gpu(denoiser)
+    for weight in weights.values():
+        memory.note(weight.untyped_storage())
+    if not isinstance(denoiser, UNet2DConditionModel):
+        # Transformers keep tensors that they have computed. The copy has the same weights.
+        shared = [*denoiser.parameters(), *denoiser.buffers()]
+        with unset_fake_temporarily():
+            denoiser = copy.deepcopy(denoiser, {id(weight): weight for weight in shared})
+    with _reparametrize_module(denoiser, weights):
         yield denoiser
 
 
@@ -788,7 +807,7 @@ def count_activations(
     """
     model = MODELS[name]
     family = find_family(model.family)
-    with fake_gpu() as memory, on_gpu(name, rank, precision) as denoiser:
+    with fake_gpu() as memory, on_gpu(memory, name, rank, precision) as denoiser:
         denoiser.train()
         alike = isinstance(denoiser, UNet2DConditionModel) and not rank
         blocks = Blocks(memory, alike)
@@ -818,7 +837,7 @@ def count_samples(
     model = MODELS[name]
     family = find_family(model.family)
     with fake_gpu() as memory, torch.no_grad():
-        with on_gpu(name, rank, precision) as denoiser:
+        with on_gpu(memory, name, rank, precision) as denoiser:
             denoiser.eval()
             memory.peak = before = memory.held
             latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
