@@ -162,6 +162,7 @@ def test_a_cache_that_is_made_at_an_address_trains_like_one_on_a_disk(
     cache, out, log = tmp_path / "cache", tmp_path / "out", tmp_path / "log"
     bucket = tmp_path.name.lower().replace("_", "-")[-50:]
     there = [f"--latents_dir=s3://{bucket}/cache", f"--shards_dir={tmp_path / 'shards'}"]
+    flags = [*flags, f"--train_batch_size={2 // num_processes}"]
     begin = lambda: start(lambda: train(*flags, *there, f"--output_dir={out}"), num_processes, log)
     maker = start(lambda: make(cache, cache_flags, 7, lambda: False))
     wait_until(lambda: (cache / "unfinished" / "data-00004-of-00008.arrow.json").exists())
