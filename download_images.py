@@ -56,6 +56,7 @@ import importlib.util
 import ipaddress
 import itertools
 import json
+import math
 import os
 import shlex
 import socket
@@ -97,6 +98,7 @@ MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
 # full disk.
 MAX_ERRORS = 3
+HASHES = 2**24  # of files, which a task that searches for repeated files holds
 AHEAD = 4  # tables that are copied while the images of an earlier one are downloaded
 # Flags that determine the content of the shards. A folder holds only one download.
 FIXED = (
@@ -290,6 +292,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 if __name__ == "__main__":
     args = parse_args()
 
+import numpy as np
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 from tqdm.auto import tqdm
@@ -304,13 +307,15 @@ from diffusion_training.web.image_shards import (
     choose_items,
     choose_urls,
     describe_shard,
-    find_repeated,
+    find_repeats,
     gather,
+    list_repeated,
     list_sizes,
     name_record,
     read_json,
     read_record,
     read_shard,
+    split_digests,
     write_images,
 )
 from diffusion_training.web.pictures import THREADS
@@ -494,6 +499,36 @@ def run_items(
         yield {"error": f"{rows} could not be downloaded: {error}"} if error else result
 
 
+def find_repeated(items: list[dict], args: Namespace, folder: str) -> list[dict]:
+    """Find the shards with files that repeat those of earlier rows, byte for byte.
+
+    Returns their work items, with "repeated": positions of these files in the shard. The first row
+    in the order of the tables keeps the file, so the order in which shards were made does not
+    matter. Ray's tasks read the hashes and split them by their first bytes; for each part another
+    task compares the hashes of all shards.
+    """
+    count_tasks = connect_to_ray(args)
+    import ray
+
+    step = min(HASHES // args.rows_per_shard, math.ceil(len(items) / count_tasks())) or 1
+    names = [(number, item["name"]) for number, item in enumerate(items)]
+    groups = [dict(names[first : first + step]) for first in range(0, len(names), step)]
+    parts = 2 + len(items) * args.rows_per_shard // HASHES
+    as_task = functools.partial(ray.remote, num_cpus=1, memory=2**31)
+    split = as_task(num_returns=parts, scheduling_strategy="SPREAD")(split_digests)
+    compare = as_task(max_retries=0)(find_repeats)
+    try:
+        by_part = zip(*(split.remote(folder, group, parts) for group in groups), strict=True)
+        found = []
+        for _, images, error in run_tasks(by_part, lambda part: compare.remote(*part), count_tasks):
+            if error:
+                fail(f"repeated files could not be found: {error}; run the same command again")
+            found.append(images)
+    except ray.exceptions.RayTaskError as error:
+        fail(explain(error.cause))
+    return list_repeated(items, np.concatenate(found))
+
+
 # -------------------------------------------------------------------------------------------------
 # the run
 
@@ -653,7 +688,7 @@ def main(args: Namespace) -> None:
     # Repeated files are found only when all shards exist, so that the order in which they were made
     # does not matter.
     if args.skip_repeated and not is_finished:
-        while not errors and (repeated := find_repeated(fs, folder, items)):
+        while not errors and (repeated := find_repeated(items, args, folder)):
             with contextlib.closing(run_items(repeated, args, folder, schema)) as results:
                 errors = [result["error"] for result in results if "error" in result]
     if errors:

@@ -14,7 +14,7 @@ the other one began. The bytes are equal because this script imports the two sta
 be parquet, and each output file is one upload.
 
 Layout of this file:
-    parse_args   the flags of the other script, and five for Ray
+    parse_args   the flags of the other script, and four for Ray
     decode_part  stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
     Encoder      stage 2, actors with the models: let tasks decode a shard, encode and write it
     plan_engine  what an encoder needs, and how many of them the cluster has a place for
@@ -40,10 +40,12 @@ import argparse
 import collections
 import contextlib
 import functools
+import heapq
 import importlib
 import io
 import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -98,11 +100,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="use only GPUs of this type (Ray's name, such as T4), so that a cache always has the "
         "same bytes (default: any type)",
     )
-    add(
-        "--num_transform_cpus",
-        type=number(1, 10**6, int),
-        help="cores that decode images (default: all that the encoders do not use)",
-    )
 
     args = parser.parse_args(argv)
     if args.dataset_name is None and args.train_data_dir is None:
@@ -145,6 +142,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
+from filelock import BaseFileLock
 from tqdm.auto import tqdm
 
 from diffusion_training.cluster.remote_cache import (
@@ -169,7 +167,6 @@ from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.cache import (
-    OpenCache,
     check_skipped,
     describe_damage,
     find_begun,
@@ -179,7 +176,7 @@ from diffusion_training.latents.cache import (
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
-from diffusion_training.latents.plan import PlannedCache, compare_settings, plan_caches
+from diffusion_training.latents.plan import PlannedCache, compare_settings, name_shard, plan_caches
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import move
 from diffusion_training.models import EXACT
@@ -194,18 +191,27 @@ except ImportError:
     sys.exit(f"{Path(__file__).name}: Ray is missing: pip install -r requirements-ray.txt")
 
 Result = TypeVar("Result")
-Shard = tuple[int, dict[int, str]]  # its number, {index of a cache that lacks it: its file}
+Shard = tuple[int, tuple[int, ...]]  # its number, indices of the caches that lack it
 Part = tuple[int, int, tuple[int, ...]]  # first row, row after the last, indices of caches
 # Bytes of pixels in a part. This keeps a GPU busy, and many parts fit in a node's memory.
 PART_BYTES = 2**26
 DEPTH = 3  # shards per encoder at a time: one is written, one encoded, one decoded
 PATIENCE = 10  # seconds that an encoder waits for images before its own core decodes them
 # Flags that are not recorded in the cache
-ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "num_transform_cpus", "address")
+ENGINE = ("num_encoders", "gpus_per_encoder", "accelerator_type", "address")
 
 
 # -------------------------------------------------------------------------------------------------
 # the two stages
+
+
+class Engine(NamedTuple):
+    """The resources of a Ray cluster that the two stages use."""
+
+    num_encoders: int  # at most
+    ahead: int  # parts of a shard that are decoded ahead, by as many tasks of stage 1
+    place: dict[str, float]  # resources of an encoder and of one task of stage 1
+    task_memory: int  # bytes that a task of stage 1 reserves
 
 
 @dataclass(frozen=True)
@@ -218,8 +224,14 @@ class Job:
     num_rows: int
     rows: Any  # Ray's reference to the bytes of `PickledRows`
     threads: int  # of the driver
-    task_memory: int  # bytes that a task of stage 1 reserves
-    part_rows: int = 0  # rows of a part
+    engine: Engine
+    folders: list[str]  # of the caches
+    part_rows: int  # rows of a part
+
+    def locate(self, number: int, indices: tuple[int, ...]) -> dict[int, str]:
+        """{index of a cache: its file of a shard}."""
+        name = name_shard(number, self.caches[0].settings)
+        return {index: f"{self.folders[index]}/{name}" for index in indices}
 
 
 class PickledRows(NamedTuple):
@@ -293,12 +305,12 @@ def attempt(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
 
 def list_parts(shard: Shard, job: Job) -> list[Part]:
     """The parts of a shard, in order."""
-    number, paths = shard
+    number, indices = shard
     per_shard = job.caches[0].rows_per_shard
     begin = number * per_shard
     end = min(job.num_rows, begin + per_shard)
     return [
-        (first, min(first + job.part_rows, end), tuple(paths))
+        (first, min(first + job.part_rows, end), indices)
         for first in range(begin, end, job.part_rows)
     ]
 
@@ -316,17 +328,12 @@ class Encoder:
         if self.device.type == "cpu":
             keep_memory()
         transformers.utils.logging.disable_progress_bar()
-        task = ray.remote(max_retries=0, num_cpus=1, memory=job.task_memory)(decode_part)
+        task = ray.remote(max_retries=0, num_cpus=1, memory=job.engine.task_memory)(decode_part)
         # on the core that is reserved for this encoder, or on any core of the cluster
         self.decode_here, self.decode = task, task.options(scheduling_strategy="SPREAD")
-        # for each shard, in order, its parts for which no task has started
-        self.queue: list[list[Part]] = []
-        # {part that a task decodes or has decoded: Ray's reference}
-        self.decoding: dict[Part, Any] = {}
-        self.ahead = 1  # parts that are decoded ahead
-        self.started = itertools.count()  # tasks
-        self.turn = threading.Condition()
-        self.decode_here.remote((0, 0, ()), job.rows)  # opens the data while the models load
+        # the last task on the own core; this one opens the data while the models load
+        self.own_task = self.decode_here.remote((0, 0, ()), job.rows)
+        self.turn = threading.Lock()  # of the shard that is encoded
         _, self.reason = attempt(self.load_models)
 
     def load_models(self) -> None:
@@ -351,85 +358,76 @@ class Encoder:
             self.load_exact = functools.cache(functools.partial(load, torch.float32, settings))
         place_encoders(self.encoders, self.device, args.compile)
 
-    def make(self, shard: Shard, ahead: int) -> dict[str, Any]:
-        """Write a shard's file in each cache. ahead: how many parts tasks may decode ahead.
+    def make(self, shard: Shard) -> dict[str, Any]:
+        """Decode, encode and write a shard: its file in each cache that lacks it.
 
         Returns {"records": {index of the cache: record}, "failed": the reason or None, "waited":
         seconds spent waiting for images, "busy": all other seconds}.
         """
         spent = dict.fromkeys(("waited", "busy"), 0.0)
-        self.ahead = ahead
 
         def write() -> dict[int, dict]:
             with contextlib.closing(self.encode(shard, spent)) as encoded:
-                return write_each(writing_shard_to, shard[1], encoded)
+                return write_each(writing_shard_to, self.job.locate(*shard), encoded)
 
         records, reason = (None, self.reason) if self.reason else attempt(write)
         return {"records": records, "failed": reason, **spent}
 
     def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[LatentRows]:
-        """Wait until the previous shards are encoded, then yield the results of `encode_all`."""
+        """Start to decode; when no other shard is being encoded, yield as `encode_all` does."""
         parts = list_parts(shard, self.job)
-        left = list(parts)
+        tasks = {part: self.start_task(part) for part in parts[: self.job.engine.ahead]}
         with self.turn:
-            self.queue.append(left)
-            self.turn.wait_for(lambda: self.queue[0] is left)
-        try:
             # The number of threads changes the order of sums, and so the bits.
             torch.set_num_threads(self.job.threads)
             begin = time.perf_counter()
-            batches = self.load(parts, spent)
+            batches = self.load(parts, tasks, spent)
             yield from encode_all(batches, self.encoders, self.load_exact, self.job.caches)
             spent["busy"] += time.perf_counter() - begin - spent["waited"]
-        finally:
-            with self.turn:
-                self.queue.pop(0)
-                self.turn.notify_all()
-            for part in parts:  # some remain if encoding failed
-                self.decoding.pop(part, None)
 
-    def load(self, parts: list[Part], spent: dict[str, float]) -> Iterator[Any]:
-        """Yield batches like `load_batches`, with their tensors on the way to the device."""
+    def load(
+        self, parts: list[Part], tasks: dict[Part, Any], spent: dict[str, float]
+    ) -> Iterator[Any]:
+        """Yield batches like `load_batches`, with their tensors on the way to the device.
+
+        tasks: {part that is decoded: Ray's reference}. As one is read, the next one starts.
+        """
 
         def to_device(array: np.ndarray) -> torch.Tensor:
             # torch.tensor copies it, because Ray's shared memory is read-only
             return move(torch.tensor(array), self.device)
 
-        self.decode_ahead()
-        for part in parts:
+        for part, later in itertools.zip_longest(parts, parts[self.job.engine.ahead :]):
             begin = time.perf_counter()
-            batches = None
-            while batches is None:
-                try:
-                    refs = [self.decoding.pop(part)]
-                    if not ray.wait(refs, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
-                        refs.append(self.decode_here.remote(part, self.job.rows))
-                    batches = ray.get(ray.wait(refs)[0][0])
-                except Exception as error:
-                    if is_lost_machine(error):
-                        self.decoding[part] = self.decode_here.remote(part, self.job.rows)
-                        continue
-                    reason = explain(getattr(error, "cause", None) or error)
-                    raise RuntimeError(
-                        f"rows {part[0]} to {part[1] - 1} could not be decoded: {reason}"
-                    ) from error
+            batches = self.get_decoded(part, tasks.pop(part))
             spent["waited"] += time.perf_counter() - begin
-            self.decode_ahead()
+            if later:
+                tasks[later] = self.start_task(later)
+            if tasks:  # does not wait, but makes Ray start to send results to this node
+                ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=0)
             yield from (map_tensors(batch, to_device) for batch in batches)
 
-    def decode_ahead(self) -> None:
-        """Start tasks for the next parts, up to the number of cores per encoder.
+    def start_task(self, part: Part) -> Any:
+        """Let a task decode a part: on the own core if it is idle, or on one that Ray finds."""
+        if ray.wait([self.own_task], timeout=0)[0]:
+            self.own_task = self.decode_here.remote(part, self.job.rows)
+            return self.own_task
+        return self.decode.remote(part, self.job.rows)
 
-        The first of these cores is the encoder's own.
-        """
-        for left in list(self.queue):
-            while left and len(self.decoding) < self.ahead:
-                part = left.pop(0)
-                decode = self.decode if next(self.started) % self.ahead else self.decode_here
-                self.decoding[part] = decode.remote(part, self.job.rows)
-        if self.decoding:
-            # does not wait, but makes Ray start to send results to this node
-            ray.wait(list(self.decoding.values()), num_returns=len(self.decoding), timeout=0)
+    def get_decoded(self, part: Part, task: Any) -> list[dict]:
+        """Wait for the batches of a part. Raises RuntimeError if they can't be decoded."""
+        while True:
+            tasks = [task]
+            try:
+                if not ray.wait(tasks, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
+                    tasks.append(self.decode_here.remote(part, self.job.rows))
+                return ray.get(ray.wait(tasks)[0][0])
+            except Exception as error:
+                if not is_lost_machine(error):
+                    rows = f"rows {part[0]} to {part[1] - 1}"
+                    reason = explain(getattr(error, "cause", None) or error)
+                    raise RuntimeError(f"{rows} could not be decoded: {reason}") from error
+                task = self.decode_here.remote(part, self.job.rows)
 
     def try_batch_sizes(self) -> tuple[int | None, str, str | None]:
         """For --batch_size auto: return (size or None, printed table, error message or None)."""
@@ -474,25 +472,6 @@ def make_absolute(args: argparse.Namespace) -> Flags:
     return Flags(**vars(args) | paths)
 
 
-class Engine(NamedTuple):
-    """The resources of a Ray cluster that the two stages use."""
-
-    num_encoders: int  # at most
-    num_tasks: int | None  # of stage 1 at a time; None: as many as the cluster has room for
-    threads: int  # cores that an encoder uses
-    place: dict[str, float]  # resources of an encoder and of one task of stage 1
-    task_memory: int  # bytes that a task of stage 1 reserves
-
-    def count_tasks(self, encoders: int) -> int:
-        """How many tasks of stage 1 may run at a time beside so many encoders."""
-        if self.num_tasks:
-            return self.num_tasks
-        found = ray.cluster_resources()
-        cores = found.get("CPU", 0) - encoders * self.threads
-        memory = found.get("memory", 0) - encoders * (self.place["memory"] - self.task_memory)
-        return max(1, int(min(cores, memory / self.task_memory)))
-
-
 def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, str]:
     """Fit the two stages to the Ray cluster. Returns the engine and its description.
 
@@ -517,24 +496,24 @@ def plan_engine(args: argparse.Namespace, weight_bytes: int) -> tuple[Engine, st
     if 0 < per_encoder < 1:  # an encoder never uses parts of two GPUs
         per_encoder = int(1e4 / int(1 / per_encoder)) / 1e4
     count = args.num_encoders or max(1, int(gpus / per_encoder) if per_encoder else 1)
-    threads = 1 if per_encoder else torch.get_num_threads()
+    # Of the DEPTH shards of an encoder one needs no tasks any more. Ray holds back the tasks that
+    # find no core.
+    ahead = max(2, math.ceil(cpus / count / (DEPTH - 1)))
     memory = 2**30 + 4 * PART_BYTES
     # The CPU is for the task. An encoder reserves none, because a machine may have only one.
     place = {"CPU": 1, "GPU": per_encoder, "memory": 2 * memory + weight_bytes}
     if kind:
         place[kind] = 0.001  # as much as Ray's own option takes
-    engine = Engine(count, args.num_transform_cpus, threads, place, memory)
+    engine = Engine(count, ahead, place, memory)
 
     needs = {name: need for name, need in place.items() if need}
     fit = sum(min(int(node.get(name, 0) / needs[name]) for name in needs) for node in nodes)
     size = f"{per_encoder:g} GPUs, 1 CPU and {place['memory'] / 1e9:.1f} GB"
     if not fit and not args.num_encoders:
         fail(f"an encoder and a task need {size}, and no node of Ray has that: {later}")
-    device = f"{per_encoder:g} GPUs" if per_encoder else f"{threads} CPU threads"
-    tasks = engine.count_tasks(min(fit, count))
+    device = f"{per_encoder:g} GPUs" if per_encoder else f"{torch.get_num_threads()} CPU threads"
     sentences = (
-        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; "
-        f"{count} encoders of {device}, {tasks} tasks that decode"
+        f"Ray: {len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs; {count} encoders of {device}"
     )
     if fit < count:
         sentences += f"\nRay has a place for {fit} of {count} encoders ({size} each)"
@@ -552,6 +531,7 @@ def place_encoder(job: Any, engine: Engine) -> tuple[Any, Any]:
     group = placement_group([engine.place])
     actor = ray.remote(
         max_concurrency=DEPTH,
+        max_task_retries=-1,  # of a lost connection, until Ray knows how the encoder died
         num_cpus=0,
         num_gpus=engine.place["GPU"],
         scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -605,11 +585,11 @@ class Crew:
     An encoder gets shards after it has started, so an encoder without a place delays nothing.
     """
 
-    def __init__(self, missing: dict[int, dict[int, str]], job: Job, engine: Engine) -> None:
+    def __init__(self, missing: dict[int, tuple[int, ...]], job: Job) -> None:
         self.missing = missing
-        self.engine = engine
+        self.engine = job.engine
         self.job = ray.put(job)
-        self.left = sorted(missing)
+        self.left = sorted(missing)  # a heap
         self.members: list[Member] = []
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
         self.losses: collections.Counter = collections.Counter()  # machines lost with each shard
@@ -622,15 +602,15 @@ class Crew:
         """End an encoder to free its place; its shards go to others."""
         remove_placement_group(member.group)
         self.members.remove(member)
-        shards = [shard for shard in member.calls.values() if shard is not None]
-        self.left = sorted(self.left + shards)
+        for shard in member.calls.values():
+            if shard is not None:
+                heapq.heappush(self.left, shard)
         member.calls = {}
 
     def hand_out(self) -> int:
         """Give shards to the encoders that have started. Returns how many have started."""
         ready = [member for member in self.members if None not in member.calls.values()]
         starting = len(self.members) - len(ready)
-        ahead = max(1, self.engine.count_tasks(len(ready)) // max(1, len(ready)))
         for depth in range(DEPTH):
             for member in ready:
                 if not self.left or len(member.calls) != depth:
@@ -640,8 +620,8 @@ class Crew:
                 shards = [*member.calls.values(), self.left[0]]
                 if depth and (len(self.left) <= starting or any(self.tries[n] for n in shards)):
                     continue
-                shard = self.left.pop(0)
-                ref = member.actor.make.remote((shard, self.missing[shard]), ahead)
+                shard = heapq.heappop(self.left)
+                ref = member.actor.make.remote((shard, self.missing[shard]))
                 member.calls[ref] = shard
         return len(ready)
 
@@ -679,14 +659,14 @@ class Crew:
 
 
 def make_shards(
-    missing: dict[int, dict[int, str]], job: Job, engine: Engine, show: Callable[[int, int], None]
+    missing: dict[int, tuple[int, ...]], job: Job, show: Callable[[int, int], None]
 ) -> Generator[tuple[int, dict]]:
-    """Have encoders make the missing shards, {number: {index of a cache: file}}.
+    """Have encoders make the missing shards, {number: indices of the caches that lack it}.
 
     Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
     yields {"failed": reason}. show(number of encoders at work, number of those to come).
     """
-    crew = Crew(missing, job, engine)
+    crew = Crew(missing, job)
     try:
         while True:
             ready = crew.hand_out()
@@ -706,9 +686,9 @@ def make_shards(
             crew.stop(member)
 
 
-def measure_batch_size(job: Job, engine: Engine) -> int:
+def measure_batch_size(job: Job) -> int:
     """For --batch_size auto: let an encoder find the size on its device."""
-    encoder, group = place_encoder(job, engine)
+    encoder, group = place_encoder(job, job.engine)
     size, printed, reason = ray.get(encoder.try_batch_sizes.remote())
     remove_placement_group(group)
     print(printed, end="", flush=True)
@@ -730,7 +710,7 @@ class Destination:
             self.folder = os.path.abspath(planned.output_dir)
             self.local = Path(self.folder)
             self.is_begun = True
-        self.opened: OpenCache | None = None
+        self.lock: BaseFileLock | None = None
         self.skipped = 0
 
     def open(
@@ -739,10 +719,9 @@ class Destination:
         """Lock and open the cache. Returns the numbers of its missing shards."""
         self.planned = planned
         local = self.local if self.is_remote else None
-        self.opened = open_cache(accelerator, planned, empty_prompt, local)
+        self.lock, _, records = open_cache(accelerator, planned, empty_prompt, local)
         if self.is_remote:
             begin_cache(self.local, self.folder, self.is_begun)
-        records = self.opened.records
         shards = planned.list_shards()
         for name, damage in find_damaged(self.folder, shards, records).items():
             print(f"{self.folder}/{name} {damage}: making it again", flush=True)
@@ -771,10 +750,10 @@ class Destination:
         self.planned.report_done(cache)
 
     def close(self) -> None:
-        if self.opened and self.opened.lock:
+        if self.lock:
             for leftover in self.local.rglob(".tmp-*"):  # of workers that were stopped
                 leftover.unlink(missing_ok=True)
-            self.opened.lock.release(force=True)
+            self.lock.release(force=True)
 
 
 class CrewProgress:
@@ -819,29 +798,30 @@ class CrewProgress:
 
 
 def make_missing(
-    missing: dict[int, dict[int, str]],
+    missing: dict[int, tuple[int, ...]],
     job: Job,
-    engine: Engine,
     destinations: list[Destination],
     max_skipped: float,
 ) -> None:
-    """Make the missing shards, {number: {index of a cache: file}}, and show the progress."""
+    """Make the missing shards, see `make_shards`, and show the progress."""
     per_shard = job.caches[0].rows_per_shard
-    num_rows = job.num_rows
-    names = job.caches[0].list_shards()
-    counts = {number: min(per_shard, num_rows - number * per_shard) for number in missing}
-    total = num_rows * len(destinations)
-    to_make = sum(len(paths) * counts[number] for number, paths in missing.items())
+
+    def count_rows(number: int) -> int:
+        return min(per_shard, job.num_rows - number * per_shard)
+
+    total = job.num_rows * len(destinations)
+    to_make = sum(len(indices) * count_rows(number) for number, indices in missing.items())
     progress = CrewProgress(total, total - to_make)
-    with contextlib.closing(make_shards(missing, job, engine, progress.show)) as results:
+    with contextlib.closing(make_shards(missing, job, progress.show)) as results:
         for number, result in results:
             if result["failed"]:
                 first = number * per_shard
-                rows = f"rows {first} to {first + counts[number] - 1} could not be made"
+                rows = f"rows {first} to {first + count_rows(number) - 1} could not be made"
                 fail(f"{rows}: {result['failed']}; run the same command to resume")
-            progress.add(counts[number] * len(missing[number]), result)
+            progress.add(count_rows(number) * len(missing[number]), result)
             for index, record in result["records"].items():
-                destinations[index].add(names[number], record, num_rows, max_skipped)
+                shard = name_shard(number, job.caches[0].settings)
+                destinations[index].add(shard, record, job.num_rows, max_skipped)
     progress.bar.close()
 
 
@@ -891,49 +871,37 @@ def main(args: argparse.Namespace) -> None:
     del encoders
 
     # Connect to Ray first, so that no cache is begun if there are no nodes to make it.
-    modules = list_own_modules(Encoder, TransformedRows, Refused)
-    disconnect = connect(args.address, modules)
+    disconnect = connect(args.address, list_own_modules(Encoder, TransformedRows, Refused))
     engine, sentences = plan_engine(args, weight_bytes)
     print(sentences, flush=True)
     destinations = [Destination(cache) for cache in caches]
     # the models of one commit, also if a branch on the hub moves meanwhile
     pinned = {"revision": base.commit or args.revision}
     absolute, num_rows = Flags(**vars(make_absolute(recorded)) | pinned), len(images.rows)
-    threads, memory = torch.get_num_threads(), engine.task_memory
+    pickled_rows, fingerprint = pickle.dumps(images.rows), images.rows._fingerprint
+    threads, folders = torch.get_num_threads(), [each.folder for each in destinations]
 
-    def put_rows() -> Any:
-        pickled = pickle.dumps(images.rows)
-        fingerprint = images.rows._fingerprint
-        return ray.put(
-            pickle.dumps(PickledRows(absolute, caches, tokenizers, fingerprint, pickled))
-        )
+    def make_job(caches: list[PlannedCache], part_rows: int) -> Job:
+        rows = PickledRows(absolute, caches, tokenizers, fingerprint, pickled_rows)
+        put = ray.put(pickle.dumps(rows))
+        return Job(absolute, caches, models, num_rows, put, threads, engine, folders, part_rows)
 
     try:
         if args.batch_size == "auto":
             size = find_begun(each.local for each in destinations)
-            if size is None:
-                job = Job(absolute, caches, models, num_rows, put_rows(), threads, memory)
-                size = measure_batch_size(job, engine)
+            size = size or measure_batch_size(make_job(caches, 0))
             print(f"Batch size: {size}", flush=True)
             caches = [cache.with_batch_size(size) for cache in caches]
-        names = caches[0].list_shards()
-        missing: dict[int, dict[int, str]] = {}
+        missing: dict[int, tuple[int, ...]] = {}
         for index, (destination, cache) in enumerate(zip(destinations, caches, strict=True)):
             for shard in destination.open(accelerator, cache, empty_prompt):
-                missing.setdefault(shard, {})[index] = f"{destination.folder}/{names[shard]}"
+                missing[shard] = (*missing.get(shard, ()), index)
+
+        # Encoders read, decode, encode and write the missing shards: see `Encoder.make`.
         per_batch = caches[0].rows_per_batch
         row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)
-        job = Job(
-            absolute,
-            caches,
-            models,
-            num_rows,
-            put_rows(),
-            threads,
-            memory,
-            part_rows=per_batch * max(1, PART_BYTES // (row_bytes * per_batch)),
-        )
-        make_missing(missing, job, engine, destinations, args.max_skipped)
+        job = make_job(caches, per_batch * max(1, PART_BYTES // (row_bytes * per_batch)))
+        make_missing(missing, job, destinations, args.max_skipped)
         for destination in destinations:
             destination.finish(empty_prompt, args.max_skipped)
     except Exception as error:

@@ -54,18 +54,19 @@ class Encoder:
     """Replaces `Encoder` of precompute_latents_ray.py. stops: whether the last shard fails."""
 
     def __init__(self, job, stops):
+        self.job = job
         self.last = -(-job.num_rows // ROWS) - 1 if stops else None
 
-    def make(self, shard, ahead):
-        number, paths = shard
+    def make(self, shard):
+        number, indices = shard
         if number == self.last:
             return {"records": None, "failed": "a stub", "waited": 0.0, "busy": 1.0}
         record = {"rows": ROWS, "encoded_again": 0, "captions_cut": 0, "skipped": []}
         record |= SHARD | {"checksums": "0" * 32}
-        for path in paths.values():
+        for path in self.job.locate(number, indices).values():
             folder, name = os.path.split(path)
             write_stub(path, f"{folder}/unfinished/{name}.json", record)
-        return {"records": dict.fromkeys(paths, record), "failed": None, "waited": 0, "busy": 1.0}
+        return {"records": dict.fromkeys(indices, record), "failed": None, "waited": 0, "busy": 1.0}
 
 
 class Rows:
@@ -149,7 +150,7 @@ def prepare_ray_data(folder, shards, encoders, stops, seconds):
 
         def __call__(self, row):
             shard = pickle.loads(row["shard"])
-            return {"result": pickle.dumps((shard[0], self.make(shard, ahead=0)))}
+            return {"result": pickle.dumps((shard[0], self.make(shard)))}
 
     def decode(row, job_ref):
         return row

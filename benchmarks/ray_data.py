@@ -102,7 +102,7 @@ class ShardEncoder(script.Encoder):
         _, self.reason = script.attempt(self.load_models)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        number, paths = pickle.loads(row["shard"])
+        shard = number, _ = pickle.loads(row["shard"])
         for fault in ("encode", "exit"):
             fail_on_purpose(fault, number)
 
@@ -113,6 +113,7 @@ class ShardEncoder(script.Encoder):
             torch.set_num_threads(self.job.threads)
             batches = (script.map_tensors(batch, move) for batch in pickle.loads(row["batches"]))
             encoded = encode_all(batches, self.encoders, self.load_exact, self.job.caches)
+            paths = self.job.locate(*shard)
             return script.write_each(script.writing_shard_to, paths, encoded)
 
         begin = time.perf_counter()
@@ -124,9 +125,8 @@ class ShardEncoder(script.Encoder):
 
 
 def make_shards(
-    missing: dict[int, dict[int, str]],
+    missing: dict[int, tuple[int, ...]],
     job: script.Job,
-    engine: script.Engine,
     show: Any,
     decode: Any = decode_shard,
     encoder: type = ShardEncoder,
@@ -140,12 +140,12 @@ def make_shards(
     rows = [{"shard": pickle.dumps(shard)} for shard in sorted(missing.items())]
     if not rows:
         return
-    gpus = engine.place["GPU"]
+    gpus = job.engine.place["GPU"]
     shards = ray.data.from_items(rows, override_num_blocks=len(rows))
     results = shards.map(decode, fn_kwargs={"job_ref": job_ref}, num_cpus=1).map(
         encoder,
         fn_constructor_args=(job_ref,),
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=engine.num_encoders),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=job.engine.num_encoders),
         # An encoder shares its core with a task, as those of the script do
         **({"num_gpus": gpus} if gpus else {"num_cpus": 0.01}),
     )
@@ -170,13 +170,13 @@ class Encoder(script.Encoder):
         (NOTES / f"encoder-{os.getpid()}").touch()
         fail_on_purpose("start")
         super().__init__(job)
-        task = ray.remote(max_retries=0, num_cpus=1, memory=job.task_memory)(decode_part)
+        task = ray.remote(max_retries=0, num_cpus=1, memory=job.engine.task_memory)(decode_part)
         self.decode_here, self.decode = task, task.options(scheduling_strategy="SPREAD")
 
-    def make(self, shard: script.Shard, ahead: int) -> dict[str, Any]:
+    def make(self, shard: script.Shard) -> dict[str, Any]:
         for fault in ("encode", "exit"):
             fail_on_purpose(fault, shard[0])
-        return super().make(shard, ahead)
+        return super().make(shard)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -155,14 +155,18 @@ def check_output_dir(flags: dict[str, Any]) -> None:
                 fail(f"--output_dir {output_dir} lies in --{name} {source}: choose another folder")
 
 
-def write_file(path: Path, text: str | bytes, lasting: bool = True) -> None:
+def write_file(path: Path, text: str | bytes | Iterator[str], lasting: bool = True) -> None:
     """Write a small file (text as UTF-8, or bytes) completely or not at all.
 
-    `lasting`: the file must also survive a power cut.
+    text: also its pieces, for one that is large. `lasting`: the file must also survive a power cut.
     """
     unfinished = name_unfinished(path)
     try:
-        unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
+        if isinstance(text, str | bytes):
+            unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
+        else:
+            with unfinished.open("w", encoding="utf-8", newline="") as file:
+                file.writelines(text)
         if lasting:
             write_out(unfinished)
         unfinished.replace(path)

@@ -204,7 +204,7 @@ def upload(folder, address, bucket):
 
     client = boto3.client("s3", endpoint_url=address)
     client.create_bucket(Bucket=bucket)
-    for path in folder.rglob("*"):
+    for path in sorted(folder.rglob("*")):  # records after their shards
         if path.is_file():
             client.upload_file(str(path), bucket, f"cache/{path.relative_to(folder)}")
     return f"s3://{bucket}/cache"

@@ -8,11 +8,12 @@ import re
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_training.errors.sentences import explained
+from diffusion_training.errors.sentences import explained, name_command
 from diffusion_training.errors.stop_signals import end_at_once, end_if_stopped, list_stop_signals
 
 # Ray reads these when it is imported. The first silences a warning about a future change for GPUs.
@@ -47,7 +48,7 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
 
     If this process is already connected, it does nothing. modules: see `list_own_modules`. Returns
     a function that ends the new connection. Ends the program with an error if Ray can't be started
-    or found.
+    or found, or later, when its process on this machine has died.
     """
     import ray
 
@@ -73,7 +74,41 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
             end_at_once(signal.SIGTERM, None)
     for number, handler in handlers.items():  # Ray has replaced them
         signal.signal(number, handler)
-    return ray.shutdown
+    ended = threading.Event()
+    here = ray.get_runtime_context().get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            place = node["NodeManagerAddress"], node["NodeManagerPort"]
+            threading.Thread(target=watch_raylet, args=(place, ended), daemon=True).start()
+
+    def disconnect() -> None:
+        ended.set()
+        ray.shutdown()
+
+    return disconnect
+
+
+def watch_raylet(place: tuple[str, int], ended: threading.Event) -> None:
+    """End the program in a sentence when Ray's process on this machine has died, until `ended`.
+
+    place: the host and the port where it listens. Ray itself ends the program a minute later,
+    without a word on what to do, perhaps while the main thread waits for Ray and never returns.
+    """
+    while not ended.wait(2):
+        try:
+            socket.create_connection(place, timeout=10).close()
+        except ConnectionRefusedError:
+            if not ended.is_set():
+                print(
+                    f"\n{Path(sys.argv[0]).name}: Ray's process on this machine, the raylet, has "
+                    "died, perhaps for lack of memory; saved files are complete: start Ray again "
+                    f"if you had started it, and {name_command()} continues",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+        except OSError:  # for example, too many files are open
+            continue
 
 
 class Gauges:

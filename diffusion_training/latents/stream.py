@@ -152,6 +152,7 @@ class StoredLatents(CachedLatents):
     def describe(self, shard: int) -> tuple[str, str, int]:
         """Return a shard's address, SHA-256 and approximate bytes, for `Fetcher`."""
         shards, number = self.locate_row(shard)
+        shards.wait_for(number)  # its SHA-256 is known when it is there
         return shards.locate(number), shards.sha256[number].decode(), int(self.bytes_of[shard])
 
     def fetch_all(self, storage: Storage, local_rank: int) -> None:

@@ -16,15 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
-from diffusion_training.errors.sentences import explained, fail
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.sentences import fail
 from diffusion_training.files import digest_file, fits
-from diffusion_training.remote import remove, writing
+from diffusion_training.remote import open_folder, remove, writing
 from diffusion_training.web.tables import find_invalid
 
 # Temporary failures, by the start of their reason: --retry_failed tries them again.
 TEMPORARY = ("timed out", "connection", "broken off", "host not found", "HTTP 429", "HTTP 5")
 RECORD = {"images": int, "bytes": int, "sha256": str, "table": str,
           "failures": [{"row": int, "reason": str, "tries": int}]}  # fmt: skip
+
+# The first half of the sha256 of an image's file, and the image: (number of its shard << 32) + its
+# position in the shard
+DIGESTS = np.dtype([("sha256", "S16"), ("image", np.int64)])
 
 Item = dict[str, Any]  # see `list_items`
 Images = dict[int, dict[str, Any]]  # {row: result of `store_image`}
@@ -182,34 +187,47 @@ def read_records(
             yield from zip(batch, records, strict=True)
 
 
-def find_repeated(fs: AbstractFileSystem, folder: str, items: list[Item]) -> list[Item]:
-    """Find the shards that repeat files of earlier rows, byte for byte.
+def split_digests(folder: str, names: dict[int, str], parts: int) -> list[np.ndarray]:
+    """The hashes of all images of some shards, split into `parts` by their first bytes.
 
-    Returns their work items, with "repeated": positions of these files in the shard. The first row
-    in the order of the tables keeps the file, so the order in which shards were made does not
-    matter. Needs about 100 bytes of memory per image.
+    names: {number of a shard: its file}. Each part is an array of `DIGESTS` in the order of the
+    images. Raises ValueError if a shard can't be read.
     """
-
-    def read(item: Item) -> np.ndarray:
-        path = f"{folder}/{item['name']}"
-        with (
-            explained(f"{path} is damaged: delete it, and run the same command again"),
-            fs.open(path) as file,
-        ):
-            texts = pq.read_table(file, columns=["sha256"])["sha256"].to_pylist()
-            return np.frombuffer(bytes.fromhex("".join(text[:32] for text in texts)), "S16")
-
+    fs, root, _ = open_folder(folder)
     fs.invalidate_cache()  # the cached file sizes may be outdated
-    with ThreadPoolExecutor(16) as pool:
-        digests = list(pool.map(read, items))
-    _, first = np.unique(np.concatenate(digests), return_index=True)
-    is_repeated = np.ones(sum(map(len, digests)), bool)
-    is_repeated[first] = False
-    ends = np.cumsum([len(part) for part in digests])
+    digests = []
+    for number, name in names.items():
+        try:
+            with fs.open(f"{root}/{name}") as file:
+                texts = pq.read_table(file, columns=["sha256"])["sha256"].to_pylist()
+        except Exception as error:
+            advice = "delete it, and run the same command again"
+            raise ValueError(f"{folder}/{name} is damaged: {advice} ({explain(error)})") from None
+        of_shard = np.empty(len(texts), DIGESTS)
+        halves = bytes.fromhex("".join(text[:32] for text in texts))
+        of_shard["sha256"] = np.frombuffer(halves, "S16")
+        of_shard["image"] = (number << 32) + np.arange(len(texts))
+        digests.append(of_shard)
+    joined = np.concatenate(digests)
+    starts = joined["sha256"].astype("S2").view(">u2").astype(np.int64)
+    return [joined[starts * parts >> 16 == part] for part in range(parts)]
+
+
+def find_repeats(*digests: np.ndarray) -> np.ndarray:
+    """The images, see `DIGESTS`, that repeat an earlier one. digests: in their order."""
+    joined = np.concatenate(digests)
+    is_repeated = np.ones(len(joined), bool)
+    is_repeated[np.unique(joined["sha256"], return_index=True)[1]] = False
+    return joined["image"][is_repeated]
+
+
+def list_repeated(items: list[Item], images: np.ndarray) -> list[Item]:
+    """The work items of images from `find_repeats`, with "repeated": positions in the shard."""
+    images = np.sort(images)
+    numbers, starts = np.unique(images >> 32, return_index=True)
+    positions = np.split((images & 0xFFFFFFFF).astype(np.uint32), starts)[1:]
     return [
-        {**item, "repeated": np.flatnonzero(part).tolist()}
-        for item, part in zip(items, np.split(is_repeated, ends[:-1]), strict=True)
-        if part.any()
+        {**items[number], "repeated": part} for number, part in zip(numbers, positions, strict=True)
     ]
 
 

@@ -1,5 +1,6 @@
 """How the scripts start Ray or connect to it. A fake Ray records the calls."""
 
+import argparse
 import os
 import signal
 import socket
@@ -35,6 +36,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(there))
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: (calls.append(("shutdown",)), there.clear()))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: argparse.Namespace(get_node_id=int))
+    monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return calls
 
@@ -99,3 +102,31 @@ def test_an_error_of_ray_init_becomes_one_sentence(calls, monkeypatch):
         module.connect("auto", [])
     with pytest.raises(SystemExit, match=r"Ray can't be started \(no node"):
         module.connect(None, [])
+
+
+def test_a_raylet_that_has_died_ends_the_program_in_one_sentence(monkeypatch, capsys):
+    """While it listens, and after the run has disconnected, nothing happens."""
+    looks = []
+    ended = argparse.Namespace(wait=lambda seconds: len(looks) > 4, is_set=lambda: False)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with socket.socket() as raylet:
+        raylet.bind(("127.0.0.1", 0))
+        raylet.listen()
+        place = raylet.getsockname()
+        connect = socket.create_connection
+        note = lambda *args, **options: looks.append(place) or connect(*args, **options)
+        monkeypatch.setattr(socket, "create_connection", note)
+        module.watch_raylet(place, ended)
+        assert len(looks) == 5
+    del looks[:]
+    with pytest.raises(SystemExit) as stop:
+        module.watch_raylet(place, ended)
+    assert stop.value.code == 1 and len(looks) == 1
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "the raylet, has died" in said
+    assert said.endswith("saved files are complete: start Ray again if you had started it, and "
+                         "the same command continues")  # fmt: skip
+    del looks[:]
+    ended.is_set = lambda: True
+    module.watch_raylet(place, ended)
+    assert capsys.readouterr().err == ""

@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import io
 import json
-import tracemalloc
 
 import datasets
 import fsspec
@@ -270,7 +269,8 @@ def test_choose_urls_skips_unusable_rows_and_retries_failed_ones():
     assert failures == {8: {"row": 8, "url": None, "reason": "not UTF-8", "tries": 0}}
 
 
-def test_find_repeated_finds_byte_for_byte_copies(tmp_path):
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_repeated_files_are_found_by_parts_of_their_hashes(tmp_path, parts):
     shards = {"a": "xyx", "b": "zyx", "c": "", "d": "w", "e": "wvw"}
     items = [{"name": f"{name}.parquet", "table": "t"} for name in shards]
     for name, files in shards.items():
@@ -278,17 +278,23 @@ def test_find_repeated_finds_byte_for_byte_copies(tmp_path):
         pq.write_table(
             pa.table({"sha256": pa.array(digests, pa.string())}), tmp_path / f"{name}.parquet"
         )
-    found = module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
-    assert found == [
+    names = {number: item["name"] for number, item in enumerate(items)}
+    groups = [{number: names[number] for number in group} for group in ([0, 1, 2], [3, 4])]
+    split = [module.split_digests(str(tmp_path), group, parts) for group in groups]
+    by_part = zip(*split, strict=True)
+    images = [module.find_repeats(*digests) for digests in by_part]
+    assert len(images) == parts
+    found = module.list_repeated(items, np.concatenate(images))
+    assert [item | {"repeated": item["repeated"].tolist()} for item in found] == [
         items[0] | {"repeated": [2]},
         items[1] | {"repeated": [1, 2]},
         items[4] | {"repeated": [0, 2]},
     ]
+    assert module.list_repeated(items, np.empty(0, np.int64)) == []
     (tmp_path / "d.parquet").write_bytes(b"")
-    with pytest.raises(
-        SystemExit, match="d.parquet is damaged: delete it, and run the same command again"
-    ):
-        module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items)
+    said = "d.parquet is damaged: delete it, and run the same command again"
+    with pytest.raises(ValueError, match=said):
+        module.split_digests(str(tmp_path), names, parts)
 
 
 def test_describe_shard_gives_size_and_hash_of_the_file(tmp_path):
@@ -312,18 +318,3 @@ def test_list_sizes_sees_files_written_by_other_machines(folder, monkeypatch):
     listed[root] = ls(fs, root, detail=True)
     fs.store[f"{root}/new"] = fs.store[next(iter(fs.store))]
     assert "new" in module.list_sizes(fs, root)
-
-
-def test_find_repeated_needs_about_a_hundred_bytes_per_image(tmp_path):
-    items, count = [{"name": f"{i:03}.parquet"} for i in range(100)], 2000
-    for i, item in enumerate(items):
-        digests = [
-            hashlib.sha256(b"%d" % number).hexdigest()
-            for number in range(i * count, (i + 1) * count)
-        ]
-        pq.write_table(pa.table({"sha256": digests}), tmp_path / item["name"])
-    tracemalloc.start()
-    assert module.find_repeated(fsspec.filesystem("file"), str(tmp_path), items) == []
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most / (len(items) * count) < 120

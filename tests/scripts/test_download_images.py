@@ -87,9 +87,17 @@ def run_items_without_ray(items, args, output_dir, schema, script=script):
         yield script.download_shard(item, args, output_dir, schema)
 
 
+def find_repeated_without_ray(items, args, folder):
+    """`find_repeated` without Ray, in one part."""
+    names = {number: item["name"] for number, item in enumerate(items)}
+    (digests,) = script.split_digests(folder, names, 1)
+    return script.list_repeated(items, script.find_repeats(digests))
+
+
 @pytest.fixture
 def without_ray(monkeypatch):
     monkeypatch.setattr(script, "run_items", run_items_without_ray)
+    monkeypatch.setattr(script, "find_repeated", find_repeated_without_ray)
 
 
 @pytest.fixture

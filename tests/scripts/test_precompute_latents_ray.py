@@ -6,7 +6,6 @@ import collections
 import contextlib
 import functools
 import io
-import itertools
 import json
 import os
 import pickle
@@ -122,7 +121,7 @@ def serve():
             pickle.dump(answer, answers)
             answers.flush()
             argv, setup = pickle.load(sys.stdin.buffer)
-            signal.alarm(500)  # stops a run that hangs
+            signal.alarm(900)  # stops a run that hangs
             answer = run(argv, setup and globals()[setup])
             signal.alarm(0)
     disconnect()
@@ -471,7 +470,7 @@ def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags,
     """
     shutil.copy(ROOT / "precompute_latents_ray.py", tmp_path / "mine.py")
     command = [sys.executable, tmp_path / "mine.py", *flags, f"--address={driver.address}"]
-    command += ["--num_encoders=2", "--num_transform_cpus=1"]
+    command.append("--num_encoders=2")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHILDREN), str(ROOT)])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd="/", env=env, **pipes) as alone:
@@ -481,7 +480,7 @@ def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags,
         assert read_files(tmp_path / "two") == whole
         said, errors = alone.communicate()
     assert alone.returncode == 0 and "Done: 24 rows, 2 skipped" in said, errors
-    assert "2 encoders of 1 CPU threads, 1 tasks that decode" in said
+    assert "2 encoders of 1 CPU threads" in said
     assert "waiting for images" in errors
     assert read_files(tmp_path / "out") == whole
 
@@ -596,8 +595,8 @@ class Dies(script.Encoder):
         super().__init__(job)
         self.decode_here = self.decode = script.ray.remote(max_retries=0)(dying_decoder)
 
-    def make(self, shard, ahead):
-        result, done = super().make(shard, ahead), marker(self.job.args, "done")
+    def make(self, shard):
+        result, done = super().make(shard), marker(self.job.args, "done")
         if shard[0] == 1 and not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -667,12 +666,12 @@ def test_killed_ray_encoder_task_and_driver_do_not_change_the_cache(
 
 
 class DiesAlways(script.Encoder):
-    def make(self, shard, ahead):
+    def make(self, shard):
         if shard[0] == 1:
             with marker(self.job.args, "tries").open("a") as file:
                 file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(shard, ahead)
+        return super().make(shard)
 
 
 def dying_encoder():
@@ -687,15 +686,15 @@ class Gone(script.Encoder):
 
     gone = False
 
-    def begin(self, shard, ahead):
+    def begin(self, shard):
         self.gone |= shard[0] == 1
         with marker(self.job.args, "tries").open("a") as file:
             file.write(str(shard[0]))
 
-    def make(self, shard, ahead):
+    def make(self, shard):
         if self.gone:
             raise script.ray.exceptions.RayActorError(None, "no memory")
-        return super().make(shard, ahead)
+        return super().make(shard)
 
 
 def gone_encoder():
@@ -724,15 +723,15 @@ def test_real_ray_reports_rows_whose_encoder_dies_four_times(tmp_path, flags, wh
 
 
 class Slow(script.Encoder):
-    def load(self, parts, spent):
-        for batch in super().load(parts, spent):
+    def load(self, *args):
+        for batch in super().load(*args):
             time.sleep(0.3)
             yield batch
 
 
 class Slowest(script.Encoder):
-    def load(self, parts, spent):
-        for batch in super().load(parts, spent):
+    def load(self, *args):
+        for batch in super().load(*args):
             time.sleep(10)
             yield batch
 
@@ -764,8 +763,8 @@ def test_signal_ends_the_ray_run_soon_and_leaves_complete_files(
 
 
 class Raises(script.Encoder):
-    def load(self, parts, spent):
-        for batch in super().load(parts, spent):
+    def load(self, *args):
+        for batch in super().load(*args):
             if batch["row"][0] == 12:
                 with marker(self.job.args, "tries").open("a") as file:
                     file.write("x")
@@ -840,29 +839,29 @@ def test_list_parts_splits_each_shard_into_parts_of_whole_batches(flags):
     job = argparse.Namespace(
         caches=[single.parse_args([*flags, "--rows_per_shard=100"])], num_rows=250, part_rows=48
     )
-    assert script.list_parts((0, {0: "a", 1: "b"}), job) == [
+    assert script.list_parts((0, (0, 1)), job) == [
         (0, 48, (0, 1)),
         (48, 96, (0, 1)),
         (96, 100, (0, 1)),
     ]
-    assert script.list_parts((2, {1: "b"}), job) == [(200, 248, (1,)), (248, 250, (1,))]
+    assert script.list_parts((2, (1,)), job) == [(200, 248, (1,)), (248, 250, (1,))]
 
 
 def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray, monkeypatch):
-    """One task runs per core of the encoder, and shards are encoded in the order of the calls."""
+    """Tasks are a few parts ahead of the encoder in each shard, and no two shards mix."""
+    engine = script.Engine(1, 2, {}, 0)
     job = argparse.Namespace(
         caches=[single.parse_args(flags)], num_rows=24, part_rows=2, rows=None, threads=1
     )
+    job.engine, job.locate = engine, lambda number, indices: {}
     encoder, given, encoded, steps = object.__new__(script.Encoder), [], [], threading.Semaphore(0)
     decode = Remote(lambda part, rows: [{"part": part}])
     task = argparse.Namespace(
         remote=lambda part, rows: given.append(part[0]) or decode.remote(part, rows)
     )
-    vars(encoder).update(
-        job=job, queue=[], decoding={}, turn=threading.Condition(), reason=None, decode=task
-    )
-    vars(encoder).update(decode_here=task, started=itertools.count())
+    vars(encoder).update(job=job, turn=threading.Lock(), reason=None, own_task=None)
     vars(encoder).update(encoders=None, load_exact=None, device=None)
+    vars(encoder).update(decode=task, decode_here=task)
 
     def encode_all(batches, *models):
         for batch in batches:
@@ -874,16 +873,19 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
     monkeypatch.setattr(script, "write_each", lambda writing, paths, encoded: list(encoded))
     threads = []
     for number in range(3):
-        threads.append(threading.Thread(target=encoder.make, args=((number, {0: "x"}), 3)))
+        threads.append(threading.Thread(target=encoder.make, args=((number, (0,)),)))
         threads[-1].start()
-        wait_until(lambda: len(encoder.queue) == number + 1 and encoded, 20)
+        wait_until(lambda: len(given) == 3 + 2 * number and encoded, 20)
     for step in range(12):
         wait_until(lambda: len(encoded) == step + 1, 20)
-        # At step 0, perhaps not all shards are queued yet
-        assert given == list(range(0, min(24, 2 * step + 8), 2)) or step == 0
+        shard, end = divmod(step, 4)
+        of_shard = [first for first in given if first // 8 == encoded[-1] // 8]
+        assert of_shard == sorted(of_shard) and len(of_shard) == min(4, end + 3)
+        assert len(given) == 4 * shard + len(of_shard) + 2 * (2 - shard)
         steps.release()
     [thread.join(20) for thread in threads]
-    assert encoded == list(range(0, 24, 2)) and not encoder.queue and not encoder.decoding
+    assert [first // 8 for first in encoded[::4]] == [first // 8 for first in encoded[3::4]]
+    assert sorted(encoded) == sorted(given) == list(range(0, 24, 2)) and not encoder.turn.locked()
 
 
 def other_models():
@@ -955,23 +957,22 @@ def plan(flags, monkeypatch):
 
 def test_plan_engine_uses_all_cpus_and_gpus_of_ray(plan):
     engine, said = plan()
-    assert said == (
-        "Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU threads, 7 tasks that decode"
-    )
+    assert said == ("Ray: 2 nodes, 8 CPUs, 0 GPUs; 1 encoders of 1 CPU threads")
+    assert engine.ahead == 4  # of each of two shards
     assert (engine.place["CPU"], engine.place["GPU"]) == (1, 0)
     assert engine.place["memory"] - 2 * engine.task_memory == 10**9  # the weights
     engine, said = plan(nodes=((8, 4), (8, 4), (8, 0)))
-    assert said.endswith("; 8 encoders of 1 GPUs, 16 tasks that decode")
+    assert said.endswith("; 8 encoders of 1 GPUs") and engine.ahead == 2
     assert engine.place["GPU"] == 1 and engine.place.keys() == {"CPU", "GPU", "memory"}
     engine, said = plan("--gpus_per_encoder=0.5", nodes=((8, 4),), memory=40)
-    assert "; 8 encoders of 0.5 GPUs, " in said and "\n" not in said
-    engine, said = plan("--num_encoders=3", "--num_transform_cpus=5", nodes=((8, 4),))
-    assert "; 3 encoders of 1 GPUs, 5 tasks" in said
+    assert said.endswith("; 8 encoders of 0.5 GPUs")
+    engine, said = plan("--num_encoders=3", nodes=((99, 4),))
+    assert said.endswith("; 3 encoders of 1 GPUs") and engine.ahead == 17
     engine, _ = plan("--gpus_per_encoder=0", "--num_encoders=2", nodes=((8, 4),))
     assert engine.place["GPU"] == 0
     types = {"nodes": ((8, 4), (8, 2), (8, 0)), "types": ("A100", "T4", None)}
     engine, said = plan("--accelerator_type=T4", **types)
-    assert said.endswith("24 CPUs, 2 GPUs; 2 encoders of 1 GPUs, 22 tasks that decode")
+    assert said.endswith("24 CPUs, 2 GPUs; 2 encoders of 1 GPUs")
     assert 0 < engine.place["accelerator_type:T4"] < 0.01
 
 
@@ -980,7 +981,7 @@ def test_plan_engine_fits_encoders_and_tasks_into_memory(plan):
     # Eight GPUs, and memory for two encoders with a task each
     _, said = plan(nodes=((8, 8),), memory=10)
     assert said.endswith(
-        "8 encoders of 1 GPUs, 3 tasks that decode\n"
+        "8 encoders of 1 GPUs\n"
         "Ray has a place for 2 of 8 encoders (1 GPUs, 1 CPU and 3.7 GB each); "
         "the others wait for more nodes"
     )
@@ -1329,7 +1330,7 @@ class Cluster:
 
     def place(self, job, engine):
         number = len(self.encoders)
-        shards = argparse.Namespace(remote=lambda shard, ahead: (number, shard[0]))
+        shards = argparse.Namespace(remote=lambda shard: (number, shard[0]))
         started = argparse.Namespace(remote=lambda: (number, None))
         self.encoders.append(argparse.Namespace(make=shards, __ray_ready__=started))
         return self.encoders[-1], number
@@ -1350,8 +1351,9 @@ def crew(monkeypatch):
         monkeypatch.setattr(script, "remove_placement_group", cluster.ended.append)
         monkeypatch.setattr(script.ray, "put", lambda value: value)
         monkeypatch.setattr(script.ray, "get", cluster.get)
-        engine = script.Engine(count, 4, 0, {}, 0)
-        return script.Crew(dict.fromkeys(range(shards), {}), None, engine), cluster
+        engine = script.Engine(count, 2, {}, 0)
+        job = argparse.Namespace(engine=engine)
+        return script.Crew(dict.fromkeys(range(shards), ()), job), cluster
 
     return make
 
@@ -1457,31 +1459,32 @@ def test_lost_machines_are_told_from_deaths(error):
 
 
 def spot_machines():
-    """Two nodes, of which one is lost every half minute, and another one comes."""
+    """Two nodes, of which one is lost every half minute, and another one comes.
+
+    On a slow machine a node is lost only after the next shard, so that the run comes to its end.
+    """
     set_encoder_memory(9)
     script.Encoder, make = Slowest, script.make_shards
     script.TRIES = 1  # so that one death that is counted would end the run
-    ended = threading.Event()
+    nodes, last = [], [time.monotonic()]
 
     def add_node():
-        return cluster.add_node(num_cpus=1, memory=11 * 2**30)
-
-    def lose_nodes(nodes):
-        while not ended.wait(30):
-            cluster.remove_node(nodes.pop(0), allow_graceful=False)
-            print("a machine is lost", flush=True)
-            nodes.append(add_node())
-        for node in nodes:
-            cluster.remove_node(node, allow_graceful=False)
+        for _ in range(4):  # a busy machine may not start it in the time that Ray gives
+            with contextlib.suppress(Exception):
+                nodes.append(cluster.add_node(num_cpus=1, memory=11 * 2**30))
+                return
 
     def make_shards(*args):
-        thread = threading.Thread(target=lose_nodes, args=([add_node(), add_node()],))
-        thread.start()
-        try:
-            yield from make(*args)
-        finally:
-            ended.set()
-            thread.join()
+        add_node(), add_node()
+        for made in make(*args):
+            if time.monotonic() > last[0] + 30:  # here, because Ray adds none in other threads
+                cluster.remove_node(nodes.pop(0), allow_graceful=False)
+                print("a machine is lost", flush=True)
+                add_node()
+                last[0] = time.monotonic()
+            yield made
+        for node in nodes:
+            cluster.remove_node(node, allow_graceful=False)
 
     script.make_shards = make_shards
 
@@ -1490,11 +1493,11 @@ def spot_machines():
 def test_a_cluster_that_loses_a_machine_every_half_minute_makes_the_same_cache(
     tmp_path, flags, driver
 ):
-    flags += ["--rows_per_shard=2", "--num_encoders=2"]
+    flags.append("--rows_per_shard=2")
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
-    code, said = driver(*flags, setup=spot_machines)
+    code, said = driver(*flags, "--num_encoders=2", setup=spot_machines)
     assert code == 0 and read_files(tmp_path / "out") == read_files(tmp_path / "whole"), said
-    assert said.count("a machine is lost") > 3, said
+    assert said.count("a machine is lost") > 2, said
 
 
 def set_encoder_memory(gigabytes):
@@ -1535,22 +1538,25 @@ def test_ray_run_is_refused_if_no_node_has_memory_for_an_encoder_and_a_task(flag
 
 
 def add_and_lose_nodes():
-    """Two nodes join when encoders wait for them. One is lost later and not replaced."""
+    """Two nodes join when encoders wait for them. One is lost later and not replaced.
+
+    Slowest, so that the second encoder starts before the first has made all shards.
+    """
     set_encoder_memory(9)
-    script.Encoder, make = Slow, script.make_shards
+    script.Encoder, make = Slowest, script.make_shards
     nodes, seen = [], set()
 
     def add_nodes():
         nodes.extend(cluster.add_node(num_cpus=1, memory=11 * 2**30) for _ in range(2))
 
-    def make_shards(missing, job, engine, show):
+    def make_shards(missing, job, show):
         def watch(at_work, waiting):
             show(at_work, waiting)
             if not seen:
                 add_nodes()
             seen.add(at_work)
 
-        for made in make(missing, job, engine, watch):
+        for made in make(missing, job, watch):
             if 2 in seen and len(nodes) == 2:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
             yield made
@@ -1572,7 +1578,8 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
         "waiting for images, 2 encoders]",
         "waiting for images, 1 encoder, 1 starting or waiting for a place",
     ]
-    assert [said.find(phase) for phase in phases] == sorted(map(said.index, phases)), said
+    found = [said.find(phase) for phase in phases]
+    assert found == sorted(found) and -1 not in found, said
 
 
 class Impatient(script.Encoder):
@@ -1591,7 +1598,7 @@ def impatient_encoder():
 
 @pytest.mark.long
 def test_ray_encoder_decodes_on_its_own_core_if_all_others_are_busy(tmp_path, flags, whole, driver):
-    code, said = driver(*flags, "--num_transform_cpus=4", setup=impatient_encoder)
+    code, said = driver(*flags, setup=impatient_encoder)
     assert code == 0 and read_files(tmp_path / "out") == whole, said
 
 
@@ -1624,14 +1631,14 @@ def find_workers(node):
 class Slower(script.Encoder):
     """A slow encoder that notes how much Ray holds in its object store."""
 
-    def load(self, parts, spent):
+    def load(self, *args):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
         single.encode_images = lambda encoders, images: (
             images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1)
         )
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
-        for batch in super().load(parts, spent):
+        for batch in super().load(*args):
             store = get_memory_info_reply(state).store_stats
             with marker(self.job.args, "memory").open("a") as file:
                 file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")
@@ -1697,7 +1704,7 @@ def test_minutes_of_random_kills_on_real_ray_do_not_change_the_cache(
     out, rng, counts = "bucket/latents", random.Random(0), collections.Counter()
     port, folder = free_port(), tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     said = tmp_path / "said"
-    options = ["--num_encoders=2", "--num_transform_cpus=1", f"--address=127.0.0.1:{port}"]
+    options = ["--num_encoders=2", f"--address=127.0.0.1:{port}"]
     nodes: list[subprocess.Popen] = []
     driver = None
 

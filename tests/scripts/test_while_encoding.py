@@ -20,6 +20,7 @@ from conftest import (
     patch,
     read_files,
     start,
+    upload,
     wait_until,
 )
 from test_storage import assert_same_end
@@ -146,6 +147,37 @@ def test_a_run_whose_cache_stands_still_saves_and_ends_with_the_reason(tmp_path,
     precompute(*cache_flags, f"--output_dir={cache}")
     train.fork(*flags, num_processes=2)
     train.fork(*flags, f"--output_dir={tmp_path / 'later'}", num_processes=2)
+    assert_same_run(tmp_path / "later", out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_cache_that_is_made_at_an_address_trains_like_one_on_a_disk(
+    tmp_path, flags, storage, num_processes
+):
+    """The trainer is killed while it waits for a shard."""
+    if storage is None:
+        pytest.skip("no S3 server")
+    cache_flags, flags = flags
+    cache, out, log = tmp_path / "cache", tmp_path / "out", tmp_path / "log"
+    bucket = tmp_path.name.lower().replace("_", "-")[-50:]
+    there = [f"--latents_dir=s3://{bucket}/cache", f"--shards_dir={tmp_path / 'shards'}"]
+    flags = [*flags, f"--train_batch_size={2 // num_processes}"]
+    begin = lambda: start(lambda: train(*flags, *there, f"--output_dir={out}"), num_processes, log)
+    maker = start(lambda: make(cache, cache_flags, 7, lambda: False))
+    wait_until(lambda: (cache / "unfinished" / "data-00004-of-00008.arrow.json").exists())
+    kill(maker)
+    upload(cache, storage, bucket)
+    trainers = begin()
+    wait_until(lambda: "Waiting for data-00005-of-00008.arrow" in log.read_text())
+    wait_until(lambda: checkpoints(out))
+    kill(trainers)
+    trainers = begin()
+    precompute(*cache_flags, f"--output_dir={cache}")
+    upload(cache, storage, bucket)
+    assert finish(trainers) == [0] * num_processes, log.read_text()
+    later = [f"--latents_dir={cache}", f"--output_dir={tmp_path / 'later'}"]
+    train.fork(*flags, *later, num_processes=num_processes)
     assert_same_run(tmp_path / "later", out)
 
 
