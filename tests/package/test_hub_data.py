@@ -195,15 +195,16 @@ def test_the_command_for_cifar10_trains_by_its_id(hub, tmp_path, monkeypatch, ca
         rows.to_parquet(file)
         files[f"plain_text/{split}-00000-of-00001.parquet"] = file.getvalue()
     hub.add("uoft-cs/cifar10", files, kind="datasets")
-    written = (ROOT / "README.md").read_text().partition("train_unconditional.py --dataset_name")[2]
+    before, written = (ROOT / "README.md").read_text().split("--dataset_name", 1)
+    before = before.rpartition("train_unconditional.py")[2]
     written = written.partition("```")[0].replace("\\\n", " ")
-    command = ["--dataset_name", *shlex.split(written)]
+    command = shlex.split(f"{before} --dataset_name {written}")
     assert "uoft-cs/cifar10" in command and (ROOT / "configs/unet_32.json").is_file()
     curves = "diffusion_training.training.report.draw_curves"
     monkeypatch.setattr(curves, lambda *args, **more: None)
     train = Script("train_unconditional")
     small = [f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--max_train_steps=1"]
-    small += ["--lr_warmup_steps=0", "--train_batch_size=2", "--ddpm_num_inference_steps=1"]
+    small += ["--lr_warmup_steps=0", "--total_batch_size=2", "--ddpm_num_inference_steps=1"]
     train(*command, *small, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'out'}")
     assert (tmp_path / "out/model_index.json").is_file()
     assert "Epoch: 5 images" in capsys.readouterr().out  # not those of the other split
