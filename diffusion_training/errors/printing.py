@@ -133,4 +133,4 @@ def printable(text: str) -> str:
 def print_once(sentence: str | None) -> None:
     """Print a sentence about the data, if there is one, on the first of all processes."""
     if sentence and os.environ.get("RANK", "0") == "0":
-        print(printable(sentence))
+        print(printable(sentence), flush=True)

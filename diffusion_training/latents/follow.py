@@ -34,17 +34,17 @@ CHANGING = ("rows", "encoded_again", "captions_cut", "skipped", "shards", "made_
 
 def read_when_there(path: str, minutes: float) -> bytes:
     """`read_bytes`, which waits up to so many minutes until the file is there."""
-    begin = time.monotonic()
+    begin, is_said = time.monotonic(), False
     while True:
         try:
             return read_bytes(path)
         except FileNotFoundError:
             folder, _, name = path.rpartition("/")
-            waited = time.monotonic() - begin
-            if waited > 60 * minutes:
+            if time.monotonic() - begin > 60 * minutes:
                 fail(describe_silence(folder, name, minutes))
-            if waited < POLL:
+            if not is_said:
                 print_once(f"Waiting for {name} of {folder}")
+                is_said = True
             time.sleep(POLL)
 
 
