@@ -451,7 +451,7 @@ def check_cache(
 ) -> None:
     """Stop with an error if a cache is not as `described`, or lacks data that the flags need."""
     if differences := compare_settings(cache, described):
-        advice = "give the models that it was made with"
+        advice = "give the models, and the --max_sequence_length, that it was made with"
         if is_shared(folder):  # models of the same name have changed
             advice = name_repair(folder)
         fail(
