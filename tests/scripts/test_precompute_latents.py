@@ -161,7 +161,13 @@ def test_cache_rows_hold_latents_of_any_image_mode_and_caption_embeddings(tmp_pa
 
 
 def test_cached_latents_are_float16_and_decode_to_the_images(tmp_path):
-    precompute("--output_dir", tmp_path / "out", "--max_train_samples=64")
+    precompute(
+        f"--pretrained_model_name_or_path={MODELS}",
+        f"--train_data_dir={ROOT / 'demo/digits'}",
+        "--resolution=8",
+        "--max_train_samples=64",
+        f"--output_dir={tmp_path / 'out'}",
+    )
     cache = datasets.load_from_disk(str(tmp_path / "out"))
     assert (
         cache.features["latents"].feature.dtype == "float16"

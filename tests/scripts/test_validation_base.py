@@ -4,6 +4,7 @@ And --training_adapter, with which the samples' base is not the one that is trai
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -34,7 +35,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_edits import SIDE, Pairs
 
-from diffusion_training.families.base import Base
+from diffusion_training.families.base import Base, Family
 from diffusion_training.order import step_seed
 from diffusion_training.training import captioned_samples, quantization, validation_base
 from diffusion_training.training.validation_base import OtherBase, choose_drawing, list_differences
@@ -480,12 +481,13 @@ def choose(name, index=None, lora=None, pipeline="ZImagePipeline", shift=1, **fl
         pipeline=pipeline,
         embedded_guidance=flags.pop("embedded", None),
         guidance_args=lambda scale: {"guidance_scale": scale - shift},
-        is_distilled=lambda base: "turbo" in base.name.lower(),
+        is_distilled=functools.partial(Family.is_distilled, None),
     )
     args = {"validation_base_steps": None, "validation_base_guidance": None, "guidance_scale": 4.0}
     args |= {"num_inference_steps": 28, "validation_lora": lora} | flags
     return choose_drawing(
-        SimpleNamespace(family=family, name=name, index=index or {}), Namespace(**args)
+        SimpleNamespace(family=family, name=name, transformer=None, index=index or {}),
+        Namespace(**args),
     )
 
 

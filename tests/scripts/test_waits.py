@@ -86,12 +86,6 @@ def wait_for_padding(module, calls=1):
     return Known("_local_scalar_dense", path, "encode", 2 * calls, reason)
 
 
-def wait_for_length():
-    reason = "diffusers' transformer of Qwen-Image copies the number of tokens"
-    path = "diffusion_training/families/recorded/calls.py"
-    return Known("copy from the CPU", path, "predict", 1, reason)
-
-
 def wait_for_loss():
     reason = "each loss decides whether the range test goes on"
     path = "diffusion_training/training/tuning.py"
@@ -308,7 +302,7 @@ def list_nf4(folder):
 def list_kinds(folder):
     """A run of each kind of model, mostly a LoRA from a cache, as people train it."""
     data = describe_images(folder)
-    copied = {("copy from the CPU", "predict"): 1}  # see `wait_for_length` and `list_recorded`
+    copied = {("copy from the CPU", "predict"): 1}  # see `list_recorded`
     make_prx(folder / "prx-config")
     in_prx = [
         f"--transformer_config_name_or_path={folder / 'prx-config'}",
@@ -320,7 +314,7 @@ def list_kinds(folder):
         "prx": (None, FLOW, [*in_prx, "--optimizer=muon", "--caption_dropout=0.3"], {}),
         "z-image": (make_z_image, FLOW, LORA, {}),
         "flux2-klein": (make_klein, FLOW, LORA, {}),
-        "qwen-image": (make_qwen_image, FLOW, [*LORA, "--gradient_checkpointing"], copied),
+        "qwen-image": (make_qwen_image, FLOW, [*LORA, "--gradient_checkpointing"], {}),
         "chroma": (tiny_pipelines.MAKE["chroma"], FLOW, LORA, copied),
     }
     runs = {}
@@ -449,7 +443,7 @@ SLOW = {  # marked `ci`
 }
 SLOWER = {  # marked `long`
     "prx": list_prx,
-    "qwen-image": list_family("qwen-image", wait_for_length()),
+    "qwen-image": list_family("qwen-image"),
     "sdxl": list_sdxl,
     "stable diffusion": list_stable_diffusion,
     "recorded": list_recorded,
