@@ -49,7 +49,8 @@ from diffusion_training.training import quantization
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
 SCRIPTS = {name: Script(name) for name in NAMES}
 UNCONDITIONAL, TEXT, FLOW, PRECOMPUTE = NAMES
-Known = namedtuple("Known", "operator path function count reason")
+# is_always: whether it waits in each step, or only in some
+Known = namedtuple("Known", "operator path function count reason is_always", defaults=[True])
 # known: the waits in each steady step, or of a whole run of `PRECOMPUTE`; None if no step is steady
 Run = namedtuple("Run", "script flags known", defaults=[()])
 
@@ -84,6 +85,12 @@ def wait_for_padding(module, calls=1):
     reason = "the text encoder in transformers looks twice whether captions are padded"
     path = f"diffusion_training/families/{module}.py"
     return Known("_local_scalar_dense", path, "encode", 2 * calls, reason)
+
+
+def wait_for_new_sizes():
+    reason = "diffusers' transformer of Qwen-Image makes places of new sizes on the CPU"
+    path = "diffusion_training/families/recorded/calls.py"
+    return Known("copy from the CPU", path, "predict", 1, reason, is_always=False)
 
 
 def wait_for_loss():
@@ -443,7 +450,7 @@ SLOW = {  # marked `ci`
 }
 SLOWER = {  # marked `long`
     "prx": list_prx,
-    "qwen-image": list_family("qwen-image"),
+    "qwen-image": list_family("qwen-image", wait_for_new_sizes()),
     "sdxl": list_sdxl,
     "stable diffusion": list_stable_diffusion,
     "recorded": list_recorded,
@@ -475,6 +482,9 @@ def test_no_run_mixes_devices_or_waits_in_a_steady_step(tmp_path, name):
             found = [count_waits(waits, 0)]
         else:
             found = [count_waits(waits, step) for step in (2, 3)]
+        for each in runs[run].known:
+            for counts in found if not each.is_always else ():
+                counts[each[:3]] = max(counts[each[:3]], each.count)
         lines = "\n".join(
             f"{path}:{line} {operator}, {count} times, after {steps} steps"
             for steps, operator, path, line, _, count in waits

@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from diffusion_training.memory import move
+
 
 class Unrecordable(Exception):
     """Raised for a pipeline that can't be recorded, with the reason."""
@@ -102,7 +104,7 @@ class Tape(TorchDispatchMode):
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         device = inputs[0].device
         if device not in self.on_devices:
-            self.on_devices[device] = [constant.to(device) for constant in self.constants]
+            self.on_devices[device] = [move(constant, device) for constant in self.constants]
         constants = self.on_devices[device]
         made = {Slot(number): tensor for number, tensor in enumerate(inputs)}
 
