@@ -16,7 +16,12 @@ from diffusion_training.training.lora_files import LORA_A, LORA_B, read_plain_lo
 
 
 def read_training_adapter(
-    path: str, kind: Any, source: str, family: Family, subfolder: str, variant: str | None = None
+    path: str,
+    kind: Any,
+    source: str,
+    family: Family,
+    subfolder: str = "",
+    variant: str | None = None,
 ) -> Merge:
     """Read the file. Stops with an error if it does not fit a base of class `kind` at `source`."""
     config = kind.load_config(source, subfolder=subfolder)

@@ -185,15 +185,15 @@ def test_the_true_sizes_of_flux_are_checked_by_the_header_alone(tmp_path, monkey
     family = SimpleNamespace(model="FluxTransformer2DModel", folder="transformer")
     base = Base(family, "base", str(tmp_path / "base"), {})
     write_header(weights, path)
-    unpack_transformer(str(path), base)
+    unpack_transformer(str(path), base, None)
     assert len(unpacked) == 1
     write_header(weights | {"double_blocks.0.extra": torch.empty(2)}, path)
     with pytest.raises(SystemExit, match="which has no double_blocks.0.extra$"):
-        unpack_transformer(str(path), base)
+        unpack_transformer(str(path), base, None)
     del weights["double_blocks.18.img_attn.qkv.bias"], weights["single_blocks.0.linear1.weight"]
     write_header(weights, path)
     with pytest.raises(SystemExit, match="it lacks double_blocks.18.img_attn.qkv.bias, single_"):
-        unpack_transformer(str(path), base)
+        unpack_transformer(str(path), base, None)
 
 
 def write_header(weights, path):

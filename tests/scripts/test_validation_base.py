@@ -330,8 +330,8 @@ def test_on_a_gpu_one_base_at_a_time_is_in_its_memory(tmp_path, bases, monkeypat
         return {str(weight.device) for weight in pipeline.transformer.parameters()}
 
     def watch(launch, pipeline, base, *given):
-        seen.append((base.key, pipeline, list_devices(pipeline)))
-        if base.key:  # the trained base has no memory on the device
+        seen.append((base.prefix, pipeline, list_devices(pipeline)))
+        if base.prefix:  # the trained base has no memory on the device
             _, trained, _ = seen[-2]
             held = [x.untyped_storage().nbytes() for x in trained.transformer.parameters()]
             assert not any(held)
