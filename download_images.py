@@ -98,7 +98,7 @@ MAX_URL = 500  # characters; a record cuts longer URLs
 # Shards that may fail before the run stops. After more, the cause is probably permanent, such as a
 # full disk.
 MAX_ERRORS = 3
-HASHES = 2**24  # of files, which a task that searches for repeated files holds
+HASHES = 2**24  # of files, that a task of --skip_repeated compares
 AHEAD = 4  # tables that are copied while the images of an earlier one are downloaded
 # Flags that determine the content of the shards. A folder holds only one download.
 FIXED = (

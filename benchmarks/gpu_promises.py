@@ -48,9 +48,9 @@ def count_waits(name):
 
     lists = {name: getattr(test_waits, f"list_{name}", None)}
     lists |= {
-        "z-image": test_waits.list_family("z-image"),
-        "klein": test_waits.list_family("flux2-klein"),
-        "qwen": test_waits.list_family("qwen-image", test_waits.wait_for_length()),
+        "z-image": test_waits.SLOWER["z-image"],
+        "klein": test_waits.SLOWER["flux2-klein"],
+        "qwen": test_waits.SLOWER["qwen-image"],
     }
     steps, found, rows = 0, Counter(), []
 
