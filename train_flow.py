@@ -688,7 +688,8 @@ def main(args: Namespace) -> None:
     wrapped = {name: wrap(model, evaluation_mode=launch.shard) for name, model in models.items()}
     for model in wrapped.values():
         # DDP would send the buffers, which are constants, at each call. A model that is called for
-        # each image of a batch would then wait forever for a process with fewer images.
+        # each image of a batch would then wait forever for a process with fewer images. An argument
+        # of DDP does the same, with a warning: its name differs between versions of torch.
         model.broadcast_buffers = False
     optimizer = accelerator.prepare(training.optimizer)
 
