@@ -98,10 +98,10 @@ class Fetcher:
             except OSError as error:
                 if error.errno in DISK_ERRORS or error.filename == str(unfinished):
                     fail(f"--shards_dir {self.folder} can't be written to ({error})", alone=True)
-                check_cache(fs, location, digest)
+                check_not_replaced(fs, location, digest)
                 raise
             except ValueError:
-                check_cache(fs, location, digest)
+                check_not_replaced(fs, location, digest)
                 raise
             finally:
                 unfinished.unlink(missing_ok=True)
@@ -218,7 +218,7 @@ class Fetcher:
                 future.result().unlink(missing_ok=True)
 
 
-def check_cache(fs: AbstractFileSystem, location: str, digest: str) -> None:
+def check_not_replaced(fs: AbstractFileSystem, location: str, digest: str) -> None:
     """End the program if the cache at an address no longer has a shard with this SHA-256."""
     folder = location.rpartition("/")[0]
     try:
