@@ -5,9 +5,10 @@
     python benchmarks/peers.py --diffusers path/to/diffusers --size sd2 --mixed_precision bf16 \\
         --batch_size 32 --resolution 512 --steps 40             # on a GPU
 
-Prints the speed and the time to the end of step 1. All train the same model from the same random
-weights, with the same images, batch size and precision, and with EMA. The LoRA for SDXL trains
-without EMA, because diffusers' script has none. The scripts run as `python script flags`, in turns.
+Prints the speed and the processor time to the end of step 1, imports included. All train the same
+model from the same random weights, with the same images, batch size and precision, and with EMA.
+The LoRA for SDXL trains without EMA, because diffusers' script has none. The scripts run as `python
+script flags`, in turns.
 
 "By operations alone" is the relative speed of text to image if a step cost no more than its
 operations, which are counted first. It shows how much work the cache saves.
@@ -176,7 +177,7 @@ def main(argv=None):
                         bench.spread([size / one["step"] for one in found]),
                         bench.spread([one["step"] / other["step"] for one, other in turns]),
                         ideal,
-                        bench.spread([one["first"] for one in found], "{:.1f}"),
+                        bench.spread([one["first_cpu"] for one in found], "{:.1f}"),
                     ]
                 )
     title = (
@@ -189,7 +190,7 @@ def main(argv=None):
         "images/s",
         "relative to the first, in the same turn",
         "by operations alone",
-        "s to the end of step 1",
+        "s of processor time to the end of step 1",
     ]
     bench.show(
         f"{title} as many), {cli.mixed_precision}, with EMA except for the LoRA", header, rows

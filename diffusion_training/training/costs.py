@@ -252,7 +252,7 @@ def find_peak(name: str, mixed_precision: str, allow_tf32: bool) -> float | None
 
 
 def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module] = ()) -> Copied:
-    """Copy an object that holds models, without their values and gradient checkpointing.
+    """Copy an object that holds models, without their values, norms and gradient checkpointing.
 
     models, others: those whose weights become empty tensors on the meta device.
     """
@@ -267,6 +267,10 @@ def copy_shapes(value: Copied, models: Models, others: Iterable[torch.nn.Module]
             empty[id(module.block_swap)] = module.block_swap.on_meta()
         if is_sharded(module):
             empty[id(module)] = copy_empty(module)
+        for layer in module.modules():
+            # on the meta device a third of the time, and they have no operations to count
+            if isinstance(layer, (torch.nn.GroupNorm, torch.nn.LayerNorm)):
+                empty[id(layer)] = torch.nn.Identity()
         for layer in list_quantized(module):  # their products would not be counted
             bias = layer.bias is not None
             whole = torch.nn.Linear(layer.in_features, layer.out_features, bias, "meta")
