@@ -521,7 +521,9 @@ def without_figures(monkeypatch):
     # it copies models with `copy_shapes`
     importlib.import_module("diffusion_training.training.checkpoint_copy")
     costs = "diffusion_training.training.costs"
-    monkeypatch.setattr(f"{costs}.copy_shapes", lambda value, *modules: value)  # 8 % of a run
+    monkeypatch.setattr(
+        f"{costs}.copy_shapes", lambda value, *modules, **options: value
+    )  # 8 % of a run
     monkeypatch.setattr(f"{costs}.count_flops", lambda *args: 10**6)
 
 

@@ -73,7 +73,7 @@ def objective_of(loss, predict=None, **frozen):
 
 def count(models, loss, images, condition=CONDITION, predict=None):
     """Count the operations on one image."""
-    copies = copy_shapes((models, objective_of(loss, predict)), models)
+    copies = copy_shapes((models, objective_of(loss, predict)), models, with_norms=False)
     return count_flops(*copies, Prepared(images, condition, {}))
 
 
@@ -235,7 +235,7 @@ def test_operations_include_networks_that_only_the_loss_uses(base):
         return seen.sum() + real(objective, models, prepared, weight)
 
     objective = objective_of(compare, predict, teacher=teacher)
-    copies = copy_shapes(({"unet": unet}, objective), {"unet": unet}, [teacher])
+    copies = copy_shapes(({"unet": unet}, objective), {"unet": unet}, [teacher], with_norms=False)
     found = count_flops(*copies, Prepared(images, prompts, {}))
     assert 1.3 * once < found < 1.4 * once  # without gradients, so it is a third of one
     copied = copies[1].frozen["teacher"]
