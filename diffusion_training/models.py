@@ -298,8 +298,9 @@ def list_parameters(models: Models) -> list[torch.nn.Parameter]:
 
 
 def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
-    """Return whether a parameter is a matrix in a transformer's `blocks`, for Muon."""
-    return weight.dim() == 2 and ".blocks." in f".{name}"
+    """Return whether a parameter is a matrix in a transformer's blocks, for Muon."""
+    blocks = r"(^|\.)(layers|((single_)?transformer_)?blocks)\.\d+\."  # diffusers' names for them
+    return weight.dim() == 2 and re.search(blocks, name) is not None
 
 
 def list_quantized(model: torch.nn.Module) -> list[Any]:

@@ -52,7 +52,10 @@ def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
                     group = matrices if is_block_matrix(name, weight) else others
                     group.append(weight)
         if not matrices:
-            fail("--optimizer muon needs matrices in a transformer's `blocks`: choose another")
+            fail(
+                "--optimizer muon is for transformers, and this model has no transformer blocks: "
+                "choose another"
+            )
         return MuonAdamW(matrices, others, fused=True, **shared)
     if args.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, **shared, fused=True)

@@ -92,6 +92,18 @@ def test_the_precision_has_the_name_that_the_installed_diffusers_asks_for(monkey
     assert asked.pop() == {"output_loading_info": True}
 
 
+def test_muon_finds_the_blocks_of_diffusers_transformers():
+    """And not those of U-Nets, whose blocks hold convolutions."""
+    weight = torch.zeros(2, 2)
+    found = "blocks.0.fc1 layers.29.attention.to_q transformer_blocks.3.attn.to_k.lora_A.default"
+    found += " single_transformer_blocks.1.proj_out down_blocks.0.attentions.0.transformer_blocks.0"
+    for name in found.split():
+        assert models.is_block_matrix(f"{name}.weight", weight), name
+        assert not models.is_block_matrix(f"{name}.weight", weight[0]), name
+    for name in ("down_blocks.0.resnets.0.time_emb_proj", "noise_refiner.0.attention.to_q", "proj"):
+        assert not models.is_block_matrix(f"{name}.weight", weight), name
+
+
 def test_weights_of_any_module_are_saved_and_read(tmp_path):
     one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     save_weights(one, tmp_path / "projection")
