@@ -1152,14 +1152,14 @@ def main(argv: list[str] | None = None) -> None:
     names = [name for name in given if name in MODELS]
     unets = [name for name in given if name not in MODELS]
     cards = [f"{card} GB" for card in CARDS]
-    full = [way.name for way in FULL]
-    lora = [way.name for way in LORA[1:]]
+    full, lora = FULL[1:-1], LORA[1:]
     print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
     print_table("Cards: a LoRA", ["model", *cards], list_cards(names, LORA))
     columns = ["model", *(way.name for way in SHARDED)]
     print_table("A step, the whole model with --shard", columns, list_sharded(names))
-    print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
-    print_table("A step, a LoRA", ["model", *lora], list_steps(names, LORA[1:]))
+    for title, ways in (("the whole model", full), ("a LoRA", lora)):
+        columns = ["model", *(way.name for way in ways)]
+        print_table(f"A step, {title}", columns, list_steps(names, ways))
     columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit, no EMA"]
     columns += ["Adafactor, no EMA", "LoRA, bf16 base", "LoRA, int8 base"]
     columns += ["LoRA, nf4 base"]
