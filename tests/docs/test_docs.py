@@ -17,6 +17,7 @@ PAGES = [
     "AGENTS.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "benchmarks/memory.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
 ]
 MARKS = {"hub", "gpu", "cluster", "network"}  # needed by a command, but missing in tests
