@@ -292,11 +292,7 @@ LORA = (
     Way("bf16, GC, nf4, half the side", RANK, base_precision="nf4", half_side=True),
     Way("bf16, swap, half the side", RANK, swaps_blocks=True, half_side=True),
 )
-SHARDED = tuple(
-    Way(f"{number} GPUs{'' if use_ema else ', no EMA'}", use_ema=use_ema, num_processes=number)
-    for use_ema in (True, False)
-    for number in (2, 4, 8)
-)
+SHARDED = tuple(Way(f"{number} GPUs", num_processes=number) for number in (2, 4, 8))
 # Models of the last tables and their resolutions; the files are for train_unconditional.py.
 U_NETS = {"Stable Diffusion 1.5": (256, 512), "Stable Diffusion 2": (256, 512)}
 U_NETS |= {"SDXL": (512, 1024)}
@@ -987,7 +983,7 @@ def list_steps(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
 
 def list_images(names: list[str]) -> Iterator[list[str]]:
     for name in names:
-        cells = [name, f"{MODELS[name].side}"]
+        cells = [name]
         for way in (*FULL[1:3], *LORA[1:3]):
             cells.append(gigabytes(count_step(name, way, 2) - count_step(name, way)))
         yield cells
@@ -1063,7 +1059,7 @@ def list_host(names: list[str]) -> Iterator[list[str]]:
         with torch.device("meta"):
             frozen = count_exact(model)
             trained = count_numbers(make_denoiser(model))
-        yield [name, gigabytes(frozen), gigabytes(2 * trained), gigabytes(4 * trained)]
+        yield [name, gigabytes(frozen), gigabytes(2 * trained)]
 
 
 def list_encoders(names: list[str]) -> Iterator[list[str]]:
@@ -1156,19 +1152,19 @@ def main(argv: list[str] | None = None) -> None:
     names = [name for name in given if name in MODELS]
     unets = [name for name in given if name not in MODELS]
     cards = [f"{card} GB" for card in CARDS]
-    full = [way.name for way in FULL]
-    lora = [way.name for way in LORA]
+    full, lora = FULL[1:-1], LORA[1:]
     print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
     print_table("Cards: a LoRA", ["model", *cards], list_cards(names, LORA))
     columns = ["model", *(way.name for way in SHARDED)]
     print_table("A step, the whole model with --shard", columns, list_sharded(names))
-    print_table("A step, the whole model", ["model", *full], list_steps(names, FULL))
-    print_table("A step, a LoRA", ["model", *lora], list_steps(names, LORA))
+    for title, ways in (("the whole model", full), ("a LoRA", lora)):
+        columns = ["model", *(way.name for way in ways)]
+        print_table(f"A step, {title}", columns, list_steps(names, ways))
     columns = ["model", "billion weights", "AdamW, EMA", "8-bit, EMA", "8-bit, no EMA"]
     columns += ["Adafactor, no EMA", "LoRA, bf16 base", "LoRA, int8 base"]
     columns += ["LoRA, nf4 base"]
     print_table("Held without activations", columns, list_parts(names))
-    columns = ["model", "px", "whole, bf16", "whole, GC", "LoRA, bf16", "LoRA, GC"]
+    columns = ["model", "whole, bf16", "whole, GC", "LoRA, bf16", "LoRA, GC"]
     print_table("Each further image", columns, list_images(names))
     columns = ["model", "px", "VAE", "activations"]
     print_table("Samples", columns, list_samples(names))
@@ -1177,7 +1173,7 @@ def main(argv: list[str] | None = None) -> None:
     print_table("Disk", columns, list_disk(names))
     columns = ["text encoders of", "float32", "16 bits", "operations, as a share of a step's"]
     print_table("Text encoders", columns, list_encoders(names))
-    columns = ["model", "VAE and text encoders", "base of a LoRA, 16 bits", "whole model"]
+    columns = ["model", "VAE and text encoders", "base of a LoRA, 16 bits"]
     print_table("Memory of the host", columns, list_host(names))
     print_table("Operations", ["U-Net", "px", "TFLOP per image"], list_operations(names))
     columns = ["U-Net", "px", "MB per image", "relative to smallest px"]

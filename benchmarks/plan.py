@@ -1,6 +1,6 @@
 """Cost of training a transformer or a U-Net from scratch, counted from its shapes.
 
-    python benchmarks/plan.py --images 2e8 2e9 --peak_tflops 989 --mfu 0.4 0.248
+    python benchmarks/plan.py --images 2e9 --peak_tflops 989 --mfu 0.4 0.248
 
 Operations are per image: forward and backward for the trained model, forward for the encoders.
 Hours and dollars are computed from the operations, a device's peak, the used share of it (mfu in a
@@ -195,7 +195,7 @@ def parse_args(argv=None):
         "--images",
         type=float,
         nargs="+",
-        default=[2e8, 2e9],
+        default=[2e9],
         help="images seen in training, over all epochs",
     )
     parser.add_argument(

@@ -71,7 +71,7 @@ def test_notebook_cells_compile_and_use_existing_flags(tmp_path, monkeypatch):
 
 def test_notebook_fits_into_the_hosts_memory():
     """GB of the encoders at the start, then of the base in 16 bits; for samples, all in 16 bits."""
-    ((_, encoders, base, _),) = memory.list_host(["SDXL"])
+    ((_, encoders, base),) = memory.list_host(["SDXL"])
     with torch.device("meta"):
         parts = [memory.make_vae(memory.MODELS["SDXL"])]
         parts += memory.make_encoders(memory.MODELS["SDXL"])

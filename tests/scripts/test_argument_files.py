@@ -110,7 +110,7 @@ TITLES = {
 
 
 def describe_flags(words, name):
-    """A recipe's flags as the tables of docs/memory.md name them."""
+    """A recipe's flags as docs/memory.md and benchmarks/memory.md name them."""
     optimizer = {"adamw8bit": "8-bit", "adafactor": "Adafactor"}
     if "--full_bf16" in words:
         return "full bf16, GC"
@@ -131,7 +131,7 @@ def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
     model, kind, size = re.fullmatch(r"(.*)_(lora|full)_(\d+)gb", name).groups()
     _, words = read_recipe(name)
     label = describe_flags(words, name)
-    whole, lora, further, *_ = read_tables("docs/memory.md")["A training step"]
+    whole, lora, further, *_ = read_tables("benchmarks/memory.md")["A training step"]
     table = lora if kind == "lora" else whole
     # weights in bfloat16, as of a LoRA's base
     kept = "LoRA, " if kind == "lora" or "full bf16" in label else "whole, "
