@@ -171,7 +171,7 @@ class Encoder(script.Encoder):
         fail_on_purpose("start")
         super().__init__(job)
         task = ray.remote(max_retries=0, num_cpus=1, memory=job.engine.task_memory)(decode_part)
-        self.decode_here, self.decode = task, task.options(scheduling_strategy="SPREAD")
+        self.decode_here, self.decode_anywhere = task, task.options(scheduling_strategy="SPREAD")
 
     def make(self, shard: script.Shard) -> dict[str, Any]:
         for fault in ("encode", "exit"):
