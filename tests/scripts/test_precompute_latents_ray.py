@@ -295,10 +295,11 @@ def on_ray_data():
     script.make_shards = ray_data.make_shards
 
 
-def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, without_ray, monkeypatch):
+def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, request, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import ray_data
+    import ray_data  # before Ray is replaced, which it uses when it is imported
 
+    without_ray = request.getfixturevalue("without_ray")
     monkeypatch.setattr(ray_data, "NOTES", tmp_path)
     monkeypatch.setattr(ray_data.ray, "put", script.ray.put)
     monkeypatch.setattr(ray_data.ray, "get", script.ray.get)
