@@ -38,6 +38,7 @@ import ray.data
 import torch
 
 import precompute_latents_ray as script
+from diffusion_training.errors.stop_signals import end_if_stopped
 from precompute_latents import encode_all
 
 ENGINES = ["ray_core", "ray_data"]
@@ -150,7 +151,7 @@ def make_shards(
         **({"num_gpus": gpus} if gpus else {"num_cpus": 0.01}),
     )
     for row in results.iter_rows():
-        script.end_if_stopped()
+        end_if_stopped()
         yield pickle.loads(row["result"])
 
 

@@ -230,11 +230,12 @@ class Gauge:
 def without_ray(monkeypatch):
     """Runs the script as `driver` does, but without Ray: one shard at a time, in random order."""
     nodes, rng = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}], random.Random(0)
+    remote = script.ray.remote  # Ray's own decorator, which modules use that are imported late
     for name, value in {
         "get_gpu_ids": lambda: [],
         "nodes": lambda: nodes,
         "cluster_resources": lambda: nodes[0]["Resources"],
-        "remote": lambda **options: Remote,
+        "remote": lambda *decorated, **options: remote(*decorated) if decorated else Remote,
         "put": lambda x: x,
         "wait": lambda refs, **options: (rng.sample(refs, 1), []),
         "get": lambda ref: ref.call() if isinstance(ref, Ref) else ref,
@@ -295,11 +296,10 @@ def on_ray_data():
     script.make_shards = ray_data.make_shards
 
 
-def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, request, monkeypatch):
+def test_ray_data_benchmark_makes_the_same_cache(tmp_path, flags, whole, without_ray, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import ray_data  # before Ray is replaced, which it uses when it is imported
+    import ray_data
 
-    without_ray = request.getfixturevalue("without_ray")
     monkeypatch.setattr(ray_data, "NOTES", tmp_path)
     monkeypatch.setattr(ray_data.ray, "put", script.ray.put)
     monkeypatch.setattr(ray_data.ray, "get", script.ray.get)
