@@ -52,12 +52,13 @@ class Crew:
 
         try:
             while True:
-                ready = self.hand_out()
+                self.hand_out()
                 self.resize()
                 called = {ref: member for member in self.members for ref in member.calls}
                 if not called:
                     return
-                show(ready, len(self.members) - ready)
+                starting = sum(None in member.calls.values() for member in self.members)
+                show(len(self.members) - starting, starting)
                 done, _ = ray.wait(list(called), num_returns=len(called), timeout=0.5)
                 end_if_stopped()
                 for ref in done:
@@ -68,8 +69,8 @@ class Crew:
             for member in list(self.members):
                 self.stop(member)
 
-    def hand_out(self) -> int:
-        """Give shards to the encoders that have started. Returns how many have started."""
+    def hand_out(self) -> None:
+        """Give shards to the encoders that have started."""
         ready = [member for member in self.members if None not in member.calls.values()]
         starting = len(self.members) - len(ready)
         for depth in range(self.depth):
@@ -84,7 +85,6 @@ class Crew:
                 shard = heapq.heappop(self.left)
                 ref = member.actor.make.remote((shard, self.missing[shard]))
                 member.calls[ref] = shard
-        return len(ready)
 
     def resize(self) -> None:
         """End encoders that have no work, and start those that are missing."""
