@@ -14,7 +14,7 @@ the other one began. The bytes are equal because this script imports the two sta
 be parquet, and each output file is one upload.
 
 Layout of this file:
-    parse_args   the flags of the other script, and four for Ray
+    parse_args    the flags of the other script, and four for Ray
     decode_part   stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
     Encoder.make  on actors with the models: decode a shard in tasks, encode it, write its file
     plan_engine   what an encoder needs, and how many of them the cluster has a place for
@@ -529,9 +529,8 @@ def make_shards(
 
     Yields (number, result of `Encoder.make`) in any order, see `Crew.make_shards`.
     """
-    put = ray.put(job)
-    place = functools.partial(place_encoder, put, job.engine)
-    return Crew(missing, place, job.engine.num_encoders, DEPTH).make_shards(show)
+    start_encoder = functools.partial(place_encoder, ray.put(job), job.engine)
+    return Crew(missing, start_encoder, job.engine.num_encoders, DEPTH).make_shards(show)
 
 
 def measure_batch_size(job: Job) -> int:

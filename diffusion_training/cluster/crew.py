@@ -28,15 +28,20 @@ class Crew:
     An encoder gets shards after it has started, so an encoder without a place delays nothing.
 
     missing: {number of a shard: what `make` of an encoder needs besides}.
-    place: starts an encoder. Returns (the actor, its placement group).
+    start_encoder: returns (the actor, its placement group).
     most: number of encoders, if the cluster has a place for them.
     depth: shards of an encoder at a time.
     """
 
     def __init__(
-        self, missing: dict[int, Any], place: Callable[[], tuple[Any, Any]], most: int, depth: int
+        self,
+        missing: dict[int, Any],
+        start_encoder: Callable[[], tuple[Any, Any]],
+        most: int,
+        depth: int,
     ) -> None:
-        self.missing, self.place, self.most, self.depth = missing, place, most, depth
+        self.missing, self.start_encoder = missing, start_encoder
+        self.most, self.depth = most, depth
         self.left = sorted(missing)  # a heap
         self.members: list[Member] = []
         self.tries: collections.Counter = collections.Counter()  # deaths per shard
@@ -96,7 +101,7 @@ class Crew:
             self.start()
 
     def start(self, deaths: int = 0) -> None:
-        actor, group = self.place()
+        actor, group = self.start_encoder()
         self.members.append(Member(actor, group, deaths, {actor.__ray_ready__.remote(): None}))
 
     def stop(self, member: Member) -> None:

@@ -18,7 +18,7 @@ class Cluster:
 
     reason = "it is lost"
 
-    def place(self):
+    def start_encoder(self):
         number = len(self.encoders)
         shards = SimpleNamespace(remote=lambda shard: (number, shard[0]))
         started = SimpleNamespace(remote=lambda: (number, None))
@@ -39,7 +39,9 @@ def crew(monkeypatch):
         cluster = Cluster()
         monkeypatch.setattr(ray.util, "remove_placement_group", cluster.ended.append)
         monkeypatch.setattr(ray, "get", cluster.get)
-        return module.Crew(dict.fromkeys(range(shards), ()), cluster.place, count, 3), cluster
+        return module.Crew(
+            dict.fromkeys(range(shards), ()), cluster.start_encoder, count, 3
+        ), cluster
 
     return make
 

@@ -93,7 +93,7 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# precompute_latents_ray.py, which makes the second half of the cache when it may
+# precompute_latents_ray.py, which makes the second half of a cache when it may
 HELD_BACK = """
 import time
 from pathlib import Path
@@ -101,12 +101,11 @@ from pathlib import Path
 import precompute_latents_ray as script
 
 class HeldBack(script.Encoder):
-    def decode(self, *args):
+    def make(self, shard):
         may = Path(self.job.args.output_dir).with_name("may")
-        for batch in super().decode(*args):
-            while batch["row"][0] >= 20 and not may.exists():
-                time.sleep(0.1)
-            yield batch
+        while shard[0] >= 5 and not may.exists():
+            time.sleep(0.1)
+        return super().make(shard)
 
 script.Encoder = HeldBack
 
