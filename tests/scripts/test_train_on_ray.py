@@ -676,14 +676,14 @@ def test_workers_on_ray_follow_encoders_on_ray_to_the_bits_of_a_finished_cache(r
     is_over = lambda: trainer.poll() is not None or encoder.poll() is not None
     waits = lambda: "Waiting for data-00005-of-00010.arrow" in logs[1].read_text()
     saved = lambda: [*together.glob("checkpoint-*/trainer_state.json")]
-    wait_until(lambda: is_over() or (waits() and saved()), 400)
+    wait_until(lambda: is_over() or (waits() and saved()), 900)
     assert not is_over() and not (cache / "state.json").exists(), said()
     for kind in ("ray::HeldBack", "train_text_to_image.py --"):
         run.find(kind)[0].kill()
     (run.folder / "may").touch()
-    assert encoder.wait(400) == trainer.wait(400) == 0, said()
+    assert encoder.wait(900) == trainer.wait(900) == 0, said()
     assert "2 encoders" in said() and said().count("Ray: 2 workers") == 2, said()
     again = run.start([*train, f"--output_dir={later}"], "later.log")
-    assert again.wait(400) == 0, (run.folder / "later.log").read_text()
+    assert again.wait(900) == 0, (run.folder / "later.log").read_text()
     assert_same_end(later, together)
     assert max(record["data_wait"] for record in metrics(together) if "loss" in record) > 0.5
