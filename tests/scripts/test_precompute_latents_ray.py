@@ -269,6 +269,7 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
         assert read_files(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said
     assert re.search(r"\d% waiting for images, [1-3] encoder", said), said
+    assert not re.search(r"-\d+ starting", said), said
     gauges = {name.removeprefix("precompute_latents_"): Gauge.values[name] for name in Gauge.values}
     assert gauges["rows_done"] == NUM_ROWS and gauges["rows_per_second"] > 0
     assert 0 < gauges["waiting_share"] < 1
