@@ -676,7 +676,7 @@ def test_workers_on_ray_follow_encoders_on_ray_to_the_bits_of_a_finished_cache(r
     saved = lambda: [*together.glob("checkpoint-*/trainer_state.json")]
     wait_until(lambda: is_over() or saved(), 900)
     assert not is_over() and not (cache / "state.json").exists(), said()
-    for kind in ("ray::HeldBack", "train_text_to_image.py --"):
+    for kind in ("ray::HeldBack", f"{ROOT}/train_text_to_image.py"):
         run.find(kind)[0].kill()
     (run.folder / "may").touch()
     assert encoder.wait(900) == trainer.wait(900) == 0, said()
