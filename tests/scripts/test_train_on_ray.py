@@ -680,7 +680,7 @@ def test_workers_on_ray_follow_encoders_on_ray_to_the_bits_of_a_finished_cache(r
         run.find(kind)[0].kill()
     (run.folder / "may").touch()
     assert encoder.wait(900) == trainer.wait(900) == 0, said()
-    assert "2 encoders" in said() and said().count("Ray: 2 workers") == 2, said()
+    assert "2 encoders" in said() and said().count("Ray: 2 workers") >= 2, said()
     again = run.start([*train, f"--output_dir={later}"], "later.log")
     assert again.wait(900) == 0, (run.folder / "later.log").read_text()
     assert_same_end(later, together)
