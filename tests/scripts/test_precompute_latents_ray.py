@@ -1355,7 +1355,7 @@ def test_a_cluster_that_loses_a_machine_every_half_minute_makes_the_same_cache(
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=spot_machines)
     assert code == 0 and read_files(tmp_path / "out") == read_files(tmp_path / "whole"), said
-    assert said.count("a machine is lost") > 2, said
+    assert said.count("a machine is lost") > 1, said
 
 
 def set_encoder_memory(gigabytes):
