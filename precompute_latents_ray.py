@@ -14,15 +14,16 @@ the other one began. The bytes are equal because this script imports the two sta
 be parquet, and each output file is one upload.
 
 Layout of this file:
-    parse_args   the flags of the other script, and four for Ray
-    decode_part  stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
-    Encoder      stage 2, actors with the models: let tasks decode a shard, encode and write it
-    plan_engine  what an encoder needs, and how many of them the cluster has a place for
-    Crew         starts encoders, hands out shards, and counts how often a shard killed its process
-    main         the run in phases
+    parse_args    the flags of the other script, and four for Ray
+    decode_part   stage 1, tasks on CPUs: the rows of a part of a shard -> pixels and tokens
+    Encoder.make  on actors with the models: decode a shard in tasks, encode it, write its file
+    plan_engine   what an encoder needs, and how many of them the cluster has a place for
+    make_shards   hands out shards to encoders
+    main          the run in phases
 A part is a few batches, cut where the other script cuts them. Ray only schedules; the files are the
 state. A shard file is either complete or missing, even if a process is killed, so it does not
-matter which process makes a shard, when, or how often.
+matter which process makes a shard, when, or how often. Who makes which shard, and whose fault a
+death is, is in diffusion_training/cluster/crew.py, the folder of a cache in remote_cache.py there.
 """
 
 from pathlib import Path
@@ -37,21 +38,17 @@ except ModuleNotFoundError:
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import argparse
-import collections
 import contextlib
 import functools
-import heapq
 import importlib
 import io
 import itertools
-import json
 import math
 import os
 import pickle
 import re
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -60,14 +57,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from diffusion_training.arguments import Flags, is_address, make_parser, number, parse_demo
 from diffusion_training.cluster.connection import (
-    LOSSES,
     TRIES,
     Gauges,
     check_kept,
     connect,
     is_lost_machine,
     list_own_modules,
-    run_tasks,
 )
 from diffusion_training.latents.cache_flags import add_cache_flags, check_cache_args
 
@@ -142,15 +137,10 @@ import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from filelock import BaseFileLock
 from tqdm.auto import tqdm
 
-from diffusion_training.cluster.remote_cache import (
-    begin_cache,
-    fetch_cache,
-    upload_finished,
-    writing_shard_to,
-)
+from diffusion_training.cluster.crew import Crew
+from diffusion_training.cluster.remote_cache import Destination, writing_shard_to
 from diffusion_training.cluster.remote_rows import RemoteRows
 from diffusion_training.data.captions import (
     count_tokens,
@@ -162,17 +152,10 @@ from diffusion_training.data.folders import count_references
 from diffusion_training.data.rows import ImageRows, load_rows
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import Refused, explained, fail, in_one_sentence
-from diffusion_training.errors.stop_signals import end_if_stopped
+from diffusion_training.errors.sentences import Refused, fail, in_one_sentence
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.cache import (
-    check_skipped,
-    describe_damage,
-    find_begun,
-    finish_cache,
-    open_cache,
-)
+from diffusion_training.latents.cache import find_begun
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
@@ -180,7 +163,6 @@ from diffusion_training.latents.plan import PlannedCache, compare_settings, name
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import move
 from diffusion_training.models import EXACT
-from diffusion_training.remote import reading, remove
 from precompute_latents import TransformedRows, describe_encoders, encode, encode_all, write_each
 
 try:
@@ -303,23 +285,25 @@ def attempt(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
     return None, f"{reason} (on {socket.gethostname()}, tried {TRIES} times)"
 
 
+def list_rows(number: int, job: Job) -> range:
+    """The rows of a shard."""
+    first = number * job.caches[0].rows_per_shard
+    return range(first, min(job.num_rows, first + job.caches[0].rows_per_shard))
+
+
 def list_parts(shard: Shard, job: Job) -> list[Part]:
     """The parts of a shard, in order."""
     number, indices = shard
-    per_shard = job.caches[0].rows_per_shard
-    begin = number * per_shard
-    end = min(job.num_rows, begin + per_shard)
-    return [
-        (first, min(first + job.part_rows, end), indices)
-        for first in range(begin, end, job.part_rows)
-    ]
+    rows = list_rows(number, job)
+    firsts = rows[:: job.part_rows]
+    return [(first, min(first + job.part_rows, rows.stop), indices) for first in firsts]
 
 
 class Encoder:
-    """Stage 2 as an actor: lets tasks decode shards, encodes them, and writes their files.
+    """The stages of a shard, in an actor that loads the models once: see `make`.
 
-    The models are loaded once. Up to DEPTH calls of `make` run at the same time: while one encodes,
-    the previous one writes its rows, and tasks decode the rows of the next one.
+    Up to DEPTH calls of `make` run at the same time: while one encodes, the previous one writes its
+    rows, and tasks decode the rows of the next one.
     """
 
     def __init__(self, job: Job) -> None:
@@ -330,11 +314,83 @@ class Encoder:
         transformers.utils.logging.disable_progress_bar()
         task = ray.remote(max_retries=0, num_cpus=1, memory=job.engine.task_memory)(decode_part)
         # on the core that is reserved for this encoder, or on any core of the cluster
-        self.decode_here, self.decode = task, task.options(scheduling_strategy="SPREAD")
+        self.decode_here, self.decode_anywhere = task, task.options(scheduling_strategy="SPREAD")
         # the last task on the own core; this one opens the data while the models load
         self.own_task = self.decode_here.remote((0, 0, ()), job.rows)
         self.turn = threading.Lock()  # of the shard that is encoded
         _, self.reason = attempt(self.load_models)
+
+    def make(self, shard: Shard) -> dict[str, Any]:
+        """Make a shard: its file in each cache that lacks it.
+
+        Returns {"records": {index of the cache: record}, "failed": the reason or None, "waited":
+        seconds spent waiting for images, "busy": all other seconds}.
+        """
+        spent = dict.fromkeys(("waited", "busy"), 0.0)
+
+        def make_files() -> dict[int, dict]:
+            batches = self.decode(shard, spent)  # tasks begin now, also if another shard is encoded
+            with contextlib.closing(self.encode(batches, spent)) as encoded:
+                return write_each(writing_shard_to, self.job.locate(*shard), encoded)
+
+        records, reason = (None, self.reason) if self.reason else attempt(make_files)
+        return {"records": records, "failed": reason, **spent}
+
+    def decode(self, shard: Shard, spent: dict[str, float]) -> Iterator[Any]:
+        """Let tasks read and decode a shard, some parts ahead. Returns its batches, in order.
+
+        Their tensors are on the way to the device.
+        """
+        parts, ahead = list_parts(shard, self.job), self.job.engine.ahead
+        tasks = {part: self.start_task(part) for part in parts[:ahead]}
+
+        def to_device(array: np.ndarray) -> torch.Tensor:
+            # torch.tensor copies it, because Ray's shared memory is read-only
+            return move(torch.tensor(array), self.device)
+
+        def load() -> Iterator[Any]:
+            for part, later in itertools.zip_longest(parts, parts[ahead:]):
+                begin = time.perf_counter()
+                batches = self.get_decoded(part, tasks.pop(part))
+                spent["waited"] += time.perf_counter() - begin
+                if later:
+                    tasks[later] = self.start_task(later)
+                if tasks:  # does not wait, but makes Ray start to send results to this node
+                    ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=0)
+                yield from (map_tensors(batch, to_device) for batch in batches)
+
+        return load()
+
+    def encode(self, batches: Iterator[Any], spent: dict[str, float]) -> Generator[LatentRows]:
+        """As `encode_all`, when no other shard is being encoded."""
+        with self.turn:
+            # The number of threads changes the order of sums, and so the bits.
+            torch.set_num_threads(self.job.threads)
+            begin = time.perf_counter()
+            yield from encode_all(batches, self.encoders, self.load_exact, self.job.caches)
+            spent["busy"] += time.perf_counter() - begin - spent["waited"]
+
+    def start_task(self, part: Part) -> Any:
+        """Let a task decode a part: on the own core if it is idle, or on one that Ray finds."""
+        if ray.wait([self.own_task], timeout=0)[0]:
+            self.own_task = self.decode_here.remote(part, self.job.rows)
+            return self.own_task
+        return self.decode_anywhere.remote(part, self.job.rows)
+
+    def get_decoded(self, part: Part, task: Any) -> list[dict]:
+        """Wait for the batches of a part. Raises RuntimeError if they can't be decoded."""
+        while True:
+            tasks = [task]
+            try:
+                if not ray.wait(tasks, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
+                    tasks.append(self.decode_here.remote(part, self.job.rows))
+                return ray.get(ray.wait(tasks)[0][0])
+            except Exception as error:
+                if not is_lost_machine(error):
+                    rows = f"rows {part[0]} to {part[1] - 1}"
+                    reason = explain(getattr(error, "cause", None) or error)
+                    raise RuntimeError(f"{rows} could not be decoded: {reason}") from error
+                task = self.decode_here.remote(part, self.job.rows)
 
     def load_models(self) -> None:
         """Load the models; raise ValueError if they differ from the driver's."""
@@ -358,77 +414,6 @@ class Encoder:
             self.load_exact = functools.cache(functools.partial(load, torch.float32, settings))
         place_encoders(self.encoders, self.device, args.compile)
 
-    def make(self, shard: Shard) -> dict[str, Any]:
-        """Decode, encode and write a shard: its file in each cache that lacks it.
-
-        Returns {"records": {index of the cache: record}, "failed": the reason or None, "waited":
-        seconds spent waiting for images, "busy": all other seconds}.
-        """
-        spent = dict.fromkeys(("waited", "busy"), 0.0)
-
-        def write() -> dict[int, dict]:
-            with contextlib.closing(self.encode(shard, spent)) as encoded:
-                return write_each(writing_shard_to, self.job.locate(*shard), encoded)
-
-        records, reason = (None, self.reason) if self.reason else attempt(write)
-        return {"records": records, "failed": reason, **spent}
-
-    def encode(self, shard: Shard, spent: dict[str, float]) -> Generator[LatentRows]:
-        """Start to decode; when no other shard is being encoded, yield as `encode_all` does."""
-        parts = list_parts(shard, self.job)
-        tasks = {part: self.start_task(part) for part in parts[: self.job.engine.ahead]}
-        with self.turn:
-            # The number of threads changes the order of sums, and so the bits.
-            torch.set_num_threads(self.job.threads)
-            begin = time.perf_counter()
-            batches = self.load(parts, tasks, spent)
-            yield from encode_all(batches, self.encoders, self.load_exact, self.job.caches)
-            spent["busy"] += time.perf_counter() - begin - spent["waited"]
-
-    def load(
-        self, parts: list[Part], tasks: dict[Part, Any], spent: dict[str, float]
-    ) -> Iterator[Any]:
-        """Yield batches like `load_batches`, with their tensors on the way to the device.
-
-        tasks: {part that is decoded: Ray's reference}. As one is read, the next one starts.
-        """
-
-        def to_device(array: np.ndarray) -> torch.Tensor:
-            # torch.tensor copies it, because Ray's shared memory is read-only
-            return move(torch.tensor(array), self.device)
-
-        for part, later in itertools.zip_longest(parts, parts[self.job.engine.ahead :]):
-            begin = time.perf_counter()
-            batches = self.get_decoded(part, tasks.pop(part))
-            spent["waited"] += time.perf_counter() - begin
-            if later:
-                tasks[later] = self.start_task(later)
-            if tasks:  # does not wait, but makes Ray start to send results to this node
-                ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=0)
-            yield from (map_tensors(batch, to_device) for batch in batches)
-
-    def start_task(self, part: Part) -> Any:
-        """Let a task decode a part: on the own core if it is idle, or on one that Ray finds."""
-        if ray.wait([self.own_task], timeout=0)[0]:
-            self.own_task = self.decode_here.remote(part, self.job.rows)
-            return self.own_task
-        return self.decode.remote(part, self.job.rows)
-
-    def get_decoded(self, part: Part, task: Any) -> list[dict]:
-        """Wait for the batches of a part. Raises RuntimeError if they can't be decoded."""
-        while True:
-            tasks = [task]
-            try:
-                if not ray.wait(tasks, timeout=PATIENCE)[0]:  # perhaps Ray finds no core for it
-                    tasks.append(self.decode_here.remote(part, self.job.rows))
-                return ray.get(ray.wait(tasks)[0][0])
-            except Exception as error:
-                if not is_lost_machine(error):
-                    rows = f"rows {part[0]} to {part[1] - 1}"
-                    reason = explain(getattr(error, "cause", None) or error)
-                    raise RuntimeError(f"{rows} could not be decoded: {reason}") from error
-                task = self.decode_here.remote(part, self.job.rows)
-
     def try_batch_sizes(self) -> tuple[int | None, str, str | None]:
         """For --batch_size auto: return (size or None, printed table, error message or None)."""
 
@@ -441,16 +426,6 @@ class Encoder:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             size, reason = attempt(find)
         return size, printed.getvalue(), reason
-
-
-@ray.remote(num_cpus=0.5, scheduling_strategy="SPREAD", max_retries=0)
-def check_shards(paths: list[str], records: dict[str, dict]) -> list[str | None]:
-    """Call `describe_damage` on shards that have a record."""
-    damages = []
-    for path in paths:
-        with reading(path) as copy:
-            damages.append(describe_damage(copy, records))
-    return damages
 
 
 # -------------------------------------------------------------------------------------------------
@@ -547,143 +522,15 @@ def count_weight_bytes(encoders: Encoders, dtype: torch.dtype) -> int:
     return dtype.itemsize * sum(weight.numel() for weight in weights)
 
 
-def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
-    """Check the shards that have a record, on all nodes; returns {name: damage}."""
-    names = [name for name in shards if name in records]
-    groups = [names[i : i + 16] for i in range(0, len(names), 16)]
-
-    def check(group: list[str]) -> Any:
-        paths = [f"{folder}/{name}" for name in group]
-        return check_shards.remote(paths, {name: records[name] for name in group})
-
-    damages = {}
-    checked = run_tasks(groups, check, lambda: 1000)
-    bar = tqdm(checked, total=len(groups), desc="Checking", disable=not names, leave=False)
-    for group, of_group, reason in bar:
-        if reason:
-            fail(f"{group[0]} could not be checked: {reason}")
-        for name, damage in zip(group, of_group, strict=True):
-            if damage:
-                damages[name] = damage
-    return damages
-
-
-@dataclass(eq=False)
-class Member:
-    """An encoder of the crew."""
-
-    actor: Any
-    group: Any
-    deaths: int  # how often its process died before it had started
-    # {Ray's reference: shard}. The first call asks only whether it has started: {reference: None}
-    calls: dict[Any, int | None]
-
-
-class Crew:
-    """The encoders of a run and their shards.
-
-    An encoder gets shards after it has started, so an encoder without a place delays nothing.
-    """
-
-    def __init__(self, missing: dict[int, tuple[int, ...]], job: Job) -> None:
-        self.missing = missing
-        self.engine = job.engine
-        self.job = ray.put(job)
-        self.left = sorted(missing)  # a heap
-        self.members: list[Member] = []
-        self.tries: collections.Counter = collections.Counter()  # deaths per shard
-        self.losses: collections.Counter = collections.Counter()  # machines lost with each shard
-
-    def start(self, deaths: int = 0) -> None:
-        actor, group = place_encoder(self.job, self.engine)
-        self.members.append(Member(actor, group, deaths, {actor.__ray_ready__.remote(): None}))
-
-    def stop(self, member: Member) -> None:
-        """End an encoder to free its place; its shards go to others."""
-        remove_placement_group(member.group)
-        self.members.remove(member)
-        for shard in member.calls.values():
-            if shard is not None:
-                heapq.heappush(self.left, shard)
-        member.calls = {}
-
-    def hand_out(self) -> int:
-        """Give shards to the encoders that have started. Returns how many have started."""
-        ready = [member for member in self.members if None not in member.calls.values()]
-        starting = len(self.members) - len(ready)
-        for depth in range(DEPTH):
-            for member in ready:
-                if not self.left or len(member.calls) != depth:
-                    continue
-                # Ray does not report which shard killed a process, so all shards that the process
-                # had are tried again one at a time. Encoders that start will need a shard each.
-                shards = [*member.calls.values(), self.left[0]]
-                if depth and (len(self.left) <= starting or any(self.tries[n] for n in shards)):
-                    continue
-                shard = heapq.heappop(self.left)
-                ref = member.actor.make.remote((shard, self.missing[shard]))
-                member.calls[ref] = shard
-        return len(ready)
-
-    def resize(self) -> None:
-        """End encoders that have no work, and start those that are missing."""
-        idle = [member for member in self.members if set(member.calls.values()) <= {None}]
-        for member in idle[len(self.left) :]:
-            self.stop(member)
-        room = self.engine.num_encoders - len(self.members)
-        for _ in range(min(room, len(self.left) - len(idle))):
-            self.start()
-
-    def read_answer(self, member: Member, ref: Any) -> tuple[int, dict] | None:
-        """Read an answer; return (number of a shard, result) if the shard is done or failed."""
-        shard = member.calls[ref]
-        try:
-            result = ray.get(ref)
-        except ray.exceptions.RayError as error:  # the process or the node died
-            reason = str(error).strip().splitlines()[-1][:200]
-            died = f"its process died {TRIES} times, out of memory? ({reason})"
-            is_lost = is_lost_machine(error)
-            (self.losses if is_lost else self.tries).update(member.calls.values())
-            self.stop(member)
-            if shard is None:
-                if member.deaths + (not is_lost) == TRIES:
-                    fail(f"an encoder could not be started: {died}; the same command resumes")
-                self.start(member.deaths + (not is_lost))
-            elif self.tries[shard] == TRIES:
-                return shard, {"failed": died}
-            elif self.losses[shard] == LOSSES:
-                return shard, {"failed": f"its machine was lost {LOSSES} times"}
-            return None
-        del member.calls[ref]
-        return None if shard is None else (shard, result)
-
-
 def make_shards(
     missing: dict[int, tuple[int, ...]], job: Job, show: Callable[[int, int], None]
 ) -> Generator[tuple[int, dict]]:
     """Have encoders make the missing shards, {number: indices of the caches that lack it}.
 
-    Yields (number, result of `Encoder.make`) in any order. A shard whose process died TRIES times
-    yields {"failed": reason}. show(number of encoders at work, number of those to come).
+    Yields (number, result of `Encoder.make`) in any order, see `Crew.make_shards`.
     """
-    crew = Crew(missing, job)
-    try:
-        while True:
-            ready = crew.hand_out()
-            crew.resize()
-            called = {ref: member for member in crew.members for ref in member.calls}
-            if not called:
-                return
-            show(ready, len(crew.members) - ready)
-            done, _ = ray.wait(list(called), num_returns=len(called), timeout=0.5)
-            end_if_stopped()
-            for ref in done:
-                # An encoder that has died has no calls any more.
-                if ref in called[ref].calls and (made := crew.read_answer(called[ref], ref)):
-                    yield made
-    finally:
-        for member in list(crew.members):
-            crew.stop(member)
+    start_encoder = functools.partial(place_encoder, ray.put(job), job.engine)
+    return Crew(missing, start_encoder, job.engine.num_encoders, DEPTH).make_shards(show)
 
 
 def measure_batch_size(job: Job) -> int:
@@ -693,67 +540,6 @@ def measure_batch_size(job: Job) -> int:
     remove_placement_group(group)
     print(printed, end="", flush=True)
     return size or fail(reason)
-
-
-class Destination:
-    """The folder of one cache, on a disk or at an address, with a local copy of its small files."""
-
-    def __init__(self, planned: PlannedCache) -> None:
-        self.planned = planned
-        self.is_remote = is_address(planned.output_dir)
-        self.copy = tempfile.TemporaryDirectory() if self.is_remote else None
-        if self.copy:
-            self.folder = planned.output_dir.rstrip("/")
-            self.local = Path(self.copy.name)
-            self.is_begun = fetch_cache(self.folder, self.local)
-        else:
-            self.folder = os.path.abspath(planned.output_dir)
-            self.local = Path(self.folder)
-            self.is_begun = True
-        self.lock: BaseFileLock | None = None
-        self.skipped = 0
-
-    def open(
-        self, accelerator: Accelerator, planned: PlannedCache, empty_prompt: dict[str, np.ndarray]
-    ) -> list[int]:
-        """Lock and open the cache. Returns the numbers of its missing shards."""
-        self.planned = planned
-        local = self.local if self.is_remote else None
-        self.lock, _, records = open_cache(accelerator, planned, empty_prompt, local)
-        if self.is_remote:
-            begin_cache(self.local, self.folder, self.is_begun)
-        shards = planned.list_shards()
-        for name, damage in find_damaged(self.folder, shards, records).items():
-            print(f"{self.folder}/{name} {damage}: making it again", flush=True)
-            del records[name]
-        missing = [number for number, name in enumerate(shards) if name not in records]
-        if missing:
-            remove(f"{self.folder}/state.json")  # an unfinished cache does not open
-        self.skipped = sum(record["skipped"] for record in records.values())
-        return missing
-
-    def add(self, shard: str, record: dict[str, Any], num_rows: int, max_skipped: float) -> None:
-        """Add the record of a new shard, and stop if too many rows are skipped."""
-        if self.is_remote:
-            (self.local / "unfinished" / f"{shard}.json").write_text(json.dumps(record))
-        new_skipped = record["skipped"]
-        self.skipped += len(new_skipped)
-        check_skipped(self.skipped, (new_skipped or [None])[-1], num_rows, max_skipped)
-
-    def finish(self, empty_prompt: dict[str, np.ndarray], max_skipped: float) -> None:
-        """Write the records into one cache.json."""
-        reason = "its shards are complete: run the same command to resume"
-        with explained(f"{self.folder} could not be finished; {reason}"):
-            cache = finish_cache(self.local, empty_prompt, max_skipped)
-            if self.is_remote:
-                upload_finished(self.local, self.folder)
-        self.planned.report_done(cache)
-
-    def close(self) -> None:
-        if self.lock:
-            for leftover in self.local.rglob(".tmp-*"):  # of workers that were stopped
-                leftover.unlink(missing_ok=True)
-            self.lock.release(force=True)
 
 
 class CrewProgress:
@@ -795,34 +581,6 @@ class CrewProgress:
             encoders_at_work=at_work,
             encoders_waiting=waiting,
         )
-
-
-def make_missing(
-    missing: dict[int, tuple[int, ...]],
-    job: Job,
-    destinations: list[Destination],
-    max_skipped: float,
-) -> None:
-    """Make the missing shards, see `make_shards`, and show the progress."""
-    per_shard = job.caches[0].rows_per_shard
-
-    def count_rows(number: int) -> int:
-        return min(per_shard, job.num_rows - number * per_shard)
-
-    total = job.num_rows * len(destinations)
-    to_make = sum(len(indices) * count_rows(number) for number, indices in missing.items())
-    progress = CrewProgress(total, total - to_make)
-    with contextlib.closing(make_shards(missing, job, progress.show)) as results:
-        for number, result in results:
-            if result["failed"]:
-                first = number * per_shard
-                rows = f"rows {first} to {first + count_rows(number) - 1} could not be made"
-                fail(f"{rows}: {result['failed']}; run the same command to resume")
-            progress.add(count_rows(number) * len(missing[number]), result)
-            for index, record in result["records"].items():
-                shard = name_shard(number, job.caches[0].settings)
-                destinations[index].add(shard, record, job.num_rows, max_skipped)
-    progress.bar.close()
 
 
 @in_one_sentence
@@ -897,11 +655,26 @@ def main(args: argparse.Namespace) -> None:
             for shard in destination.open(accelerator, cache, empty_prompt):
                 missing[shard] = (*missing.get(shard, ()), index)
 
-        # Encoders read, decode, encode and write the missing shards: see `Encoder.make`.
+        # Each shard goes to an encoder. There, `Encoder.make` lets tasks read and decode its rows
+        # (`decode_part`), encodes them (`encode_all`) and writes its files (`write_each`). Only
+        # their records come back, in any order.
         per_batch = caches[0].rows_per_batch
         row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)
         job = make_job(caches, per_batch * max(1, PART_BYTES // (row_bytes * per_batch)))
-        make_missing(missing, job, destinations, args.max_skipped)
+        total = num_rows * len(caches)
+        to_make = sum(len(list_rows(n, job)) * len(indices) for n, indices in missing.items())
+        progress = CrewProgress(total, total - to_make)
+        with contextlib.closing(make_shards(missing, job, progress.show)) as made:
+            for number, result in made:
+                rows = list_rows(number, job)
+                if reason := result["failed"]:
+                    sentence = f"rows {rows[0]} to {rows[-1]} could not be made: {reason}"
+                    fail(f"{sentence}; run the same command to resume")
+                progress.add(len(rows) * len(missing[number]), result)
+                shard = name_shard(number, caches[0].settings)
+                for index, record in result["records"].items():
+                    destinations[index].add(shard, record, num_rows, args.max_skipped)
+        progress.bar.close()
         for destination in destinations:
             destination.finish(empty_prompt, args.max_skipped)
     except Exception as error:

@@ -126,7 +126,7 @@ def prepare_cache(folder, shards, encoders, stops, seconds):
 
     script.place_encoder = place_encoder
     # Removing an encoder must not end the process, because it serves other encoders too.
-    script.remove_placement_group = lambda group: None
+    script.ray.util.remove_placement_group = lambda group: None
     script.RemoteRows = lambda args: Rows(shards * ROWS)
     script.decode_part = lambda part, pickled: []
     script.make_shards = watched(seconds, script.make_shards)

@@ -38,6 +38,7 @@ import ray.data
 import torch
 
 import precompute_latents_ray as script
+from diffusion_training.errors.stop_signals import end_if_stopped
 from precompute_latents import encode_all
 
 ENGINES = ["ray_core", "ray_data"]
@@ -150,7 +151,7 @@ def make_shards(
         **({"num_gpus": gpus} if gpus else {"num_cpus": 0.01}),
     )
     for row in results.iter_rows():
-        script.end_if_stopped()
+        end_if_stopped()
         yield pickle.loads(row["result"])
 
 
@@ -171,7 +172,7 @@ class Encoder(script.Encoder):
         fail_on_purpose("start")
         super().__init__(job)
         task = ray.remote(max_retries=0, num_cpus=1, memory=job.engine.task_memory)(decode_part)
-        self.decode_here, self.decode = task, task.options(scheduling_strategy="SPREAD")
+        self.decode_here, self.decode_anywhere = task, task.options(scheduling_strategy="SPREAD")
 
     def make(self, shard: script.Shard) -> dict[str, Any]:
         for fault in ("encode", "exit"):

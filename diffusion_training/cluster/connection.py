@@ -18,6 +18,8 @@ from diffusion_training.errors.stop_signals import end_at_once, end_if_stopped, 
 
 # Ray reads these when it is imported. The first silences a warning about a future change for GPUs.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Else a Ray that we start prints 20 lines of its log before `watch_raylet` ends the program.
+os.environ.setdefault("RAY_enable_pipe_based_agent_to_parent_health_check", "0")
 # Under `uv run`, Ray would send the working folder, with its data, to all workers.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
@@ -94,7 +96,7 @@ def watch_raylet(place: tuple[str, int], ended: threading.Event) -> None:
     place: the host and the port where it listens. Ray itself ends the program a minute later,
     without a word on what to do, perhaps while the main thread waits for Ray and never returns.
     """
-    while not ended.wait(2):
+    while not ended.wait(1):
         try:
             socket.create_connection(place, timeout=10).close()
         except ConnectionRefusedError:

@@ -30,6 +30,7 @@ import bench
 import cache_reader
 import checkpoint_pause
 import downloads
+import follow
 import gpu
 import gpu_plan
 import gpu_promises
@@ -805,6 +806,14 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
         reset()
         benchmark.main(argv)
         assert capsys.readouterr().out.count("\n| ") >= 2, benchmark
+
+
+@pytest.mark.long
+def test_follow_benchmark_compares_runs_of_equal_weights(capsys):
+    follow.main("--steps=12 --batch_size=4 --rounds=1 --encode_wait=1 --step_wait=0.1".split())
+    ((_, later, together, ratio, waited_later, waited),) = table(capsys.readouterr().out)
+    assert float(ratio) == pytest.approx(float(together) / float(later), abs=0.05)
+    assert int(waited_later[:-1]) < int(waited[:-1]) <= 100
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 
@@ -130,3 +131,29 @@ def test_a_raylet_that_has_died_ends_the_program_in_one_sentence(monkeypatch, ca
     ended.is_set = lambda: True
     module.watch_raylet(place, ended)
     assert capsys.readouterr().err == ""
+
+
+LOST = """
+import time
+import psutil, ray
+from diffusion_training.cluster.connection import connect
+
+connect(None, [], num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False)
+[raylet] = [each for each in psutil.Process().children() if each.name() == "raylet"]
+raylet.kill()
+time.sleep(60)
+"""
+
+
+@pytest.mark.long
+def test_a_raylet_that_is_killed_leaves_one_sentence_and_no_log(tmp_path):
+    """Of a Ray that the script has started; its agents may print other lines on a cluster."""
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_enable_pipe_based_agent_to_parent_health_check", None)
+    (tmp_path / "lost.py").write_text(LOST)
+    command = [sys.executable, tmp_path / "lost.py"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    said = (ended.stdout + ended.stderr).strip()
+    assert said.startswith("lost.py: Ray's process on this machine") and "\n" not in said, said

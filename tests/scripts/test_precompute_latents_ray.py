@@ -57,7 +57,7 @@ os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
 
 import precompute_latents as single
 import precompute_latents_ray as script
-from diffusion_training.cluster import remote_rows
+from diffusion_training.cluster import remote_cache, remote_rows
 from diffusion_training.data.rows import load_rows
 from diffusion_training.models import EXACT
 
@@ -230,29 +230,24 @@ class Gauge:
 def without_ray(monkeypatch):
     """Runs the script as `driver` does, but without Ray: one shard at a time, in random order."""
     nodes, rng = [{"Alive": True, "Resources": {"CPU": 2, "memory": 2**34}}], random.Random(0)
-    monkeypatch.setattr(
-        script,
-        "ray",
-        argparse.Namespace(
-            get_gpu_ids=lambda: [],
-            exceptions=script.ray.exceptions,
-            nodes=lambda: nodes,
-            cluster_resources=lambda: nodes[0]["Resources"],
-            cloudpickle=script.ray.cloudpickle,
-            remote=lambda **options: Remote,
-            put=lambda x: x,
-            wait=lambda refs, **options: (rng.sample(refs, 1), []),
-            kill=lambda encoder: None,
-            get=lambda ref: ref.call() if isinstance(ref, Ref) else ref,
-        ),
-    )
+    remote = script.ray.remote  # Ray's own decorator, which modules use that are imported late
+    for name, value in {
+        "get_gpu_ids": lambda: [],
+        "nodes": lambda: nodes,
+        "cluster_resources": lambda: nodes[0]["Resources"],
+        "remote": lambda *decorated, **options: remote(*decorated) if decorated else Remote,
+        "put": lambda x: x,
+        "wait": lambda refs, **options: (rng.sample(refs, 1), []),
+        "get": lambda ref: ref.call() if isinstance(ref, Ref) else ref,
+    }.items():
+        monkeypatch.setattr(script.ray, name, value)
     monkeypatch.setattr(script, "placement_group", lambda bundles: None)
-    monkeypatch.setattr(script, "remove_placement_group", lambda group: None)
+    for place in (script, script.ray.util):
+        monkeypatch.setattr(place, "remove_placement_group", lambda group: None)
     monkeypatch.setattr(script, "PlacementGroupSchedulingStrategy", lambda group, **options: None)
     monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
-    monkeypatch.setattr(script, "check_shards", Remote(script.check_shards._function))
     once = lambda items, submit, most: ((item, submit(item).call(), None) for item in items)
-    monkeypatch.setattr(script, "run_tasks", once)
+    monkeypatch.setattr(remote_cache, "run_tasks", once)
     monkeypatch.setattr(script, "connect", lambda address, modules: lambda: None)
     yield lambda *argv, setup=None: run([str(arg) for arg in argv], setup)
     script.open_rows.cache_clear()
@@ -274,6 +269,7 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
         assert read_files(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said
     assert re.search(r"\d% waiting for images, [1-3] encoder", said), said
+    assert not re.search(r"-\d+ starting", said), said
     gauges = {name.removeprefix("precompute_latents_"): Gauge.values[name] for name in Gauge.values}
     assert gauges["rows_done"] == NUM_ROWS and gauges["rows_per_second"] > 0
     assert 0 < gauges["waiting_share"] < 1
@@ -593,7 +589,7 @@ class Dies(script.Encoder):
 
     def __init__(self, job):
         super().__init__(job)
-        self.decode_here = self.decode = script.ray.remote(max_retries=0)(dying_decoder)
+        self.decode_here = self.decode_anywhere = script.ray.remote(max_retries=0)(dying_decoder)
 
     def make(self, shard):
         result, done = super().make(shard), marker(self.job.args, "done")
@@ -723,15 +719,15 @@ def test_real_ray_reports_rows_whose_encoder_dies_four_times(tmp_path, flags, wh
 
 
 class Slow(script.Encoder):
-    def load(self, *args):
-        for batch in super().load(*args):
+    def decode(self, *args):
+        for batch in super().decode(*args):
             time.sleep(0.3)
             yield batch
 
 
 class Slowest(script.Encoder):
-    def load(self, *args):
-        for batch in super().load(*args):
+    def decode(self, *args):
+        for batch in super().decode(*args):
             time.sleep(10)
             yield batch
 
@@ -763,8 +759,8 @@ def test_signal_ends_the_ray_run_soon_and_leaves_complete_files(
 
 
 class Raises(script.Encoder):
-    def load(self, *args):
-        for batch in super().load(*args):
+    def decode(self, *args):
+        for batch in super().decode(*args):
             if batch["row"][0] == 12:
                 with marker(self.job.args, "tries").open("a") as file:
                     file.write("x")
@@ -861,7 +857,7 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
     )
     vars(encoder).update(job=job, turn=threading.Lock(), reason=None, own_task=None)
     vars(encoder).update(encoders=None, load_exact=None, device=None)
-    vars(encoder).update(decode=task, decode_here=task)
+    vars(encoder).update(decode_anywhere=task, decode_here=task)
 
     def encode_all(batches, *models):
         for batch in batches:
@@ -1320,144 +1316,6 @@ def test_remote_rows_refuse_files_that_changed_at_the_address(tmp_path, flags, b
 # ------------------------------------------------------------------- clusters that grow and shrink
 
 
-class Cluster:
-    """Replaces Ray. Returns the test's answers, and records which encoders are ended."""
-
-    def __init__(self):
-        self.encoders, self.ended, self.answers = [], [], {}
-
-    reason = "it is lost"
-
-    def place(self, job, engine):
-        number = len(self.encoders)
-        shards = argparse.Namespace(remote=lambda shard: (number, shard[0]))
-        started = argparse.Namespace(remote=lambda: (number, None))
-        self.encoders.append(argparse.Namespace(make=shards, __ray_ready__=started))
-        return self.encoders[-1], number
-
-    def get(self, ref):
-        if ref not in self.answers:
-            raise script.ray.exceptions.RayActorError(None, self.reason)
-        return self.answers[ref]
-
-
-@pytest.fixture
-def crew(monkeypatch):
-    """crew(count, shards): a `Crew` of so many encoders, and its cluster."""
-
-    def make(count, shards):
-        cluster = Cluster()
-        monkeypatch.setattr(script, "place_encoder", cluster.place)
-        monkeypatch.setattr(script, "remove_placement_group", cluster.ended.append)
-        monkeypatch.setattr(script.ray, "put", lambda value: value)
-        monkeypatch.setattr(script.ray, "get", cluster.get)
-        engine = script.Engine(count, 2, {}, 0)
-        job = argparse.Namespace(engine=engine)
-        return script.Crew(dict.fromkeys(range(shards), ()), job), cluster
-
-    return make
-
-
-def turn(crew):
-    """A turn of `make_shards`. Returns the calls, (encoder, shard or None), that are unanswered."""
-    crew.hand_out()
-    crew.resize()
-    return sorted(list_calls(crew), key=str)
-
-
-def list_calls(crew):
-    return {ref: member for member in crew.members for ref in member.calls}
-
-
-def read(crew, ref):
-    member = list_calls(crew).get(ref)  # None if the encoder has died
-    return member and crew.read_answer(member, ref)
-
-
-def test_crew_gives_shards_to_ready_encoders_and_ends_idle_ones(crew):
-    crew, cluster = crew(3, 8)
-    assert turn(crew) == [(0, None), (1, None), (2, None)]
-    cluster.answers = {(0, None): True, (1, None): True}
-    assert read(crew, (0, None)) is read(crew, (1, None)) is None
-    # One shard is kept for each encoder that may still answer.
-    of_two = [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3), (1, 5), (2, None)]
-    assert turn(crew) == of_two and crew.left == [6, 7]
-    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4)}
-    assert [read(crew, (0, shard)) for shard in (0, 2, 4)] == [(0, {}), (2, {}), (4, {})]
-    assert turn(crew) == [(0, 6), (1, 1), (1, 3), (1, 5), (2, None)] and crew.left == [7]
-    cluster.answers |= {(0, 6): {}, (0, 7): {}}
-    read(crew, (0, 6))
-    assert turn(crew) == [(0, 7), (1, 1), (1, 3), (1, 5)] and cluster.ended == [2]
-    read(crew, (0, 7))
-    assert turn(crew) == [(1, 1), (1, 3), (1, 5)] and cluster.ended == [2, 0]
-
-
-def test_crew_gives_shards_of_a_lost_node_to_other_encoders(crew):
-    """They are tried again one at a time. The new encoder may never get a place.
-
-    One that dies at its start four times ends the run.
-    """
-    crew, cluster = crew(2, 5)
-    turn(crew)
-    cluster.answers = {(0, None): True, (1, None): True}
-    read(crew, (0, None)), read(crew, (1, None))
-    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
-    assert read(crew, (1, 1)) is read(crew, (1, 3)) is None
-    assert turn(crew) == [(0, 0), (0, 2), (0, 4), (2, None)] and crew.left == [1, 3]
-    cluster.answers |= {(0, shard): {} for shard in (0, 2, 4, 1, 3)}
-    [read(crew, (0, shard)) for shard in (0, 2, 4)]
-    assert turn(crew) == [(0, 1), (2, None)]
-    for number in (2, 3, 4):
-        assert read(crew, (number, None)) is None
-        assert turn(crew) == [(0, 1), (number + 1, None)]
-    with pytest.raises(SystemExit, match="not be started: its process died 4 times, .* is lost"):
-        read(crew, (5, None))
-    assert read(crew, (0, 1)) == (1, {}) and turn(crew) == [(0, 3)] and crew.left == []
-    assert read(crew, (0, 3)) == (3, {}) and turn(crew) == []
-
-
-# as Ray describes it; the test below this one asks Ray itself
-TAKEN = "The actor died unexpectedly.\nThe actor died because its node has died. Node Id: 5f"
-
-
-def test_crew_does_not_count_machines_that_are_taken_away_as_deaths(crew, monkeypatch):
-    """Neither of shards nor of encoders that start, up to a limit for a shard that ends machines.
-
-    Only after a death are shards tried one at a time.
-    """
-    crew, cluster = crew(1, 2)
-    cluster.reason = TAKEN
-    for number in range(10):
-        assert turn(crew) == [(number, None)]
-        if number % 2:
-            cluster.answers[number, None] = True
-            read(crew, (number, None))
-            assert turn(crew) == [(number, 0), (number, 1)]
-            assert read(crew, (number, 1)) is None and crew.left == [0, 1]
-        else:
-            assert read(crew, (number, None)) is None
-    assert not crew.tries and crew.losses == {0: 5, 1: 5, None: 5}
-    monkeypatch.setattr(script, "LOSSES", 6)
-    cluster.answers[10, None] = True
-    turn(crew)
-    read(crew, (10, None))
-    turn(crew)
-    assert read(crew, (10, 1)) == (1, {"failed": "its machine was lost 6 times"})
-
-
-@pytest.mark.parametrize("error", ["preempted", "node", "object", "process", "actor"])
-def test_lost_machines_are_told_from_deaths(error):
-    exceptions = script.ray.exceptions
-    errors = {
-        "preempted": exceptions.RayActorError(preempted=True),
-        "node": exceptions.NodeDiedError("it is gone"),
-        "object": exceptions.ObjectLostError("ff", None, ""),
-        "process": exceptions.WorkerCrashedError(),
-        "actor": exceptions.ActorDiedError(),
-    }
-    assert script.is_lost_machine(errors[error]) == (error in ("preempted", "node", "object"))
-
-
 def spot_machines():
     """Two nodes, of which one is lost every half minute, and another one comes.
 
@@ -1497,7 +1355,7 @@ def test_a_cluster_that_loses_a_machine_every_half_minute_makes_the_same_cache(
     precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
     code, said = driver(*flags, "--num_encoders=2", setup=spot_machines)
     assert code == 0 and read_files(tmp_path / "out") == read_files(tmp_path / "whole"), said
-    assert said.count("a machine is lost") > 2, said
+    assert said.count("a machine is lost") > 1, said
 
 
 def set_encoder_memory(gigabytes):
@@ -1589,7 +1447,7 @@ class Impatient(script.Encoder):
         super().__init__(job)
         script.PATIENCE = 0.2
         never = script.ray.remote(num_cpus=99, scheduling_strategy="SPREAD")
-        self.decode = never(script.decode_part)
+        self.decode_anywhere = never(script.decode_part)
 
 
 def impatient_encoder():
@@ -1631,14 +1489,14 @@ def find_workers(node):
 class Slower(script.Encoder):
     """A slow encoder that notes how much Ray holds in its object store."""
 
-    def load(self, *args):
+    def decode(self, *args):
         from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
         single.encode_images = lambda encoders, images: (
             images[:, :1, ::2, ::2].float().repeat(1, 8, 1, 1)
         )
         state = get_state_from_address(script.ray.get_runtime_context().gcs_address)
-        for batch in super().load(*args):
+        for batch in super().decode(*args):
             store = get_memory_info_reply(state).store_stats
             with marker(self.job.args, "memory").open("a") as file:
                 file.write(f"{store.object_store_bytes_used} {store.spilled_bytes_total}\n")

@@ -23,13 +23,17 @@ import psutil
 import pytest
 from conftest import (
     ROOT,
+    TRAINING,
     free_port,
+    make_captioned,
     make_images,
+    make_models,
     make_unet_config,
     replace,
     start_ray_node,
     wait_until,
 )
+from test_storage import assert_same_end
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -r requirements-ray.txt")
 # Without these Ray writes into the home folder, and sends statistics.
@@ -88,6 +92,26 @@ if __name__ == "__main__":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# precompute_latents_ray.py, which makes the second half of a cache when it may
+HELD_BACK = """
+import time
+from pathlib import Path
+
+import precompute_latents_ray as script
+
+class HeldBack(script.Encoder):
+    def make(self, shard):
+        may = Path(self.job.args.output_dir).with_name("may")
+        while shard[0] >= 5 and not may.exists():
+            time.sleep(0.1)
+        return super().make(shard)
+
+script.Encoder = HeldBack
+
+if __name__ == "__main__":
+    script.main(script.parse_args())
+"""
+
 
 class Run:
     """Runs of train_on_ray.py, on Ray machines that come and go."""
@@ -115,11 +139,11 @@ class Run:
         self.started.append(process)
         return process
 
-    def add_machine(self):
+    def add_machine(self, *flags):
         place = [f"--address=127.0.0.1:{self.port}"]
         if not self.started:
             place = ["--head", f"--port={self.port}", f"--temp-dir={self.temp}"]
-        machine = start_ray_node(self.folder, *place, env=self.env)
+        machine = start_ray_node(self.folder, *place, *flags, env=self.env)
         self.started.append(machine)
         return machine
 
@@ -623,3 +647,40 @@ def test_random_kills_on_ray_train_do_not_change_rows_and_bits(run, min_workers)
         driver = begin()
     judge()
     print(dict(counts))
+
+
+@pytest.mark.long
+def test_workers_on_ray_follow_encoders_on_ray_to_the_bits_of_a_finished_cache(run):
+    """Two of each, on one cluster; an encoder and a trainer are killed."""
+    num_images, cache = 40, run.folder / "cache"
+    make_captioned(run.folder / "captioned", num_images)
+    (run.folder / "captioned/7.png").write_bytes(b"no image")
+    (run.folder / "held_back.py").write_text(HELD_BACK)
+    run.add_machine("--num-cpus=4")
+    address = f"--address=127.0.0.1:{run.port}"
+    base = f"--pretrained_model_name_or_path={make_models(run.folder)}"
+    encode = [sys.executable, "held_back.py", address, "--num_encoders=2", base, "--random_flip"]
+    encode += [f"--train_data_dir={run.folder / 'captioned'}", f"--output_dir={cache}"]
+    encode += ["--resolution=16", "--rows_per_shard=4", "--batch_size=2"]
+    train = [sys.executable, ROOT / "train_on_ray.py", "--cpu", "--min_workers=2", address]
+    train += ["--max_workers=2", "train_text_to_image.py", base, f"--latents_dir={cache}"]
+    train += ["--follow=30", "--holdout=2", "--random_flip", "--num_train_epochs=2"]
+    train += ["--checkpointing_steps=2", "--use_ema", *TRAINING]
+
+    together, later = run.folder / "together", run.folder / "later"
+    trainer = run.start([*train, f"--output_dir={together}"], "trainer.log")
+    encoder = run.start(encode, "encoder.log")
+    logs = [run.folder / "encoder.log", run.folder / "trainer.log"]
+    said = lambda: "".join(log.read_text() for log in logs)
+    is_over = lambda: trainer.poll() is not None or encoder.poll() is not None
+    saved = lambda: [*together.glob("checkpoint-*/trainer_state.json")]
+    wait_until(lambda: is_over() or saved(), 900)
+    assert not is_over() and not (cache / "state.json").exists(), said()
+    for kind in ("ray::HeldBack", f"{ROOT}/train_text_to_image.py"):
+        run.find(kind)[0].kill()
+    (run.folder / "may").touch()
+    assert encoder.wait(900) == trainer.wait(900) == 0, said()
+    assert "2 encoders" in said() and said().count("Ray: 2 workers") >= 2, said()
+    again = run.start([*train, f"--output_dir={later}"], "later.log")
+    assert again.wait(900) == 0, (run.folder / "later.log").read_text()
+    assert_same_end(later, together)
