@@ -240,7 +240,8 @@ def test_the_lists_are_true(tmp_path, monkeypatch):
             candidates[name] = kind.__name__
             found[kind.__name__] = {f"Refused: {shorten(refusal)}" if refusal else UNTRIED}
     if not is_older and not os.environ.get("UPDATE"):
-        assert not found.keys() - listed.keys(), ADVICE
+        missing = sorted(found.keys() - listed.keys())
+        assert not missing, f"{', '.join(missing)}: {ADVICE}"
     make_captioned(tmp_path / "images", 2)
     make_pairs(tmp_path / "pairs", 2)
     tiny_pipelines.make_small(monkeypatch)
