@@ -691,9 +691,9 @@ def main(args: Namespace) -> None:
         "import_latents": args.import_latents or None,
     }
     caches = plan_caches(args, images, encoders, described, launch_flags)
-    tokens = count_tokens(encoders.tokenizers, texts)
+    lengths = count_tokens(encoders.tokenizers, texts)
     for cache in caches:
-        sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
+        sentence = describe_size(cache.settings, lengths, compare=args.dry_run)
         accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return

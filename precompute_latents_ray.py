@@ -613,9 +613,9 @@ def main(args: argparse.Namespace) -> None:
     tokenizers = encoders.tokenizers
     report_equal(texts, args)
     report_emptied(tokenizers, texts)
-    tokens = count_tokens(tokenizers, texts)
+    lengths = count_tokens(tokenizers, texts)
     for cache in caches:
-        sentence = describe_size(cache.settings, tokens, compare=args.dry_run)
+        sentence = describe_size(cache.settings, lengths, compare=args.dry_run)
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
         return

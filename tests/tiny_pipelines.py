@@ -2,6 +2,7 @@
 
 import importlib
 import string
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,8 @@ import diffusers
 import tokenizers
 import torch
 import transformers
+
+from diffusion_training.families.recorded.text_tensors import LONG, SHORT
 
 MODELS = Path(__file__).parent.parent / "demo/models"
 WIDTH = 32  # of embeddings
@@ -248,10 +251,9 @@ def make_flux2_transformer(**options):
     return diffusers.Flux2Transformer2DModel(in_channels=16, axes_dims_rope=[4, 4, 4, 4], **options)
 
 
-def make_qwen_transformer():
-    return diffusers.QwenImageTransformer2DModel(
-        in_channels=16, out_channels=4, joint_attention_dim=WIDTH, axes_dims_rope=AXES, **DOUBLE
-    )
+def make_qwen_transformer(**options):
+    sizes = {"in_channels": 16, "out_channels": 4, "joint_attention_dim": WIDTH}
+    return diffusers.QwenImageTransformer2DModel(axes_dims_rope=AXES, **sizes, **DOUBLE, **options)
 
 
 # ------------------------------------------------------------------- pipelines
@@ -261,6 +263,7 @@ EDIT = {}  # pipelines that edit images
 REFUSED = {}  # pipelines that can't be recorded
 BLOCKS = {}  # pipelines of blocks
 OTHER_BLOCKS = {}  # those of models that have another pipeline as well
+OTHERS = {}  # pipelines with the parts of another one, which only the lists of models need
 
 
 def randomize(transformer):
@@ -417,7 +420,8 @@ def make_qwen_image_2_1():
 
 
 @pipeline
-def make_krea2():
+def make_krea2(chosen=(1, 2)):
+    """chosen: the layers of the text encoder that are read."""
     tokenizer = make_chat_tokenizer()
     return diffusers.Krea2Pipeline(
         transformer=diffusers.Krea2Transformer2DModel(
@@ -427,7 +431,7 @@ def make_krea2():
             intermediate_size=32,
             timestep_embed_dim=16,
             text_hidden_dim=WIDTH,
-            num_text_layers=2,
+            num_text_layers=len(chosen),
             text_num_attention_heads=2,
             text_num_key_value_heads=2,
             text_intermediate_size=32,
@@ -437,9 +441,9 @@ def make_krea2():
         ),
         scheduler=make_dynamic_scheduler(),
         vae=make_video_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, 2, "Qwen3VLModel"),
+        text_encoder=make_qwen3_vl(tokenizer, chosen[-1], "Qwen3VLModel"),
         tokenizer=tokenizer,
-        text_encoder_select_layers=(1, 2),
+        text_encoder_select_layers=chosen,
     )
 
 
@@ -495,10 +499,10 @@ def make_chroma():
 
 
 @pipeline
-def make_cogview4():
+def make_cogview4(**options):
     tokenizer = make_chat_tokenizer()
     transformer = diffusers.CogView4Transformer2DModel(
-        **FOUR,
+        **FOUR | options,
         **DOUBLE,
         text_embed_dim=WIDTH,
         time_embed_dim=16,
@@ -721,8 +725,10 @@ def make_bria_fibo():
 
 
 @pipeline
-def make_longcat():
+def make_longcat(words=()):
+    """words: those that become one token each."""
     tokenizer = make_vision_tokenizer()
+    tokenizer.add_tokens([*words])
     return diffusers.LongCatImagePipeline(
         scheduler=make_dynamic_scheduler(),
         vae=make_shifting_vae(16),
@@ -965,20 +971,29 @@ def make_anima():
     )
 
 
+def read_parts(make):
+    """{name: part} of the pipeline that `make(folder)` saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = diffusers.DiffusionPipeline.from_pretrained(make(folder)).components
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 def add_blocks(name, kind, make):
     """Add a pipeline of blocks with the parts of the pipeline that `make(folder)` saves."""
 
     def make_from_parts():
-        with tempfile.TemporaryDirectory() as folder:
-            parts = diffusers.DiffusionPipeline.from_pretrained(make(folder)).components
         made = getattr(diffusers, kind)().init_pipeline()
         known = made._component_specs
-        made.update_components(
-            **{key: part for key, part in parts.items() if key in known and part is not None}
-        )
+        parts = {key: part for key, part in read_parts(make).items() if key in known}
+        made.update_components(**parts)
         return made
 
     OTHER_BLOCKS[name] = partial(save, make_from_parts)
+
+
+def add_other(name, kind, make):
+    """Add a pipeline of another class with the parts of the one that `make(folder)` saves."""
+    OTHERS[name] = partial(save, lambda: getattr(diffusers, kind)(**read_parts(make)))
 
 
 add_blocks("klein", "Flux2KleinAutoBlocks", make_klein)
@@ -995,29 +1010,24 @@ add_blocks("ernie_image", "ErnieImageAutoBlocks", MAKE["ernie_image"])
 
 def make_small(monkeypatch):
     """Let pipelines resize references to some 64 x 64 pixels, not to 1024 x 1024."""
-    kontext, edit, plus, new = (
-        importlib.import_module(f"diffusers.pipelines.{name}")
-        for name in (
-            "flux.pipeline_flux_kontext",
-            "qwenimage.pipeline_qwenimage_edit",
-            "qwenimage.pipeline_qwenimage_edit_plus",
-            "qwenimage21.pipeline_qwenimage21",
-        )
-    )
-    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(32, 32), (24, 48), (48, 24)])
-    monkeypatch.setattr(plus, "VAE_IMAGE_SIZE", 64 * 64)
-    monkeypatch.setattr(plus, "CONDITION_IMAGE_SIZE", 64 * 64)
-    for module in (edit, new):
-        calculate = module.calculate_dimensions
-        monkeypatch.setattr(
-            module, "calculate_dimensions", lambda area, ratio, f=calculate: f(64 * 64, ratio)
-        )
+    for name in ("FluxKontext", "QwenImageEdit", "QwenImageEditPlus", "QwenImage21"):
+        getattr(diffusers, f"{name}Pipeline", None)  # imports its module
+    small = {"PREFERRED_KONTEXT_RESOLUTIONS": [(32, 32), (24, 48), (48, 24)]}
+    small |= {"VAE_IMAGE_SIZE": 64 * 64, "CONDITION_IMAGE_SIZE": 64 * 64}
+    modules = [each for name, each in sys.modules.items() if name.startswith("diffusers.")]
+    for module in modules:
+        for name in small.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, small[name])
+        if calculate := vars(module).get("calculate_dimensions"):
+            monkeypatch.setattr(
+                module, "calculate_dimensions", lambda area, ratio, f=calculate: f(64 * 64, ratio)
+            )
 
 
-def make_edit(kind):
+def make_edit(kind, **options):
     tokenizer = make_vision_tokenizer()
     return kind(
-        transformer=make_qwen_transformer(),
+        transformer=make_qwen_transformer(**options),
         scheduler=make_dynamic_scheduler(),
         vae=make_video_vae(),
         text_encoder=make_qwen25_vl(tokenizer),
@@ -1036,6 +1046,43 @@ def make_qwen_edit():
     return make_edit(diffusers.QwenImageEditPipeline)
 
 
+@refused
+def make_joy_edit():
+    tokenizer = make_vision_tokenizer()
+    transformer = diffusers.JoyImageEditTransformer3DModel(
+        patch_size=[1, 2, 2],
+        in_channels=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        text_dim=WIDTH,
+        mlp_width_ratio=2.0,
+        num_layers=1,
+        rope_dim_list=[*AXES],
+    )
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False],
+        **STATISTICS,
+    )
+    return diffusers.JoyImageEditPipeline(
+        scheduler=make_scheduler(),
+        vae=vae,
+        text_encoder=make_qwen3_vl(tokenizer, 2),
+        tokenizer=tokenizer,
+        processor=make_qwen3_processor(tokenizer),
+        transformer=transformer,
+    )
+
+
+@refused
+def make_qwen_layered():
+    options = {"use_additional_t_cond": True, "use_layer3d_rope": True}
+    return make_edit(diffusers.QwenImageLayeredPipeline, **options)
+
+
 @edit
 def make_kontext():
     flux = make_flux(guidance_embeds=True)
@@ -1044,6 +1091,32 @@ def make_kontext():
 
 
 EDIT |= {name: MAKE[name] for name in ("qwen_image_2_1", "flux2")}
+
+add_blocks("flux", "FluxAutoBlocks", MAKE["flux"])
+add_blocks("sd3", "StableDiffusion3AutoBlocks", MAKE["sd3"])
+add_blocks("kontext", "FluxKontextAutoBlocks", EDIT["kontext"])
+KREA2 = partial(save, partial(make_krea2, (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)))
+add_blocks("krea2", "Krea2AutoBlocks", KREA2)
+add_blocks("krea2_turbo", "Krea2TurboAutoBlocks", KREA2)
+add_blocks("qwen_image_2_1_turbo", "QwenImage21TurboAutoBlocks", MAKE["qwen_image_2_1"])
+add_blocks("qwen_edit", "QwenImageEditAutoBlocks", EDIT["qwen_edit"])
+add_blocks("qwen_edit_plus", "QwenImageEditPlusAutoBlocks", EDIT["qwen_edit_plus"])
+add_blocks("qwen_layered", "QwenImageLayeredAutoBlocks", REFUSED["qwen_layered"])
+add_blocks("ideogram4", "Ideogram4AutoBlocks", REFUSED["ideogram4"])
+
+CONTROL = partial(save, partial(make_flux, in_channels=32, out_channels=16))
+for name, kind in {"": "", "_img2img": "Img2Img", "_inpaint": "Inpaint"}.items():
+    add_other(f"flux_control{name}", f"FluxControl{kind}Pipeline", CONTROL)
+FILL = partial(save, partial(make_flux, in_channels=48, out_channels=16))
+add_other("flux_fill", "FluxFillPipeline", FILL)
+add_other("klein_kv", "Flux2KleinKVPipeline", make_klein)
+add_other("bria_fibo_edit", "BriaFiboEditPipeline", REFUSED["bria_fibo"])
+add_other("kandinsky5_i2i", "Kandinsky5I2IPipeline", REFUSED["kandinsky5"])
+# the error of its code for captions that are too long is one itself
+WORDS = partial(save, partial(make_longcat, f"{SHORT} {LONG}".split()))
+add_other("longcat_edit", "LongCatImageEditPipeline", WORDS)
+WIDER = partial(save, partial(make_cogview4, in_channels=8))
+add_other("cogview4_control", "CogView4ControlPipeline", WIDER)
 
 
 def give_true_downscale(folder):

@@ -294,19 +294,20 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
         )
 
 
-def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> float | None:
-    """The mean number of embeddings of captions, each truncated to the text encoder's limit.
+def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> dict[str, float]:
+    """{choice of --text_cache: the mean length of captions}, if it is stored without padding.
 
-    None without captions, or if the number of tokens does not tell.
+    Each caption is truncated to the text encoder's limit. Empty without captions.
     """
-    if not texts or not tokenizers.family.ragged:
-        return None
+    is_ragged, in_bytes = tokenizers.family.ragged, tokenizers.family.caption_unit != "tokens"
+    if not texts or not (is_ragged or in_bytes):
+        return {}
     prepared = prepare_captions(tokenizers, texts)
-    if tokenizers.are_ragged:
-        lengths = [len(ids) for ids in tokenizers[0](prepared, truncation=True).input_ids]
-    else:  # the tokenizer of a recorded pipeline gives bytes
-        lengths = [tokenizers[0].count_tokens(text) for text in prepared]
-    return sum(lengths) / len(lengths)
+    lengths = {"ids": [len(ids) for ids in tokenizers[0](prepared, truncation=True).input_ids]}
+    if is_ragged:  # the ids of a recorded pipeline are bytes
+        tokens = [tokenizers[0].count_tokens(text) for text in prepared] if in_bytes else None
+        lengths["embeddings"] = tokens or lengths["ids"]
+    return {kind: sum(each) / len(each) for kind, each in lengths.items()}
 
 
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:

@@ -217,27 +217,31 @@ def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
     return total, of_captions
 
 
-def compare_captions(cache: dict, tokens: float | None) -> dict[str, int]:
-    """{each choice of --text_cache: bytes that a caption takes with it}."""
-    kinds = ("ids", "embeddings")
-    sizes = {kind: count_bytes({**cache, "text_cache": kind}, tokens)[1] for kind in kinds}
-    if tokens is not None:
-        plain = [name for name in cache["features"] if name != "ragged embeddings"]
-        padded = {**cache, "text_cache": "embeddings", "features": plain}
-        sizes["embeddings with padding"] = count_bytes(padded)[1]
+def compare_captions(cache: dict, lengths: dict[str, float]) -> dict[str, int]:
+    """{each choice of --text_cache: bytes that a caption takes with it}. lengths: of captions."""
+    padded = [name for name in cache["features"] if name not in ("ragged embeddings", "ragged ids")]
+    sizes = {}
+    for kind in ("ids", "embeddings"):
+        features = [*padded, "ragged embeddings"] if kind in lengths else padded
+        chosen = {**cache, "text_cache": kind, "features": features}
+        sizes[kind] = count_bytes(chosen, lengths.get(kind))[1]
+    if "embeddings" in lengths:
+        chosen = {**cache, "text_cache": "embeddings", "features": padded}
+        sizes["embeddings with padding"] = count_bytes(chosen)[1]
     return sizes
 
 
-def describe_size(cache: dict, tokens: float | None, compare: bool) -> str:
+def describe_size(cache: dict, lengths: dict[str, float], compare: bool) -> str:
     """A sentence on how big a cache will be.
 
-    compare: add the size of captions with each --text_cache.
+    lengths: those of `count_tokens`. compare: add the size of captions with each --text_cache.
     """
     features = cache["features"]
+    tokens = lengths.get(cache["text_cache"])
     num_rows = cache["source"]["rows"]  # None for a stream
     # no size has more pixels than the square
     about = "up to " if "ragged latents" in features else ""
-    if "ragged embeddings" in features:
+    if tokens or "ragged embeddings" in features:
         about = "about "
         tokens = tokens or cache["prompt_embeds_shape"][0]
     row_bytes, text_bytes = count_bytes(cache, tokens)
@@ -250,7 +254,7 @@ def describe_size(cache: dict, tokens: float | None, compare: bool) -> str:
         total = f"{about}{show(num_rows * row_bytes)} in {num_shards:,} shards"
         sentence = f"{num_rows:,} rows of {each}: {total}"
     if compare:
-        choices = compare_captions(cache, tokens).items()
+        choices = compare_captions(cache, lengths).items()
         sizes = [f"{show((num_rows or 1) * size)} as {kind}" for kind, size in choices]
         sentence += f"; captions take {', '.join(sizes)}"
     return sentence

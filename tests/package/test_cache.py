@@ -314,11 +314,11 @@ def test_a_planned_cache_lists_its_shards_and_its_size(tmp_path):
     assert [name_shard(i, planned.settings) for i in range(3)] == shards
     # latents of 128 numbers twice, embeddings of 30, two bytes each
     size = "7 rows of 572B (60.0B for the caption) and the text: 4.00kB in 3 shards"
-    assert describe_size(planned.settings, None, compare=False) == size
+    assert describe_size(planned.settings, {}, compare=False) == size
     choices = "; captions take 140B as ids, 420B as embeddings"
-    assert describe_size(planned.settings, None, compare=True) == size + choices
+    assert describe_size(planned.settings, {}, compare=True) == size + choices
     planned = plan(make_args(tmp_path, "--text_cache=ids", "--no-random_flip"))
-    assert "7 rows of 276B (20.0B for" in describe_size(planned.settings, None, compare=False)
+    assert "7 rows of 276B (20.0B for" in describe_size(planned.settings, {}, compare=False)
 
 
 def test_several_resolutions_plan_the_same_caches_as_separate_runs(tmp_path):

@@ -166,6 +166,7 @@ def test_references_are_given_by_the_name_that_the_pipeline_has(other):
         ("FluxImg2Img", "Flux"),
         ("FluxKontextInpaint", "FluxKontext"),
         ("StableDiffusion3PAG", "StableDiffusion3"),
+        ("QwenImageControlNetInpaint", "QwenImage"),
     ],
 )
 def test_a_pipeline_of_another_task_names_the_one_to_train(other, name, plain):

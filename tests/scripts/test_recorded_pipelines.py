@@ -1,16 +1,7 @@
-"""Pipelines without a family of their own: a cache, training, a LoRA, kills, samples.
+"""Pipelines without a family of their own: a cache, training, a LoRA, kills, samples."""
 
-`UPDATE=1 pytest -m long tests/scripts/test_recorded_pipelines.py -k lists` tries all of them, and
-writes the lists in docs/models.md.
-"""
-
-import contextlib
 import copy
-import io
 import json
-import os
-import re
-import textwrap
 
 import diffusers
 import numpy as np
@@ -18,7 +9,6 @@ import pytest
 import tiny_pipelines
 import torch
 from conftest import (
-    ROOT,
     Script,
     assert_same_weights,
     checkpoints,
@@ -42,13 +32,12 @@ precompute, train = Script("precompute_latents"), Script("train_flow")
 CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit two", ""]
 SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32}
 NEW = "flux"  # tried in CI
-TINY = tiny_pipelines.MAKE | tiny_pipelines.REFUSED | tiny_pipelines.BLOCKS
 LORA = "pytorch_lora_weights.safetensors"
 
 
 def make(folder, name):
     """(flags of the base, flags of the images) of a tiny pipeline."""
-    TINY[name](folder / "base")
+    tiny_pipelines.MAKE[name](folder / "base")
     make_captioned(folder / "images", 6, CAPTIONS)
     data = [f"--train_data_dir={folder / 'images'}", f"--resolution={SIDES.get(name, 16)}"]
     base = f"--pretrained_model_name_or_path={folder / 'base'}"
@@ -342,58 +331,3 @@ def test_a_transformer_without_flow_matching_is_refused_by_its_scheduler(
     for script, more in ((precompute, f"--train_data_dir={tmp_path}"), (train, "--latents_dir=x")):
         said = script.refused(base, more, f"--output_dir={tmp_path}-out")
         assert f"{pipeline}Pipeline can't be trained here: it has a {scheduler}" in said
-
-
-# ------------------------------------------------------------------- the lists in docs/models.md
-
-PAGE = ROOT / "docs/models.md"
-BEGIN, END = "<!-- recorded pipelines -->\n", "<!-- end -->\n"
-
-
-def describe(folder, name):
-    """A pipeline's class, and the list that it is in: whether it trains whole and as a LoRA."""
-    said = io.StringIO()
-
-    def attempt(script, *flags):
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            try:
-                script(*flags)
-            except SystemExit:
-                return said.getvalue().strip().splitlines()[-1].split(": ", 1)[1]
-        return "yes"
-
-    folder.mkdir(exist_ok=True)
-    base, data = make(folder, name)
-    cells = [attempt(precompute, *base, *data, f"--output_dir={folder / 'cache'}")]
-    index = next((folder / "base").glob("*index.json"))
-    kind = json.loads(index.read_text())["_class_name"]
-    if cells[0] != "yes":
-        assert "trained here: " in cells[0]
-        return kind, "Not trained, for the reason that the script prints"
-    for more in ([], ["--rank=2"]):
-        flags = [*list_flags(name, folder), "--max_train_steps=1", *more]
-        cells.append(attempt(train, *base, *flags, f"--output_dir={folder}/out-{len(more)}"))
-    found = re.findall(r"is called with (.*)", said.getvalue())
-    calls = "each image" if found and "each image" in found[0] else "a batch"
-    ways = [way for way, cell in (("whole", cells[1]), ("as a LoRA", cells[2])) if cell == "yes"]
-    return kind, f"Trained {' and '.join(ways)}, called for {calls}"
-
-
-def write_lists(folder):
-    """docs/models.md with new lists."""
-    found = sorted({describe(folder / name, name) for name in TINY})
-    lines = []
-    for title in sorted({title for _, title in found}, reverse=True):
-        names = ", ".join(f"`{kind}`" for kind, own in found if own == title)
-        lines += textwrap.wrap(f"- **{title}**: {names}", 120, subsequent_indent="  ")
-    text = PAGE.read_text()
-    start_, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    return text[:start_] + "\n".join(lines) + "\n" + text[end:]
-
-
-@pytest.mark.long
-def test_the_lists_of_recorded_pipelines_are_true(tmp_path):
-    text = write_lists(tmp_path)
-    if os.environ.get("UPDATE"):
-        PAGE.write_text(text)
-    assert text == PAGE.read_text()

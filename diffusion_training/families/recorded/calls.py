@@ -138,7 +138,7 @@ class DenoiserCalls:
         self.code([""], self.options | {"height": height, "width": width}, run)
         shape = measure_noise(run)
         if len(shape) != 3 or shape[2] * height != shape[1] * width or height % shape[1]:
-            shapes = f"{run.noise_shapes} for {height} x {width}"
+            shapes = f"{run.noise_shapes} in a trial at {height} x {width} pixels"
             raise Unrecordable(f"it draws noise of the shapes {shapes}")
         return shape[0], height // shape[1]
 

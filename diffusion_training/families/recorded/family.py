@@ -82,9 +82,10 @@ EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments 
 BLANK = 256, 256  # height and width in pixels of a reference in trials
 NO_READERS = ("safety_checker", "image_encoder", "feature_extractor")  # of captions
 # in the names of pipelines that share their weights with another
-OTHER_TASK = re.compile("Img2Img|Inpaint(ing)?|PAG")
-# layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks
-SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router")
+OTHER_TASK = re.compile("ControlNet|Img2Img|Inpaint(ing)?|PAG")
+# layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks, and
+# Chroma's distilled_guidance_layer makes the modulation of all blocks
+SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router|guidance")
 # [(the plain values that they depend on, calls)], recorded once in a process
 CALLS: list[tuple[tuple[Any, ...], DenoiserCalls]] = []
 
@@ -528,11 +529,12 @@ class Recorded(Family):
 def name_plain_pipeline(name: str) -> str | None:
     """The class for text to image, or edits, of a pipeline's weights, if it is for another task.
 
-    A control model has weights of its own, which are for no other class.
+    A control model has weights of its own, which are for no other class. A ControlNet is a second
+    model beside those of the other class.
     """
     other = OTHER_TASK.sub("", name)
     is_known = other != name and hasattr(diffusers, other)
-    return other if is_known and "Control" not in name else None
+    return other if is_known and "Control" not in other else None
 
 
 def name_missing_part(index: dict[str, Any]) -> str | None:

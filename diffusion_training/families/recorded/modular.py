@@ -18,12 +18,17 @@ import diffusers
 import torch
 from diffusers.modular_pipelines import ComponentSpec, ModularPipeline, PipelineState
 
+from diffusion_training.errors.sentences import explained
+
 MOST_TOKENS = 512  # of a caption: FLUX.3 would take 8192, each with 20,480 numbers
 
 
 def get_pipeline_class(index: dict[str, Any]) -> Any:
     """The class of a pipeline in diffusers, or None. index: model_index.json."""
-    kind: Any = getattr(diffusers, str(index.get("_class_name")), None)
+    name = str(index.get("_class_name"))
+    # an older diffusers may import what the installed transformers has no more
+    with explained(f"diffusers can't import {name} beside the other libraries installed here"):
+        kind: Any = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ModularPipeline)):
         return kind
     name = index.get("_blocks_class_name")

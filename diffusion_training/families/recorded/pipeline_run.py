@@ -303,8 +303,8 @@ class PipelineCode:
         except Exception as error:
             if isinstance(error, Unrecordable) or is_machines_fault(error):
                 raise
-            size = f"images of {options['height']} x {options['width']} pixels"
-            raise Unrecordable(f"its code raises an error for {size}: {explain(error)}") from error
+            trial = f"in a trial at {options['height']} x {options['width']} pixels"
+            raise Unrecordable(f"its code raises an error {trial}: {explain(error)}") from error
         finally:
             del vae.decode, vae.encode
         return run
