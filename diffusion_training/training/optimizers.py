@@ -90,7 +90,9 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         shared = {"lr": lr, "weight_decay": weight_decay}
         muon = torch.optim.Muon(matrices, **shared, adjust_lr_fn="match_rms_adamw")
-        self.parts = [muon, torch.optim.AdamW(others, **shared, **adamw)]
+        self.parts: list[torch.optim.Optimizer] = [muon]
+        if others:  # the matrices of a LoRA may be all that is trained
+            self.parts.append(torch.optim.AdamW(others, **shared, **adamw))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.share()
 

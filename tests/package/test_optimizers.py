@@ -51,6 +51,21 @@ def tensors(optimizer):
     ]
 
 
+def test_muon_needs_no_weights_besides_matrices_of_blocks():
+    """A LoRA of attention has no others."""
+    lora = torch.nn.ModuleDict({"transformer_blocks": torch.nn.ModuleList([torch.nn.Linear(5, 3)])})
+    lora["transformer_blocks"][0].bias.requires_grad_(False)
+    weight = lora["transformer_blocks"][0].weight
+    before = weight.clone()
+    flags = {"learning_rate": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-7}
+    args = argparse.Namespace(optimizer="muon", adam_weight_decay=0.1, **flags)
+    optimizer = make_optimizer({"unet": lora}, args)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    assert (weight - before).abs().max() > 1e-3
+    assert len(optimizer.state_dict()["param_groups"]) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_optimizer_continues_bit_for_bit(kind):
     models, optimizer = make(kind)

@@ -91,6 +91,7 @@ def contents(folder):
         (1, ["--mixed_precision=bf16", "--lora_dropout=0.1", "--lora_layers=all"]),
         (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
         (2, [*LOKR, "--mixed_precision=bf16", *PRIOR]),
+        (1, ["--optimizer=muon"]),
     )),
 ])  # fmt: skip
 def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more):
