@@ -113,8 +113,8 @@ from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import (
     are_cut,
-    count_tokens,
     decode_ahead,
+    measure_captions,
     report_emptied,
     report_equal,
     sample_captions,
@@ -691,7 +691,7 @@ def main(args: Namespace) -> None:
         "import_latents": args.import_latents or None,
     }
     caches = plan_caches(args, images, encoders, described, launch_flags)
-    lengths = count_tokens(encoders.tokenizers, texts)
+    lengths = measure_captions(encoders.tokenizers, texts)
     for cache in caches:
         sentence = describe_size(cache.settings, lengths, compare=args.dry_run)
         accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")

@@ -143,7 +143,7 @@ from diffusion_training.cluster.crew import Crew
 from diffusion_training.cluster.remote_cache import Destination, writing_shard_to
 from diffusion_training.cluster.remote_rows import RemoteRows
 from diffusion_training.data.captions import (
-    count_tokens,
+    measure_captions,
     report_emptied,
     report_equal,
     sample_captions,
@@ -613,7 +613,7 @@ def main(args: argparse.Namespace) -> None:
     tokenizers = encoders.tokenizers
     report_equal(texts, args)
     report_emptied(tokenizers, texts)
-    lengths = count_tokens(tokenizers, texts)
+    lengths = measure_captions(tokenizers, texts)
     for cache in caches:
         sentence = describe_size(cache.settings, lengths, compare=args.dry_run)
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")

@@ -1152,6 +1152,7 @@ def main(argv: list[str] | None = None) -> None:
     names = [name for name in given if name in MODELS]
     unets = [name for name in given if name not in MODELS]
     cards = [f"{card} GB" for card in CARDS]
+    # hardly anybody trains in float32, or a whole model at half the side
     full, lora = FULL[1:-1], LORA[1:]
     print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
     print_table("Cards: a LoRA", ["model", *cards], list_cards(names, LORA))

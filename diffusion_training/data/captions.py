@@ -294,7 +294,7 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
         )
 
 
-def count_tokens(tokenizers: Tokenizers, texts: list[str]) -> dict[str, float]:
+def measure_captions(tokenizers: Tokenizers, texts: list[str]) -> dict[str, float]:
     """{choice of --text_cache: the mean length of captions}, if it is stored without padding.
 
     Each caption is truncated to the text encoder's limit. Empty without captions.

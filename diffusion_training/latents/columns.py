@@ -234,7 +234,7 @@ def compare_captions(cache: dict, lengths: dict[str, float]) -> dict[str, int]:
 def describe_size(cache: dict, lengths: dict[str, float], compare: bool) -> str:
     """A sentence on how big a cache will be.
 
-    lengths: those of `count_tokens`. compare: add the size of captions with each --text_cache.
+    lengths: those of `measure_captions`. compare: add the size of captions with each --text_cache.
     """
     features = cache["features"]
     tokens = lengths.get(cache["text_cache"])

@@ -34,7 +34,7 @@ CHANGING = ("rows", "encoded_again", "captions_cut", "skipped", "shards", "made_
 
 def read_when_there(path: str, minutes: float) -> bytes:
     """`read_bytes`, which waits up to so many minutes until the file is there."""
-    begin, is_said = time.monotonic(), False
+    begin, has_printed = time.monotonic(), False
     while True:
         try:
             return read_bytes(path)
@@ -42,9 +42,9 @@ def read_when_there(path: str, minutes: float) -> bytes:
             folder, _, name = path.rpartition("/")
             if time.monotonic() - begin > 60 * minutes:
                 fail(describe_silence(folder, name, minutes))
-            if not is_said:
+            if not has_printed:
                 print_once(f"Waiting for {name} of {folder}")
-                is_said = True
+                has_printed = True
             time.sleep(POLL)
 
 

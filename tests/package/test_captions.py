@@ -206,9 +206,9 @@ def test_padding_tokens_are_not_counted():
     texts = ["a", "a " * 50]  # with a start and an end token; the limit is 8
     tokens = module.tokenize_batch(tokenizers, choice, texts, [(0, 0), (0, 1)])
     assert tokens["prompt_lengths"] == [3, 8]
-    assert module.count_tokens(tokenizers, texts) == {"ids": 5.5, "embeddings": 5.5}
-    assert module.count_tokens(tokenizers, []) == {}
-    assert module.count_tokens(TOKENIZERS, texts) == {}  # it keeps padding
+    assert module.measure_captions(tokenizers, texts) == {"ids": 5.5, "embeddings": 5.5}
+    assert module.measure_captions(tokenizers, []) == {}
+    assert module.measure_captions(TOKENIZERS, texts) == {}  # it keeps padding
 
 
 def test_batches_are_padded_to_multiples_of_their_longest_caption(monkeypatch):

@@ -93,7 +93,7 @@ def test_the_precision_has_the_name_that_the_installed_diffusers_asks_for(monkey
 
 
 def test_muon_finds_the_blocks_of_diffusers_transformers():
-    """And not those of U-Nets, whose blocks hold convolutions."""
+    """Also those inside of a U-Net, but not its other layers."""
     weight = torch.zeros(2, 2)
     found = "blocks.0.fc1 layers.29.attention.to_q transformer_blocks.3.attn.to_k.lora_A.default"
     found += " single_transformer_blocks.1.proj_out down_blocks.0.attentions.0.transformer_blocks.0"

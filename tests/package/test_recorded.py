@@ -19,7 +19,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from test_families import make_prx_pipeline
 
 import precompute_latents
-from diffusion_training.data.captions import are_cut, count_tokens, tokenize
+from diffusion_training.data.captions import are_cut, measure_captions, tokenize
 from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import load_family
@@ -699,7 +699,7 @@ def test_captions_are_cut_if_no_text_encoder_reads_their_end(tmp_path, name):
     )
     is_read = [any(not torch.equal(one[part][i], other[part][i]) for part in one) for i in range(3)]
     assert cut == [not each for each in is_read] == [False, False, True]
-    counted = count_tokens(encoders.tokenizers, captions[:2])
+    counted = measure_captions(encoders.tokenizers, captions[:2])
     assert counted["ids"] == sum(map(len, captions[:2])) / 2
     assert ("embeddings" in counted) == encoders.family.ragged
     if encoders.family.ragged:  # the size of a cache is estimated by the numbers of tokens

@@ -144,7 +144,7 @@ def open_alone(folder, name, kind, parts):
 def shorten(reason):
     """A reason without names and shapes, and without the errors of a pipeline's own code."""
     if "draws for a task of its own" in reason:
-        return "they draw for a task of their own; the error names the class to train instead"
+        return "it is for another task; the error names the class to train instead"
     reason = re.sub(".*(can't be trained here|these scripts can't train): ", "", reason)
     reason = re.sub("it has a .*Scheduler, and only", "only", reason)
     reason = re.sub("(with(out an image| [a-z_]+=)(, )?)+", "", reason)
@@ -229,6 +229,7 @@ def test_the_lists_are_true(tmp_path, monkeypatch):
     page = PAGE.read_text()
     listed = read_lists(page)
     newest = re.search("^diffusers==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    assert f"pipelines of diffusers {newest} that" in page
     is_older = parse(diffusers.__version__) < parse(newest)
     found, candidates = {}, {}
     for name, kind in list_classes().items():

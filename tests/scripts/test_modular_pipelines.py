@@ -213,7 +213,11 @@ def test_a_modular_pipeline_with_a_quantized_base_keeps_its_prior(tmp_path, prec
 @pytest.mark.parametrize(
     "name, more, reason",
     [
-        ("flux3_distilled", "", "['target_timestep'] is not a known function of the time"),
+        (
+            "flux3_distilled",
+            "",
+            "its denoiser's target_timestep is not a known function of the time",
+        ),
         # its blocks start from an image with noise
         pytest.param(
             "anima",

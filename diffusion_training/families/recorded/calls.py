@@ -218,7 +218,8 @@ class DenoiserCalls:
                     maps[name] = formula
                     break
             else:
-                raise Unrecordable(f"its denoiser's {name} is not a known function of the time")
+                argument = name[2:-2]  # of ['timestep']
+                raise Unrecordable(f"its denoiser's {argument} is not a known function of the time")
         if not maps:
             raise Unrecordable("no argument of its denoiser depends on the time")
         return maps

@@ -210,7 +210,7 @@ def try_references(parts: TextParts) -> PipelineTrace:
     wide = {"height": PROBED_SIDES[1], "width": PROBED_SIDES[0]}
     again = PipelineTrace("denoiser", torch.zeros, texts=texts)
     if parts.record([SHORT], wide, run=again).latents[0].shape != shapes[0]:
-        raise Unrecordable("it gives references the size of the result, as edits do not")
+        raise Unrecordable("it resizes references to the size of the result, which edits do not")
     return run
 
 
