@@ -524,7 +524,8 @@ def test_a_time_computed_in_an_unknown_way_is_refused(own, monkeypatch):
     monkeypatch.setattr(OWN, "map_time", lambda t: (t / 1000) ** 2)
     with pytest.raises(SystemExit) as stop:
         own()
-    assert "OwnPipeline can't be trained here: its denoiser's ['timestep']" in str(stop.value)
+    reason = "its denoiser's timestep is not a known function of the time"
+    assert f"OwnPipeline can't be trained here: {reason}" in str(stop.value)
     assert "\n" not in str(stop.value)
 
 
