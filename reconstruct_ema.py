@@ -7,7 +7,7 @@ Input: the output folder of a run with --posthoc_ema, whose snapshots are in pos
 Output: the pipeline of the run with weights of each width, in a folder sigma_rel-0.05 and so on.
 
 A width sigma_rel is a share of the run: 0.10 averages over about the last tenth. The arithmetic
-(arXiv:2312.02696, section 3) is in diffusion_training/training/posthoc.py.
+(arXiv:2312.02696, section 3) is in diffusion_training/training/keeping/posthoc.py.
 """
 
 from pathlib import Path
@@ -58,7 +58,7 @@ import diffusers
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.files import check_output_dir, saving
 from diffusion_training.models import NOT_FINITE, is_component, is_finite, raise_for_keys
-from diffusion_training.training.posthoc import (
+from diffusion_training.training.keeping.posthoc import (
     SnapshotFile,
     list_snapshots,
     read_best_width,

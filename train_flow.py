@@ -72,8 +72,12 @@ from diffusion_training.training.flags import (
     add_shard_flag,
     check_training_args,
 )
-from diffusion_training.training.lora_flags import add_lora_flags, add_validation_base_flags
-from diffusion_training.training.metric_flags import add_metric_flags
+from diffusion_training.training.lora.lora_flags import (
+    add_lora_flags,
+    add_validation_base_flags,
+    check_lora_args,
+)
+from diffusion_training.training.scores.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
@@ -212,6 +216,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_data_args(parser, args)
     check_reference_flags(parser, args)
     check_training_args(parser, args)
+    check_lora_args(parser, args)
     return parser.freeze(args)
 
 
@@ -257,25 +262,25 @@ from diffusion_training.loading import load_batches
 from diffusion_training.memory import move
 from diffusion_training.models import compile_model, freeze_on_device, freeze_unreached
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.captioned_samples import (
-    SampleBase,
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.lora.lora import save_lora
+from diffusion_training.training.lora.prior import make_prior
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.scores.metrics import open_metrics
+from diffusion_training.training.showing.captioned_samples import (
     choose_sample_bases,
     draw_captions,
     draw_prompts,
 )
-from diffusion_training.training.card import describe_text_to_image
-from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
-from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.lora import save_lora
-from diffusion_training.training.metrics import open_metrics
-from diffusion_training.training.objective import try_sampler
-from diffusion_training.training.optimizers import make_optimizer
-from diffusion_training.training.pipelines import save_pipeline
-from diffusion_training.training.prior import make_prior
-from diffusion_training.training.progress import NextStep
-from diffusion_training.training.report import About, Description
-from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.showing.card import describe_text_to_image
+from diffusion_training.training.showing.pipelines import save_pipeline
+from diffusion_training.training.showing.report import About, Description
+from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import Results, Training, draws_samples
+from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.step.objective import try_sampler
+from diffusion_training.training.step.optimizers import make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # PRXPipeline still has a base class with a deprecated name.

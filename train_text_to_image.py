@@ -67,8 +67,12 @@ from diffusion_training.training.flags import (
     add_shard_flag,
     check_training_args,
 )
-from diffusion_training.training.lora_flags import add_lora_flags, add_validation_base_flags
-from diffusion_training.training.metric_flags import add_metric_flags
+from diffusion_training.training.lora.lora_flags import (
+    add_lora_flags,
+    add_validation_base_flags,
+    check_lora_args,
+)
+from diffusion_training.training.scores.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
@@ -162,6 +166,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_single_file writes a pipeline, not a LoRA: leave out one of the two")
     check_data_args(parser, args)
     check_training_args(parser, args)
+    check_lora_args(parser, args)
     return parser.freeze(args)
 
 
@@ -205,19 +210,29 @@ from diffusion_training.launch import Launch, StopSignal, accelerator_options, m
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.captioned_samples import (
-    SampleBase,
+from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.lora.lora import save_lora
+from diffusion_training.training.lora.prior import make_prior
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.scores.metrics import open_metrics
+from diffusion_training.training.showing.captioned_samples import (
     choose_sample_bases,
     draw_captions,
     draw_prompts,
 )
-from diffusion_training.training.card import describe_text_to_image
-from diffusion_training.training.denoiser import adapt_denoiser, check_denoiser, load_denoiser
-from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.lora import save_lora
-from diffusion_training.training.metadata import describe_file
-from diffusion_training.training.metrics import open_metrics
-from diffusion_training.training.objective import (
+from diffusion_training.training.showing.card import describe_text_to_image
+from diffusion_training.training.showing.metadata import describe_file
+from diffusion_training.training.showing.pipelines import (
+    SINGLE_FILE,
+    save_pipeline,
+    save_single_file,
+)
+from diffusion_training.training.showing.report import About, Description
+from diffusion_training.training.showing.sample_base import SampleBase
+from diffusion_training.training.state import Results, Training, draws_samples
+from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.step.objective import (
     check_objective,
     held_out_epsilon_loss,
     load_sampler,
@@ -225,13 +240,7 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
-from diffusion_training.training.optimizers import make_optimizer
-from diffusion_training.training.pipelines import SINGLE_FILE, save_pipeline, save_single_file
-from diffusion_training.training.prior import make_prior
-from diffusion_training.training.progress import NextStep
-from diffusion_training.training.report import About, Description
-from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.state import Results, Training, draws_samples
+from diffusion_training.training.step.optimizers import make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -60,7 +60,7 @@ from diffusion_training.training.flags import (
     add_saving_flags,
     check_training_args,
 )
-from diffusion_training.training.metric_flags import add_metric_flags
+from diffusion_training.training.scores.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command line of the demo, which runs if no data is given. The user's flags override it.
@@ -262,8 +262,14 @@ from diffusion_training.models import check_shapes, compile_model, freeze_on_dev
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.repositories import fetch_model
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.metrics import open_metrics
-from diffusion_training.training.objective import (
+from diffusion_training.training.progress import NextStep
+from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.scores.metrics import open_metrics
+from diffusion_training.training.showing.pipelines import save_pipeline
+from diffusion_training.training.showing.report import About, Description, write_usage
+from diffusion_training.training.showing.samples import save_samples
+from diffusion_training.training.state import Results, Training
+from diffusion_training.training.step.objective import (
     check_objective,
     held_out_epsilon_loss,
     load_sampler,
@@ -271,13 +277,7 @@ from diffusion_training.training.objective import (
     objective_flags,
     try_sampler,
 )
-from diffusion_training.training.optimizers import make_optimizer
-from diffusion_training.training.pipelines import save_pipeline
-from diffusion_training.training.progress import NextStep
-from diffusion_training.training.report import About, Description, write_usage
-from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import save_samples
-from diffusion_training.training.state import Results, Training
+from diffusion_training.training.step.optimizers import make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # -------------------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ import make_models
 from packages import open_package
 from test_real_data import trace_lite0, write_folder
 
-from diffusion_training.training.distances import cosines
-from diffusion_training.training.networks import load_network
+from diffusion_training.training.scores.distances import cosines
+from diffusion_training.training.scores.networks import load_network
 
 THINGS = {  # name: its file
     "cup": "food/beverages/zielony_kubek_herbaty_-_01",

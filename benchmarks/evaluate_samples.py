@@ -43,9 +43,9 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.sentences import explained
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
-from diffusion_training.training.distances import average, measure_fid, measure_kid
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.networks import load_network
+from diffusion_training.training.scores.distances import average, measure_fid, measure_kid
+from diffusion_training.training.scores.networks import load_network
 
 
 def load_digits():

@@ -35,7 +35,7 @@ import peers
 import precompute_speed
 import step_overhead
 
-from diffusion_training.training.costs import find_peak
+from diffusion_training.training.step.costs import find_peak
 
 FAILED = "failed"
 

@@ -63,11 +63,11 @@ from diffusion_training.families.base import Family, Prompts
 from diffusion_training.families.known import load_family
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.models import cast_weights, start_average
-from diffusion_training.training.block_swap import BlockSwap
-from diffusion_training.training.costs import count_disk, count_flops, count_memory
-from diffusion_training.training.lora import add_lora
-from diffusion_training.training.quantization import BLOCK, list_quantizable
-from diffusion_training.training.sharding import share_memory
+from diffusion_training.training.lora.block_swap import BlockSwap
+from diffusion_training.training.lora.lora import add_lora
+from diffusion_training.training.lora.quantization import BLOCK, list_quantizable
+from diffusion_training.training.step.costs import count_disk, count_flops, count_memory
+from diffusion_training.training.step.sharding import share_memory
 
 ROOT = Path(__file__).parent.parent
 SD2 = json.loads((ROOT / "configs/stable_diffusion_v2_base_unet.json").read_text())

@@ -30,7 +30,7 @@ from test_classes import train_classifier
 from test_real_data import apply_repa, replace_vgg
 
 import train_flow
-from diffusion_training.training.distances import measure_kid
+from diffusion_training.training.scores.distances import measure_kid
 
 VAE = f"--vae_name_or_path={MODELS / 'vae'}"
 

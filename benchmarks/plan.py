@@ -27,7 +27,7 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from diffusion_training.batches import Prepared
 from diffusion_training.families.known import load_family
-from diffusion_training.training.costs import PEAKS, count_flops
+from diffusion_training.training.step.costs import PEAKS, count_flops
 from train_flow import predict_velocity
 
 ROOT = Path(__file__).parent.parent

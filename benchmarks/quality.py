@@ -32,7 +32,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, StableDiffusionPipeline
 from evaluate_samples import load_digits, train_classifier
 
-from diffusion_training.training.distances import average, measure_fid
+from diffusion_training.training.scores.distances import average, measure_fid
 
 DEMOS = {"digits": "train_unconditional.py", "digits by name": "train_text_to_image.py"}
 TRANSFORMER = "digits by name, transformer"

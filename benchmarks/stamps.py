@@ -28,8 +28,8 @@ sys.path.extend([str(bench.ROOT / "tests"), str(bench.ROOT / "tests/scripts")])
 from packages import open_package
 from test_real_data import list_stamps, trace_lite0, write_folder
 
-from diffusion_training.training.distances import cosines
-from diffusion_training.training.networks import load_network
+from diffusion_training.training.scores.distances import cosines
+from diffusion_training.training.scores.networks import load_network
 
 TRANSFORMER = {
     "_class_name": "PRXTransformer2DModel",

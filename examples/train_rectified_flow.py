@@ -12,7 +12,7 @@ from diffusion_training.training.flags import (
     add_saving_flags,
     check_training_args,
 )
-from diffusion_training.training.optimizers import make_optimizer
+from diffusion_training.training.step.optimizers import make_optimizer
 
 CLASSES = "zero one two three four five six seven eight nine".split()
 
@@ -62,11 +62,11 @@ from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model
 from diffusion_training.order import Order, step_batches, step_seed
-from diffusion_training.training.checkpoints import save_weights
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.report import Description
+from diffusion_training.training.keeping.checkpoints import save_weights
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.samples import draw_grid, save_samples
+from diffusion_training.training.showing.report import Description
+from diffusion_training.training.showing.samples import draw_grid, save_samples
 from diffusion_training.training.state import Results, Training
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 

@@ -54,8 +54,8 @@ from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
 from diffusion_training.repositories import open_repository  # noqa: E402
 from diffusion_training.training import lora  # noqa: E402
-from diffusion_training.training.checkpoints import find_checkpoints  # noqa: E402
-from diffusion_training.training.optimizers import load_optimizer  # noqa: E402
+from diffusion_training.training.keeping.checkpoints import find_checkpoints  # noqa: E402
+from diffusion_training.training.step.optimizers import load_optimizer  # noqa: E402
 
 torch.set_num_threads(1)
 # If autograd's first call comes after torch.compile, it starts threads, and no fork can train.
@@ -516,11 +516,11 @@ def without_figures(monkeypatch):
 
     patch(monkeypatch, "check_shapes", check_once)
     monkeypatch.setattr(
-        "diffusion_training.training.report.draw_curves", lambda *args, **options: None
+        "diffusion_training.training.showing.report.draw_curves", lambda *args, **options: None
     )
     # it copies models with `copy_shapes`
-    importlib.import_module("diffusion_training.training.checkpoint_copy")
-    costs = "diffusion_training.training.costs"
+    importlib.import_module("diffusion_training.training.keeping.checkpoint_copy")
+    costs = "diffusion_training.training.step.costs"
     monkeypatch.setattr(
         f"{costs}.copy_shapes", lambda value, *modules, **options: value
     )  # 8 % of a run

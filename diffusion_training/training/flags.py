@@ -17,13 +17,7 @@ from diffusion_training.arguments import (
     steps_or_share,
 )
 from diffusion_training.data.flags import check_stream_args
-from diffusion_training.training.lora_flags import (
-    LORA_ONLY,
-    check_prior_args,
-    check_swap_args,
-    check_validation_base_args,
-)
-from diffusion_training.training.metric_flags import check_metric_args
+from diffusion_training.training.scores.metric_flags import check_metric_args
 
 # Importing the libraries takes seconds, so a test compares these with accelerate's and diffusers'.
 TRACKERS = (
@@ -433,26 +427,6 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         )
     if args.optimizer == "adamw8bit":
         check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
-    base_precision = vars(args).get("base_precision")
-    if base_precision == "nf4":
-        check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
-    if vars(args).get("lora_type") == "lokr":
-        for name in ("use_dora", "lora_dropout"):
-            if vars(args)[name]:
-                parser.error(f"--{name} can't be combined with --lora_type lokr: leave one out")
-    elif "rank" in args and args.lokr_factor != parser.get_default("lokr_factor"):
-        parser.error("--lokr_factor does nothing without --lora_type lokr")
-    if base_precision and args.use_dora:
-        parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
-    if vars(args).get("training_adapter") and args.use_dora:
-        parser.error("--use_dora needs the base as it is: leave --training_adapter out")
-    for name in LORA_ONLY if "rank" in args and args.rank is None else ():
-        if vars(args)[name] != parser.get_default(name):
-            parser.error(f"--{name} does nothing without --rank")
-    if "rank" in args:
-        check_prior_args(parser, args)
-        check_swap_args(parser, args)
-        check_validation_base_args(parser, args)
     if args.save_best and not vars(args).get("holdout"):
         parser.error(
             "--save_best needs --holdout: the best weights are those with the lowest held-out loss"

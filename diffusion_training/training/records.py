@@ -22,11 +22,11 @@ from diffusion_training.errors.sentences import explained, fail, surviving
 from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.models import is_adapted
-from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.costs import Costs
-from diffusion_training.training.objective import measure_constant
-from diffusion_training.training.sharding import is_sharded, whole
-from diffusion_training.training.signs import Inputs, find_signs, iterate_metrics, read_metrics
+from diffusion_training.training.keeping.checkpoints import find_checkpoints
+from diffusion_training.training.step.costs import Costs
+from diffusion_training.training.step.objective import measure_constant
+from diffusion_training.training.step.sharding import is_sharded, whole
+from diffusion_training.training.step.signs import Inputs, find_signs, iterate_metrics, read_metrics
 
 # names of what `measure_images` returns
 MEASURED = (*Inputs._fields, "count")
@@ -102,7 +102,9 @@ class Records:
         self.models = models
         self.lora_b: list[torch.Tensor] = []
         if any(map(is_adapted, models.values())):
-            from diffusion_training.training.lora import list_lora_b  # here: most runs have none
+            from diffusion_training.training.lora.lora import (
+                list_lora_b,  # here: most runs have none
+            )
 
             self.lora_b = list_lora_b(models)
         self.costs = costs

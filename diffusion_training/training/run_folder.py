@@ -25,8 +25,8 @@ from diffusion_training.files import (
     saving,
 )
 from diffusion_training.launch import Launch
-from diffusion_training.training.best import restore_best
-from diffusion_training.training.checkpoints import (
+from diffusion_training.training.keeping.best import restore_best
+from diffusion_training.training.keeping.checkpoints import (
     find_checkpoint,
     find_checkpoints,
     find_samples,
@@ -34,11 +34,11 @@ from diffusion_training.training.checkpoints import (
     read_start,
     read_state,
 )
-from diffusion_training.training.hub import make_repository, upload_run
-from diffusion_training.training.posthoc import prune_snapshots
+from diffusion_training.training.keeping.posthoc import prune_snapshots
+from diffusion_training.training.showing.hub import make_repository, upload_run
 
 if TYPE_CHECKING:
-    from diffusion_training.training.copies import Copies
+    from diffusion_training.training.keeping.copies import Copies
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,11 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
     copies_to = None if args.find_lr else args.checkpoints_to
     given = args.resume_from_checkpoint
     if copies_to:  # here, because most runs make no copies
-        from diffusion_training.training.copies import Copies, name_checkpoint, share_checkpoint
+        from diffusion_training.training.keeping.copies import (
+            Copies,
+            name_checkpoint,
+            share_checkpoint,
+        )
 
         given = given and name_checkpoint(given, copies_to)
     command = format_args(vars(complete_args(args, launch)), Path(script).name)

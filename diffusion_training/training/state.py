@@ -31,10 +31,14 @@ from diffusion_training.models import (
     start_average,
     update_ema,
 )
-from diffusion_training.training.best import keep_best
-from diffusion_training.training.card import save_model_card
-from diffusion_training.training.checkpoint_copy import make_checkpoint_copy
-from diffusion_training.training.checkpoints import (
+from diffusion_training.training.held_out import (
+    describe_held_out,
+    log_held_out_loss,
+    measure_held_out_losses,
+)
+from diffusion_training.training.keeping.best import keep_best
+from diffusion_training.training.keeping.checkpoint_copy import make_checkpoint_copy
+from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,
     gather_models,
     get_scale,
@@ -44,16 +48,7 @@ from diffusion_training.training.checkpoints import (
     prune_checkpoints,
     save_checkpoint,
 )
-from diffusion_training.training.costs import Costs, count_disk, describe_trained
-from diffusion_training.training.held_out import (
-    describe_held_out,
-    log_held_out_loss,
-    measure_held_out_losses,
-)
-from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.metrics import Draw, Metrics, Read, join_records
-from diffusion_training.training.optimizers import MakeOptimizer, make_lr_scheduler
-from diffusion_training.training.posthoc import (
+from diffusion_training.training.keeping.posthoc import (
     WIDTHS,
     PosthocEma,
     check_snapshots,
@@ -64,11 +59,16 @@ from diffusion_training.training.posthoc import (
 from diffusion_training.training.progress import NextStep, format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.replicas import check_replicas
-from diffusion_training.training.report import DescribeModel, save_report
 from diffusion_training.training.run_folder import RunFolder, begin_run, end_run
-from diffusion_training.training.samples import samples_path
-from diffusion_training.training.sharding import gather_model, gather_state, shard
-from diffusion_training.training.signs import judge_end, read_metrics
+from diffusion_training.training.scores.metrics import Draw, Metrics, Read, join_records
+from diffusion_training.training.showing.card import save_model_card
+from diffusion_training.training.showing.metadata import name_readers
+from diffusion_training.training.showing.report import DescribeModel, save_report
+from diffusion_training.training.showing.samples import samples_path
+from diffusion_training.training.step.costs import Costs, count_disk, describe_trained
+from diffusion_training.training.step.optimizers import MakeOptimizer, make_lr_scheduler
+from diffusion_training.training.step.sharding import gather_model, gather_state, shard
+from diffusion_training.training.step.signs import judge_end, read_metrics
 from diffusion_training.training.tuning import Plan
 
 Every: TypeAlias = tuple[int | None, int | None]  # (steps, epochs); see `Training.is_due`
@@ -410,7 +410,7 @@ class Training:
         scale = get_scale(self.launch.accelerator)
         write_extra = None
         if any(map(is_adapted, self.models.values())):  # to compare the images of checkpoints
-            from diffusion_training.training.lora import make_lora_files, write_lora_files
+            from diffusion_training.training.lora.lora import make_lora_files, write_lora_files
 
             write_extra = partial(write_lora_files, make_lora_files(self.saved, self.lora_metadata))
         posthoc = self.writing_posthoc

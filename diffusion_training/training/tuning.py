@@ -27,9 +27,9 @@ from diffusion_training.models import (
     start_average,
 )
 from diffusion_training.order import Order
-from diffusion_training.training.optimizers import make_optimizer
 from diffusion_training.training.progress import NextStep, Progress
 from diffusion_training.training.run_folder import RunFolder
+from diffusion_training.training.step.optimizers import make_optimizer
 
 # the script's `train_step`
 TrainStep: TypeAlias = Callable[..., StepSums]

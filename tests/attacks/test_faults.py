@@ -59,7 +59,9 @@ from conftest import (
 from diffusers import DDPMScheduler
 from PIL import Image
 
-from diffusion_training.training import costs, report, state
+from diffusion_training.training import state
+from diffusion_training.training.showing import report
+from diffusion_training.training.step import costs
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]

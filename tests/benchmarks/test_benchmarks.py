@@ -49,7 +49,7 @@ from diffusion_training.data.images import decode_jpeg
 from diffusion_training.families.names import FACTS
 from diffusion_training.latents import stream
 from diffusion_training.latents.reader import CachedLatents, load_cache
-from diffusion_training.training.costs import count_moments
+from diffusion_training.training.step.costs import count_moments
 
 TOY = ["--size=toy", "--steps=6", "--rounds=1", "--resolution=64"]
 

@@ -38,8 +38,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples
 
 from diffusion_training.latents.reader import CachedLatents, load_cache
-from diffusion_training.training.distances import average, measure_fid, measure_kid
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.scores.distances import average, measure_fid, measure_kid
 
 train_unconditional = Script("train_unconditional")
 train_text_to_image = Script("train_text_to_image")

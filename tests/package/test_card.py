@@ -3,8 +3,8 @@
 import pytest
 
 from diffusion_training.arguments import Flags
-from diffusion_training.training.card import describe_for_hub, save_model_card, tabulate
-from diffusion_training.training.report import Description
+from diffusion_training.training.showing.card import describe_for_hub, save_model_card, tabulate
+from diffusion_training.training.showing.report import Description
 
 OTHER = "license: other\nlicense_name: my-licence\nlicense_link: LICENSE.md"
 

@@ -16,8 +16,8 @@ from diffusers import UNet2DModel
 
 from diffusion_training import __version__
 from diffusion_training.models import list_parameters
-from diffusion_training.training import checkpoints
-from diffusion_training.training.checkpoints import (
+from diffusion_training.training.keeping import checkpoints
+from diffusion_training.training.keeping.checkpoints import (
     check_start,
     find_checkpoint,
     find_checkpoints,

@@ -14,8 +14,8 @@ from conftest import patch, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training.files import checksum_files
-from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.copies import (
+from diffusion_training.training.keeping.checkpoints import find_checkpoints
+from diffusion_training.training.keeping.copies import (
     OWNER,
     Address,
     Copies,

@@ -20,8 +20,9 @@ import train_unconditional
 from diffusion_training.batches import Objective, Prepared
 from diffusion_training.launch import Launch
 from diffusion_training.models import list_parameters, start_average
-from diffusion_training.training import costs, state
-from diffusion_training.training.costs import (
+from diffusion_training.training import state
+from diffusion_training.training.step import costs
+from diffusion_training.training.step.costs import (
     Costs,
     copy_shapes,
     count_flops,
@@ -30,7 +31,7 @@ from diffusion_training.training.costs import (
     describe_trained,
     find_peak,
 )
-from diffusion_training.training.optimizers import make_optimizer
+from diffusion_training.training.step.optimizers import make_optimizer
 
 CONDITION = {"encoder_hidden_states": torch.zeros(3, 8, 32)}
 

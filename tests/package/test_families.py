@@ -46,7 +46,7 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.latents.columns import list_features
 from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
 from diffusion_training.models import take_shapes
-from diffusion_training.training.lora import (
+from diffusion_training.training.lora.lora import (
     add_lora,
     list_adapter,
     list_lora_b,

@@ -31,7 +31,7 @@ from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.families import opening
-from diffusion_training.training.hub import upload_run
+from diffusion_training.training.showing.hub import upload_run
 
 UNCONDITIONAL = [
     *TRAINING,

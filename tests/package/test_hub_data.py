@@ -200,7 +200,7 @@ def test_the_command_for_cifar10_trains_by_its_id(hub, tmp_path, monkeypatch, ca
     written = written.partition("```")[0].replace("\\\n", " ")
     command = shlex.split(f"{before} --dataset_name {written}")
     assert "uoft-cs/cifar10" in command and (ROOT / "configs/unet_32.json").is_file()
-    curves = "diffusion_training.training.report.draw_curves"
+    curves = "diffusion_training.training.showing.report.draw_curves"
     monkeypatch.setattr(curves, lambda *args, **more: None)
     train = Script("train_unconditional")
     small = [f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--max_train_steps=1"]

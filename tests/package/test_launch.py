@@ -32,8 +32,8 @@ from diffusion_training.launch import (
     keep_memory,
     make_launch,
 )
-from diffusion_training.training import hub
 from diffusion_training.training.run_folder import RunFolder, end_run, open_run
+from diffusion_training.training.showing import hub
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.families.known import load_family
 from diffusion_training.models import freeze_unreached
-from diffusion_training.training.lora import (
+from diffusion_training.training.lora.lora import (
     add_lora,
     list_adapter,
     load_adapter,

@@ -19,7 +19,7 @@ from diffusion_training.models import (
     start_average,
     update_ema,
 )
-from diffusion_training.training.lora import (
+from diffusion_training.training.lora.lora import (
     fold_scale,
     list_adapter,
     list_lora_b,

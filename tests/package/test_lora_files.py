@@ -17,7 +17,7 @@ from test_lora import list_products
 
 from diffusion_training.families.known import load_family
 from diffusion_training.families.original_layout import rename_unet
-from diffusion_training.training.lora import (
+from diffusion_training.training.lora.lora import (
     convert_to_kohya,
     list_adapter,
     list_further_layers,

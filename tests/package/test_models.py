@@ -31,9 +31,9 @@ from diffusion_training.models import (
     put_on_device,
     update_ema,
 )
-from diffusion_training.training.block_swap import pin
-from diffusion_training.training.checkpoints import read_weights, save_weights
-from diffusion_training.training.denoiser import check_denoiser
+from diffusion_training.training.keeping.checkpoints import read_weights, save_weights
+from diffusion_training.training.lora.block_swap import pin
+from diffusion_training.training.step.denoiser import check_denoiser
 
 
 def test_update_ema_equals_diffusers_ema():

@@ -11,7 +11,7 @@ from diffusers.training_utils import compute_snr
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.training.objective import (
+from diffusion_training.training.step.objective import (
     check_objective,
     min_snr_weight,
     objective_flags,

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from conftest import copy_state, needs, reset
 
-from diffusion_training.training.optimizers import make_lr_scheduler, make_optimizer
+from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 
 KINDS = ["adamw", pytest.param("adamw8bit", marks=needs("bitsandbytes")), "adafactor"]
 

@@ -35,6 +35,11 @@ ROOMS = [
     "families.recorded",
     "data",
     "latents",
+    "training.lora",
+    "training.scores",
+    "training.step",
+    "training.keeping",
+    "training.showing",
     "training",
     "web",
     "cluster",
@@ -150,7 +155,7 @@ def test_a_script_imports_no_more_than_it_needs(script):
     assert 0.9 * LIMITS[script] < tokens < LIMITS[script], f"{tokens:,} in {len(reached)} files"
     assert not [name for name in reached if name.startswith("families.recorded.")]
     if script == "train_unconditional":
-        assert not {"training.lora", "latents.cache", "families.known"} & reached
+        assert not {"training.lora.lora", "latents.cache", "families.known"} & reached
 
 
 def test_only_precompute_latents_ray_imports_another_script():
@@ -221,20 +226,21 @@ COVERED = {
     "pillow": "package/test_images.py decode_image",
     "errors.printing": "package/test_errors.py",
     "errors.stop_signals": "package/test_errors.py",
-    "training.best": "scripts/test_save_best.py",
-    "training.captioned_samples": "scripts/test_edits.py",
-    "training.checkpoint_copy": "scripts/test_checkpoints_beside.py",
-    "training.denoiser": "package/test_models.py",
-    "training.distances": "benchmarks/test_evaluate_samples.py",
-    "training.lora_flags": "scripts/test_train_lora.py --rank",
-    "training.metadata": "scripts/test_train_lora.py modelspec",
-    "training.metric_flags": "scripts/test_metrics.py",
-    "training.networks": "scripts/test_metrics.py",
-    "training.pipelines": "package/test_run_folder.py",
-    "training.prior": "scripts/test_preserve_prior.py",
-    "training.quantization": "scripts/test_base_precision.py",
-    "training.samples": "package/test_run_folder.py",
-    "training.training_adapter": "scripts/test_validation_base.py --training_adapter",
+    "training.keeping.best": "scripts/test_save_best.py",
+    "training.showing.captioned_samples": "scripts/test_edits.py",
+    "training.keeping.checkpoint_copy": "scripts/test_checkpoints_beside.py",
+    "training.step.denoiser": "package/test_models.py",
+    "training.scores.distances": "benchmarks/test_evaluate_samples.py",
+    "training.lora.lora_flags": "scripts/test_train_lora.py --rank",
+    "training.showing.metadata": "scripts/test_train_lora.py modelspec",
+    "training.scores.metric_flags": "scripts/test_metrics.py",
+    "training.scores.networks": "scripts/test_metrics.py",
+    "training.showing.pipelines": "package/test_run_folder.py",
+    "training.lora.prior": "scripts/test_preserve_prior.py",
+    "training.lora.quantization": "scripts/test_base_precision.py",
+    "training.showing.sample_base": "scripts/test_validation_base.py --validation_base",
+    "training.showing.samples": "package/test_run_folder.py",
+    "training.lora.training_adapter": "scripts/test_validation_base.py --training_adapter",
     "training.state": "scripts/test_checkpoints_beside.py",
 }
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_training.training.posthoc import (
+from diffusion_training.training.keeping.posthoc import (
     WIDTHS,
     PosthocEma,
     check_snapshots,

@@ -19,7 +19,7 @@ import train_unconditional
 from diffusion_training.batches import Objective, Prepared
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records, measure_images
-from diffusion_training.training.signs import NUMBERS, Inputs, find_signs, read_metrics
+from diffusion_training.training.step.signs import NUMBERS, Inputs, find_signs, read_metrics
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def write_metrics(folder, count):
 
 
 def test_read_metrics_keeps_a_part_of_the_records_of_a_long_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion_training.training.signs.MOST_RECORDS", 100)
+    monkeypatch.setattr("diffusion_training.training.step.signs.MOST_RECORDS", 100)
     write_metrics(tmp_path, 3001)
     records = read_metrics(tmp_path)
     trained = [record["step"] for record in records if "loss" in record]

@@ -36,18 +36,18 @@ from diffusion_training.models import (
     read_precision,
     start_average,
 )
-from diffusion_training.training import quantization
-from diffusion_training.training.costs import (
+from diffusion_training.training.lora import quantization
+from diffusion_training.training.lora.lora import load_network_weights
+from diffusion_training.training.lora.quantization import (
+    list_quantizable,
+    load_quantized,
+    make_quantized_layer,
+)
+from diffusion_training.training.step.costs import (
     copy_shapes,
     count_flops,
     count_memory,
     describe_trained,
-)
-from diffusion_training.training.lora import load_network_weights
-from diffusion_training.training.quantization import (
-    list_quantizable,
-    load_quantized,
-    make_quantized_layer,
 )
 
 pytestmark = pytest.mark.usefixtures("without_figures")

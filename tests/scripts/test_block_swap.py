@@ -13,10 +13,11 @@ from test_edits import MAKE as MAKE_EDITING
 from test_edits import SIDE, make_pairs
 
 from diffusion_training.models import copy_trained, put_on_device, start_average
-from diffusion_training.training import block_swap, denoiser, quantization
-from diffusion_training.training.block_swap import BlockSwap, list_swappable
-from diffusion_training.training.costs import count_memory
-from diffusion_training.training.lora import add_lora, list_lora_b
+from diffusion_training.training.lora import block_swap, quantization
+from diffusion_training.training.lora.block_swap import BlockSwap, list_swappable
+from diffusion_training.training.lora.lora import add_lora, list_lora_b
+from diffusion_training.training.step import denoiser
+from diffusion_training.training.step.costs import count_memory
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),

@@ -52,7 +52,7 @@ import train_text_to_image
 from diffusion_training.data.captions import tokenize
 from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.models import list_parameters
-from diffusion_training.training.costs import copy_shapes, count_flops, count_memory
+from diffusion_training.training.step.costs import copy_shapes, count_flops, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 SMALL = ["huber", "class_labels", "second_image", "masked_loss", "trained_module"]
@@ -585,9 +585,9 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
         seen["before"] = [weight.clone() for weight in seen["frozen"]]
         return seen["memory"]
 
-    monkeypatch.setattr("diffusion_training.training.costs.copy_shapes", copy_shapes)
-    monkeypatch.setattr("diffusion_training.training.costs.count_flops", spy_on_loss)
-    monkeypatch.setattr("diffusion_training.training.costs.count_memory", spy_on_memory)
+    monkeypatch.setattr("diffusion_training.training.step.costs.copy_shapes", copy_shapes)
+    monkeypatch.setattr("diffusion_training.training.step.costs.count_flops", spy_on_loss)
+    monkeypatch.setattr("diffusion_training.training.step.costs.count_memory", spy_on_memory)
     found = {}
     for name in ("plain", "trained_module", "perceptual"):
         script = train_text_to_image

@@ -29,8 +29,8 @@ from conftest import (
 
 from diffusion_training.files import checksum_files
 from diffusion_training.memory import HostMemory, measure_free
-from diffusion_training.training import checkpoints as checkpoints_module
-from diffusion_training.training.checkpoint_copy import count_copy, make_checkpoint_copy
+from diffusion_training.training.keeping import checkpoints as checkpoints_module
+from diffusion_training.training.keeping.checkpoint_copy import count_copy, make_checkpoint_copy
 from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -77,7 +77,9 @@ def test_checkpoints_hold_the_values_of_their_step(
         if train is UNCONDITIONAL:
             patch(waiting, "measure_free", lambda: 1000)
         else:
-            waiting.setattr("diffusion_training.training.checkpoint_copy.HostMemory", refuse)
+            waiting.setattr(
+                "diffusion_training.training.keeping.checkpoint_copy.HostMemory", refuse
+            )
         train(*flags, f"--output_dir={whole}")
     said = "The training waits while a checkpoint is written: there is no memory for a copy of"
     reason = "0 GB are free" if train is UNCONDITIONAL else "no more memory can be pinned"

@@ -25,7 +25,7 @@ from conftest import (
 
 import train_unconditional as script
 from diffusion_training.files import checksum_files
-from diffusion_training.training.copies import Address, find_unfinished, find_whole
+from diffusion_training.training.keeping.copies import Address, find_unfinished, find_whole
 
 pytestmark = pytest.mark.usefixtures("without_figures", "quick_retries")
 

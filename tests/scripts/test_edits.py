@@ -22,7 +22,7 @@ from conftest import (
 from diffusers import DiffusionPipeline
 from PIL import Image, ImageOps
 
-from diffusion_training.training.captioned_samples import keep_before
+from diffusion_training.training.showing.captioned_samples import keep_before
 
 precompute, train = Script("precompute_latents"), Script("train_flow")
 SIDE = 64  # pixels; FLUX.2 klein takes no smaller references

@@ -23,10 +23,10 @@ from test_block_swap import bases  # noqa: F401
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers.optimization import Adafactor
 
-from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.costs import count_memory
-from diffusion_training.training.full_bf16 import FullBf16Adafactor, round_randomly
-from diffusion_training.training.optimizers import make_optimizer
+from diffusion_training.training.keeping.checkpoints import find_checkpoints
+from diffusion_training.training.step.costs import count_memory
+from diffusion_training.training.step.full_bf16 import FullBf16Adafactor, round_randomly
+from diffusion_training.training.step.optimizers import make_optimizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory

@@ -27,7 +27,7 @@ import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
-from diffusion_training.training.report import save_loss
+from diffusion_training.training.showing.report import save_loss
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_unconditional"), Script("precompute_latents")

@@ -35,12 +35,12 @@ from test_flow_families import make_images as make_masked
 from transformers import CLIPModel, CLIPProcessor
 
 from diffusion_training.data import captions
-from diffusion_training.training.best import read_best
-from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
-from diffusion_training.training.metric_flags import METRICS
-from diffusion_training.training.metrics import Metrics, choose_trained, to_pixels
-from diffusion_training.training.networks import load_network
-from diffusion_training.training.report import advise_step
+from diffusion_training.training.keeping.best import read_best
+from diffusion_training.training.scores.distances import average, cosines, measure_fid, measure_kid
+from diffusion_training.training.scores.metric_flags import METRICS
+from diffusion_training.training.scores.metrics import Metrics, choose_trained, to_pixels
+from diffusion_training.training.scores.networks import load_network
+from diffusion_training.training.showing.report import advise_step
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")

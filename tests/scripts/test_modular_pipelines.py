@@ -20,9 +20,9 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recorded.modular import get_pipeline_class
 from diffusion_training.latents.encoders import encode_prompts, load_encoders
-from diffusion_training.training.card import describe_text_to_image
-from diffusion_training.training.pipelines import name_source
-from diffusion_training.training.report import name_run
+from diffusion_training.training.showing.card import describe_text_to_image
+from diffusion_training.training.showing.pipelines import name_source
+from diffusion_training.training.showing.report import name_run
 
 precompute, train = Script("precompute_latents"), Script("train_flow")
 # of 80 tokens with their padding, of 160, and of more than the 512 that are kept

@@ -21,7 +21,8 @@ from conftest import (
 from diffusers import DDPMPipeline, UNet2DModel
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.training import posthoc, state
+from diffusion_training.training import state
+from diffusion_training.training.keeping import posthoc
 from diffusion_training.training.state import check_free_space
 
 train = Script("train_unconditional")

@@ -11,9 +11,9 @@ from diffusers import UNet2DConditionModel
 from test_train_lora import FILE, contents
 
 from diffusion_training.batches import Objective, Prepared
-from diffusion_training.training.denoiser import load_base
-from diffusion_training.training.lora import add_lora
-from diffusion_training.training.prior import Prior, capture_inputs, without_adapters
+from diffusion_training.training.lora.lora import add_lora
+from diffusion_training.training.lora.prior import Prior, capture_inputs, without_adapters
+from diffusion_training.training.step.denoiser import load_base
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")

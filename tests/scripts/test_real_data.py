@@ -25,8 +25,8 @@ from test_train_flow import judge
 from torchvision.transforms import v2
 
 from diffusion_training.data.images import decode_image
-from diffusion_training.training.distances import measure_kid
-from diffusion_training.training.networks import load_network
+from diffusion_training.training.scores.distances import measure_kid
+from diffusion_training.training.scores.networks import load_network
 
 pytestmark = pytest.mark.long
 precompute, flow = Script("precompute_latents"), Script("train_flow")

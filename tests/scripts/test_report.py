@@ -21,7 +21,7 @@ from PIL import Image
 
 import train_text_to_image
 from diffusion_training.families.known import load_family
-from diffusion_training.training.report import draw_curves, save_report
+from diffusion_training.training.showing.report import draw_curves, save_report
 
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
 
@@ -197,7 +197,7 @@ def test_report_can_be_made_again_from_a_copied_folder(tmp_path):
     ]
     with (tmp_path / "copy/metrics.jsonl").open("a") as file:  # one more step
         file.write(json.dumps(json.loads(lines[-1]) | {"step": 100, "loss": 0.25}) + "\n")
-    command = [sys.executable, "-m", "diffusion_training.training.report"]
+    command = [sys.executable, "-m", "diffusion_training.training.showing.report"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run([*command, "copy"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (made.returncode, made.stdout, made.stderr) == (0, "copy/report.html\n", "")
@@ -211,7 +211,7 @@ def test_report_can_be_made_again_from_a_copied_folder(tmp_path):
         [*command, tmp_path], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert wrong.returncode == 1 and wrong.stderr.startswith(
-        "usage: python -m diffusion_training.training.report RUN"
+        "usage: python -m diffusion_training.training.showing.report RUN"
     )
 
 

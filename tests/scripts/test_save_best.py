@@ -16,8 +16,8 @@ from conftest import (
 )
 
 import train_unconditional as script
-from diffusion_training.training import best
-from diffusion_training.training.best import read_best
+from diffusion_training.training.keeping import best
+from diffusion_training.training.keeping.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, train_text_to_image = Script("train_unconditional"), Script("train_text_to_image")

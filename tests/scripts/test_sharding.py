@@ -44,9 +44,10 @@ from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS
 from diffusion_training.launch import Launch
 from diffusion_training.models import AveragedWeights, start_average, update_ema
-from diffusion_training.training import checkpoints, sharding
 from diffusion_training.training import state as training_state
-from diffusion_training.training.costs import count_memory
+from diffusion_training.training.keeping import checkpoints
+from diffusion_training.training.step import sharding
+from diffusion_training.training.step.costs import count_memory
 
 precompute = Script("precompute_latents")
 pytestmark = pytest.mark.usefixtures("without_figures")

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from conftest import ROOT, Script, make_unet_config
 
-from diffusion_training.training.signs import judge_end, read_metrics
+from diffusion_training.training.step.signs import judge_end, read_metrics
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 OF_THE_LOSS = {"zero", "high", "nothing"}

@@ -60,10 +60,10 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.order import step_seed
-from diffusion_training.training.checkpoints import load_start
-from diffusion_training.training.costs import count_memory
-from diffusion_training.training.optimizers import make_optimizer
-from diffusion_training.training.report import name_run
+from diffusion_training.training.keeping.checkpoints import load_start
+from diffusion_training.training.showing.report import name_run
+from diffusion_training.training.step.costs import count_memory
+from diffusion_training.training.step.optimizers import make_optimizer
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import evaluate_samples

@@ -41,7 +41,7 @@ from transformers import CLIPTokenizer
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
-from diffusion_training.training.report import name_run
+from diffusion_training.training.showing.report import name_run
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")

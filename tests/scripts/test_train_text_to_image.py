@@ -50,8 +50,8 @@ from diffusion_training.latents import source
 from diffusion_training.latents.encoders import Latents, load_text_encoders
 from diffusion_training.latents.source import choose_captions
 from diffusion_training.order import step_seed
-from diffusion_training.training.checkpoints import load_start
-from diffusion_training.training.report import draw_curves
+from diffusion_training.training.keeping.checkpoints import load_start
+from diffusion_training.training.showing.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")

@@ -38,8 +38,9 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.launch import StopSignal
 from diffusion_training.models import update_ema
 from diffusion_training.order import step_seed
-from diffusion_training.training import held_out, pipelines, replicas
-from diffusion_training.training.report import draw_curves
+from diffusion_training.training import held_out, replicas
+from diffusion_training.training.showing import pipelines
+from diffusion_training.training.showing.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train = Script("train_unconditional")

@@ -29,7 +29,7 @@ from conftest import (
 )
 
 from diffusion_training.data import captions
-from diffusion_training.training.checkpoints import find_checkpoints
+from diffusion_training.training.keeping.checkpoints import find_checkpoints
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 precompute = Script("precompute_latents")

@@ -9,7 +9,7 @@ from conftest import Script, checkpoints, list_sd_flags, metrics, patch
 
 import train_text_to_image as script
 from diffusion_training.order import step_seed
-from diffusion_training.training.best import read_best
+from diffusion_training.training.keeping.best import read_best
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")

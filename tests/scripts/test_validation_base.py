@@ -37,8 +37,13 @@ from test_edits import SIDE, Pairs
 
 from diffusion_training.families.base import Base, Family
 from diffusion_training.order import step_seed
-from diffusion_training.training import captioned_samples, quantization, validation_base
-from diffusion_training.training.validation_base import OtherBase, choose_drawing, list_differences
+from diffusion_training.training.lora import quantization
+from diffusion_training.training.showing import captioned_samples, validation_base
+from diffusion_training.training.showing.validation_base import (
+    OtherBase,
+    choose_drawing,
+    list_differences,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),

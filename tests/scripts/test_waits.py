@@ -44,7 +44,7 @@ from test_flow_families import MAKE, describe_data
 from test_flow_families import make_images as make_masked
 
 from diffusion_training.models import DTYPES
-from diffusion_training.training import quantization
+from diffusion_training.training.lora import quantization
 
 NAMES = ("train_unconditional", "train_text_to_image", "train_flow", "precompute_latents")
 SCRIPTS = {name: Script(name) for name in NAMES}

@@ -36,7 +36,7 @@ def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
         shared |= {"relative_step": False, "scale_parameter": False}
         # imported here, because few runs need them
         if vars(args).get("full_bf16"):
-            from diffusion_training.training.full_bf16 import FullBf16Adafactor
+            from diffusion_training.training.step.full_bf16 import FullBf16Adafactor
 
             return FullBf16Adafactor(models, args.seed, **shared)
         from transformers.optimization import Adafactor

@@ -21,9 +21,14 @@ from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import measure_memory
 from diffusion_training.order import hash_names
-from diffusion_training.training.distances import average, cosines, measure_fid, measure_kid
-from diffusion_training.training.metric_flags import CLIP_METRICS, METRICS, SET_METRICS, TURBO
-from diffusion_training.training.networks import Network, load_network
+from diffusion_training.training.scores.distances import average, cosines, measure_fid, measure_kid
+from diffusion_training.training.scores.metric_flags import (
+    CLIP_METRICS,
+    METRICS,
+    SET_METRICS,
+    TURBO,
+)
+from diffusion_training.training.scores.networks import Network, load_network
 
 RESAMPLES = 100  # of the intervals
 MOST_TRAINED = 2000  # images that `copy` looks at, and a LoRA is compared with

@@ -1,6 +1,6 @@
 """The report of a run, report.html, and loss.png.
 
-python -m diffusion_training.training.report ddpm-photos  # makes report.html again
+python -m diffusion_training.training.showing.report ddpm-photos  # makes report.html again
 """
 
 import base64
@@ -26,10 +26,15 @@ from diffusion_training.arguments import list_values
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount, hide_secrets
 from diffusion_training.files import write_file
-from diffusion_training.training.best import read_best
-from diffusion_training.training.checkpoints import find_samples
-from diffusion_training.training.metric_flags import CLIP_METRICS, METRICS, SET_METRICS, TURBO
-from diffusion_training.training.signs import read_metrics
+from diffusion_training.training.keeping.best import read_best
+from diffusion_training.training.keeping.checkpoints import find_samples
+from diffusion_training.training.scores.metric_flags import (
+    CLIP_METRICS,
+    METRICS,
+    SET_METRICS,
+    TURBO,
+)
+from diffusion_training.training.step.signs import read_metrics
 
 STYLE = """\
 :root { color-scheme: light dark } figure { margin: 0 } img { max-width: 100%; display: block }
@@ -523,7 +528,7 @@ def make_report(output_dir: str | Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1], "report.json").is_file():
         sys.exit(
-            "usage: python -m diffusion_training.training.report RUN "
+            "usage: python -m diffusion_training.training.showing.report RUN "
             "(RUN: the --output_dir of a run that has written report.json)"
         )
     make_report(sys.argv[1])

@@ -11,8 +11,8 @@ import torch
 
 from diffusion_training.errors.sentences import explained
 from diffusion_training.families.base import Family
-from diffusion_training.training.lora import Merge
-from diffusion_training.training.lora_files import LORA_A, LORA_B, read_plain_lora
+from diffusion_training.training.lora.lora import Merge
+from diffusion_training.training.lora.lora_files import LORA_A, LORA_B, read_plain_lora
 
 
 def read_training_adapter(

@@ -2,7 +2,7 @@
 
 import argparse
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, number
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, check_package, number
 
 # flags that do nothing without --rank
 LORA_ONLY = (
@@ -152,6 +152,28 @@ def add_validation_base_flags(add: Add) -> None:
         help="guidance scale with --validation_base or --validation_lora; 1: no guidance (default: "
         "1 if it is distilled, else the pipeline's own)",
     )
+
+
+def check_lora_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags of `add_lora_flags` do not fit together."""
+    if args.base_precision == "nf4":
+        check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
+    if args.lora_type == "lokr":
+        for name in ("use_dora", "lora_dropout"):
+            if vars(args)[name]:
+                parser.error(f"--{name} can't be combined with --lora_type lokr: leave one out")
+    elif args.lokr_factor != parser.get_default("lokr_factor"):
+        parser.error("--lokr_factor does nothing without --lora_type lokr")
+    if args.base_precision and args.use_dora:
+        parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
+    if args.training_adapter and args.use_dora:
+        parser.error("--use_dora needs the base as it is: leave --training_adapter out")
+    for name in LORA_ONLY if args.rank is None else ():
+        if vars(args)[name] != parser.get_default(name):
+            parser.error(f"--{name} does nothing without --rank")
+    check_prior_args(parser, args)
+    check_swap_args(parser, args)
+    check_validation_base_args(parser, args)
 
 
 def check_validation_base_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diffusion_training.families.base import Family
-from diffusion_training.training.report import name_run
+from diffusion_training.training.showing.report import name_run
 
 MOST_TAGS = 500  # in a header; A1111 shows 24
 

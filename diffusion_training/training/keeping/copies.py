@@ -27,13 +27,13 @@ from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command
 from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist, writing
-from diffusion_training.training.checkpoints import (
+from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,
     find_samples,
     prune_checkpoints,
 )
-from diffusion_training.training.posthoc import FOLDER as SNAPSHOTS
-from diffusion_training.training.posthoc import find_snapshots
+from diffusion_training.training.keeping.posthoc import FOLDER as SNAPSHOTS
+from diffusion_training.training.keeping.posthoc import find_snapshots
 
 OWNER = "checkpoints_to.owner"  # at the address: key and name of the run that writes there
 COPIED_FILES = ("run.args", "metrics.jsonl", "report.html")

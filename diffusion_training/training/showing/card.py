@@ -19,10 +19,10 @@ from huggingface_hub.utils import validate_repo_id
 from diffusion_training.families.base import Family
 from diffusion_training.files import saving
 from diffusion_training.models import DTYPE
-from diffusion_training.training.checkpoints import find_samples
-from diffusion_training.training.metadata import name_readers
-from diffusion_training.training.metric_flags import METRICS
-from diffusion_training.training.report import (
+from diffusion_training.training.keeping.checkpoints import find_samples
+from diffusion_training.training.scores.metric_flags import METRICS
+from diffusion_training.training.showing.metadata import name_readers
+from diffusion_training.training.showing.report import (
     About,
     DescribeModel,
     Description,
@@ -33,7 +33,7 @@ from diffusion_training.training.report import (
     save_loss,
     write_usage,
 )
-from diffusion_training.training.signs import read_metrics
+from diffusion_training.training.step.signs import read_metrics
 
 # Code for a transformer that lacks diffusers' methods for adapters: its class gets them.
 ADD_ADAPTERS = (

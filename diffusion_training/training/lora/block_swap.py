@@ -18,7 +18,7 @@ from diffusion_training.errors.sentences import fail
 from diffusion_training.launch import Launch
 from diffusion_training.memory import BLOCK, HostMemory, is_gpu, measure_free
 from diffusion_training.models import choose_layout, read_precision
-from diffusion_training.training.quantization import list_quantizable
+from diffusion_training.training.lora.quantization import list_quantizable
 
 # of one block: {name in it: weight}
 Weights = dict[str, torch.Tensor]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from diffusion_training.files import delete, fits, saving
-from diffusion_training.training.checkpoints import find_checkpoints
-from diffusion_training.training.metric_flags import LOWER_METRICS
-from diffusion_training.training.signs import HELD_OUT
+from diffusion_training.training.keeping.checkpoints import find_checkpoints
+from diffusion_training.training.scores.metric_flags import LOWER_METRICS
+from diffusion_training.training.step.signs import HELD_OUT
 
 BEST_METRIC = {"step": int, "metric": str, "value": float}
 # flags; values of a metric with others can't be compared

@@ -12,8 +12,8 @@ from diffusion_training.errors.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import HostMemory, is_gpu, measure_free
 from diffusion_training.models import is_adapted
-from diffusion_training.training.costs import copy_shapes, count_trained
-from diffusion_training.training.sharding import whole
+from diffusion_training.training.step.costs import copy_shapes, count_trained
+from diffusion_training.training.step.sharding import whole
 
 
 class CheckpointCopy:

@@ -23,7 +23,7 @@ from diffusion_training.models import (
     list_quantized,
     raise_for_keys,
 )
-from diffusion_training.training.lora_files import (
+from diffusion_training.training.lora.lora_files import (
     DORA_SCALE,
     LOKR_PARTS,
     LOKR_W1,
@@ -86,7 +86,7 @@ def add_lora(
             module.float()
     with explained(f"--lora_layers {args.lora_layers}: can't add adapters of rank {args.rank}"):
         if is_lokr:
-            from diffusion_training.training.lokr import simplify_lokr
+            from diffusion_training.training.lora.lokr import simplify_lokr
 
             inject_adapter_in_model(LoKrConfig(**config), model)
             simplify_lokr(model)

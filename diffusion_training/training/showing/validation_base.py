@@ -29,18 +29,18 @@ from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_free
 from diffusion_training.models import find_weight_files, is_component, list_scales, put_on_device
-from diffusion_training.training.captioned_samples import SampleBase
-from diffusion_training.training.denoiser import load_base
-from diffusion_training.training.lora import add_lora, make_lora_files
-from diffusion_training.training.lora_files import (
+from diffusion_training.training.lora.lora import add_lora, make_lora_files
+from diffusion_training.training.lora.lora_files import (
     LORA_A,
     LORA_B,
     LORA_FILE,
     LoraFile,
     read_plain_lora,
 )
-from diffusion_training.training.metric_flags import TURBO
-from diffusion_training.training.objective import try_sampler
+from diffusion_training.training.scores.metric_flags import TURBO
+from diffusion_training.training.showing.sample_base import SampleBase
+from diffusion_training.training.step.denoiser import load_base
+from diffusion_training.training.step.objective import try_sampler
 
 # flags of the base that do not hold for --validation_base
 OF_BASE = (
@@ -124,7 +124,7 @@ class OtherBase(SampleBase):
             add_speed_lora(model, speed)
         model.requires_grad_(False)
         if args.blocks_to_swap:
-            from diffusion_training.training.block_swap import BlockSwap
+            from diffusion_training.training.lora.block_swap import BlockSwap
 
             BlockSwap(model, args.blocks_to_swap, launch.device)
         put_on_device(model, launch.device)

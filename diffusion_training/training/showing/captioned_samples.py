@@ -2,10 +2,8 @@
 
 import contextlib
 import inspect
-import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +16,19 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
 from diffusion_training.data.references import choose_reference_size
-from diffusion_training.errors.printing import amount
-from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.base import Base, Prompts
 from diffusion_training.files import hash_values, saving
 from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import place_decoder
 from diffusion_training.order import step_seed
-from diffusion_training.training.samples import draw_grid, save_samples
+from diffusion_training.training.showing.sample_base import SampleBase
+from diffusion_training.training.showing.samples import draw_grid, save_samples
 
 
 class Interrupted(Exception):
     """Raised if a stop signal arrives while samples are drawn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleBase:
-    """What samples are drawn with: the run's own base, or another one, see `OtherBase`."""
-
-    name: str  # as the user gave it
-    family: Family
-    num_inference_steps: int
-    guidance_scale: float
-    lora: str | None = None  # of --validation_lora
-    prefix: str = ""  # of names in files and records
-
-    @contextlib.contextmanager
-    def open(self, pipeline: Any) -> Iterator[Any]:
-        """The pipeline that draws. pipeline: that of the trained model."""
-        yield pipeline
-
-    def describe(self) -> str:
-        """The heading of its samples."""
-        names = [os.path.basename(each.rstrip("/")) for each in (self.name, self.lora) if each]
-        guidance = "no guidance"
-        if self.guidance_scale > 1:
-            guidance = f"guidance {self.guidance_scale:g}"
-        return f"{' with '.join(names)}, {amount(self.num_inference_steps, 'step')}, {guidance}"
 
 
 def choose_sample_bases(
@@ -74,11 +47,11 @@ def choose_sample_bases(
         )
     ]
     if args.training_adapter:
-        from diffusion_training.training.validation_base import open_plain_base
+        from diffusion_training.training.showing.validation_base import open_plain_base
 
         bases = [open_plain_base(launch, base, data, model, args)]
     if args.validation_base or args.validation_lora:
-        from diffusion_training.training.validation_base import open_other_base
+        from diffusion_training.training.showing.validation_base import open_other_base
 
         bases.append(open_other_base(launch, base, data, model, args))
     return bases

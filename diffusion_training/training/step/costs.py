@@ -25,7 +25,7 @@ from diffusion_training.models import (
     list_scales,
     take_shapes,
 )
-from diffusion_training.training.sharding import copy_empty, is_sharded, share_memory
+from diffusion_training.training.step.sharding import copy_empty, is_sharded, share_memory
 
 Copied = TypeVar("Copied")
 # {beginning of a GPU's name: (TFLOP/s in 16 bits, TFLOP/s in TF32)}, for dense matrices, from

@@ -21,7 +21,7 @@ from diffusion_training.models import (
     load_weights,
     read_precision,
 )
-from diffusion_training.training.lora import (
+from diffusion_training.training.lora.lora import (
     Merge,
     add_lora,
     list_further_layers,
@@ -67,7 +67,7 @@ def load_denoiser(
             return model, source, ""
         if args.rank:
             if args.blocks_to_swap or is_gpu(launch.device):
-                from diffusion_training.training.block_swap import check_memory
+                from diffusion_training.training.lora.block_swap import check_memory
 
                 check_memory(
                     kind, source, launch, args.base_precision, args.blocks_to_swap, **options
@@ -76,7 +76,7 @@ def load_denoiser(
             device = torch.device("cpu") if args.blocks_to_swap else launch.device
             merge = None
             if args.training_adapter:
-                from diffusion_training.training.training_adapter import read_training_adapter
+                from diffusion_training.training.lora.training_adapter import read_training_adapter
 
                 merge = read_training_adapter(
                     args.training_adapter, kind, source, base.family, **options
@@ -105,7 +105,7 @@ def adapt_denoiser(
     if network:
         load_network_weights(model, network, family.folder, family.convert_lora)
     if args.blocks_to_swap:
-        from diffusion_training.training.block_swap import BlockSwap
+        from diffusion_training.training.lora.block_swap import BlockSwap
 
         swap = BlockSwap(model, args.blocks_to_swap, launch.device)
         launch.accelerator.print(swap.describe())
@@ -173,7 +173,7 @@ def load_base(
     `read_training_adapter`. options: subfolder and variant.
     """
     if base_precision:
-        from diffusion_training.training.quantization import load_quantized
+        from diffusion_training.training.lora.quantization import load_quantized
 
         return load_quantized(
             model_class, source, base_precision, device, dtype, merge=merge, **options

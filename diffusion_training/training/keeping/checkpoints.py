@@ -21,8 +21,8 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
 from diffusion_training.models import is_adapted
 from diffusion_training.order import KEYS
-from diffusion_training.training.optimizers import load_optimizer
-from diffusion_training.training.sharding import gather_model, gather_state, load_weights_of
+from diffusion_training.training.step.optimizers import load_optimizer
+from diffusion_training.training.step.sharding import gather_model, gather_state, load_weights_of
 
 # Settings that decide what a model learns: --init_from prints which have changed
 OBJECTIVE = (
@@ -163,7 +163,9 @@ def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = 
 def save_weights(model: torch.nn.Module, folder: Path) -> None:
     """Save a model for `from_pretrained`, a LoRA as its adapter, other modules as their weights."""
     if is_adapted(model):
-        from diffusion_training.training.lora import save_adapter  # here: most runs have no LoRA
+        from diffusion_training.training.lora.lora import (
+            save_adapter,  # here: most runs have no LoRA
+        )
 
         save_adapter(model, folder)
     elif hasattr(model, "save_pretrained"):
@@ -176,7 +178,7 @@ def save_weights(model: torch.nn.Module, folder: Path) -> None:
 def read_weights(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_weights` wrote."""
     if is_adapted(model) or (folder / "adapter_config.json").is_file():
-        from diffusion_training.training.lora import load_adapter
+        from diffusion_training.training.lora.lora import load_adapter
 
         load_adapter(model, folder)
     elif hasattr(model, "save_pretrained"):

@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import create_repo, get_paths_info, repo_info, upload_folder
 
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.training.pipelines import name_source
+from diffusion_training.training.showing.pipelines import name_source
 
 TITLE = "Upload a training run"  # of commits; one with another title has changed a card by hand
 
