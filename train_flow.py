@@ -255,7 +255,7 @@ from diffusion_training.latents.batch_inputs import (
 )
 from diffusion_training.latents.encoders import encode_images, load_parts
 from diffusion_training.latents.reader import choose_rows
-from diffusion_training.latents.shared import share_latents
+from diffusion_training.latents.shared import cache_latents_once
 from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
@@ -317,10 +317,10 @@ def make_transformer(
 ) -> torch.nn.Module:
     """Make the transformer to train.
 
-    It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
-    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
-    only its LoRA is trained. With --full_bf16 its weights are in bfloat16. Stops with an error if
-    it does not fit the latents and embeddings.
+    It is the pretrained pipeline's, or a new one, whose config comes from a flag or, with
+    --init_from, from the checkpoint `configs`. With --rank it is frozen, in the precision of the
+    launch or quantized, and only its LoRA is trained. With --full_bf16 its weights are in bfloat16.
+    Stops with an error if it does not fit the latents and embeddings.
     """
     model_class = getattr(diffusers, base.family.model)
     config = args.transformer_config_name_or_path
@@ -633,11 +633,11 @@ def main(args: Namespace) -> None:
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
     # which family it belongs to: the wrong script ends here, before any image is encoded
     base = open_base(args, trained_by="train_flow.py")
-    # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
-    data_flags = share_latents(launch, args, __file__)
+    # --cache_latents: runs precompute_latents.py first, before any model is loaded here
+    args_of_data = cache_latents_once(launch, args, __file__)
 
     # The data comes before the model, which must fit the latents and embeddings.
-    data = open_data(launch, base, run.checkpoint, run.before, data_flags)
+    data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)
     # with what was found out about captions, or the classes in place of captions
     base = replace(base, family=data.family, classes=data.classes)
     sampler = make_scheduler(base, data.resolution, args)
@@ -649,7 +649,7 @@ def main(args: Namespace) -> None:
     # The model and its loss.
     torch.manual_seed(args.seed)  # every process starts from the same weights
     predict = partial(predict_velocity, base.family)
-    transformer = make_transformer(base, data, predict, run.configs, launch, args)
+    transformer = make_transformer(base, data, predict, run.config_checkpoint, launch, args)
     # Each is trained, averaged and saved in checkpoints. The pipeline has the transformer only.
     models: Models = {"transformer": transformer}
     frozen: Models = {}  # only for the loss: on the device, under autocast, never saved

@@ -204,7 +204,7 @@ from diffusion_training.files import saving
 from diffusion_training.latents.batch_inputs import read_mask, read_pixels, read_prompts
 from diffusion_training.latents.encoders import encode_images, load_parts
 from diffusion_training.latents.reader import choose_rows
-from diffusion_training.latents.shared import share_latents
+from diffusion_training.latents.shared import cache_latents_once
 from diffusion_training.latents.source import Data, open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
@@ -277,10 +277,10 @@ def make_unet(
 ) -> torch.nn.Module:
     """Make the U-Net to train.
 
-    It is the pretrained pipeline's, or a new one, whose config comes from a flag or from the
-    checkpoint `configs`. With --rank it is frozen, in the precision of the launch or quantized, and
-    only its LoRA is trained. With --full_bf16 its weights are in bfloat16. Stops with an error if
-    it does not fit the latents and embeddings.
+    It is the pretrained pipeline's, or a new one, whose config comes from a flag or, with
+    --init_from, from the checkpoint `configs`. With --rank it is frozen, in the precision of the
+    launch or quantized, and only its LoRA is trained. With --full_bf16 its weights are in bfloat16.
+    Stops with an error if it does not fit the latents and embeddings.
     """
     config = args.unet_config_name_or_path
     unet, source, base_hash = load_denoiser(
@@ -555,12 +555,12 @@ def main(args: Namespace) -> None:
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
     # which family it belongs to: the wrong script ends here, before any image is encoded
     base = open_base(args, trained_by="train_text_to_image.py")
-    # --cache_latents: precompute_latents.py encodes the images, before any model is loaded here
-    data_flags = share_latents(launch, args, __file__)
+    # --cache_latents: runs precompute_latents.py first, before any model is loaded here
+    args_of_data = cache_latents_once(launch, args, __file__)
     noise_scheduler, sampler = make_schedulers(base, args)
 
     # The data comes before the model, which must fit the latents and embeddings.
-    data = open_data(launch, base, run.checkpoint, run.before, data_flags)
+    data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
     epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
@@ -568,7 +568,7 @@ def main(args: Namespace) -> None:
 
     # The model and its loss.
     torch.manual_seed(args.seed)  # every process starts from the same weights
-    unet = make_unet(base, data, run.configs, launch, args)
+    unet = make_unet(base, data, run.config_checkpoint, launch, args)
     # Each of these is trained, averaged and saved in checkpoints. The pipeline has the U-Net only.
     models: Models = {"unet": unet}
     frozen: Models = {}  # only for the loss: on the device, under autocast, never saved

@@ -33,7 +33,7 @@ LAUNCHERS = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def share_latents(launch: Launch, args: Namespace, script: str) -> Namespace:
+def cache_latents_once(launch: Launch, args: Namespace, script: str) -> Namespace:
     """With --cache_latents and images, return the flags for a cache of them, else `args`.
 
     If there is no such cache yet, precompute_latents.py makes it, in a process of its own. Call

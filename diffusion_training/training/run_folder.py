@@ -48,19 +48,20 @@ class RunFolder:
     script: str  # the file that is run
     lock: BaseFileLock | None  # None except on the first process
     checkpoint: Path | None  # to resume from
-    before: dict[str, Any]  # the settings of that checkpoint
+    checkpoint_settings: dict[str, Any]  # those of the run that wrote it; {} without one
     hub_model_id: str | None
-    start: Path | None = None  # of --init_from, unless the run resumes another
-    configs: Path | None = None  # checkpoint with the models' configs; None without --init_from
+    init_checkpoint: Path | None = None  # of --init_from, unless the run resumes another
+    # with --init_from, the checkpoint whose models' configs are used
+    config_checkpoint: Path | None = None
     command: str = ""  # the content of run.args
-    reached: int = -1  # the step of the checkpoint, if there is one
+    checkpoint_step: int = -1  # -1 without a checkpoint to resume from
     tracker_id: str | None = None  # a resumed run keeps it, so it is one run in wandb
     copies: "Copies | None" = None  # at --checkpoints_to; None except on the first process
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""
-        if self.start:
-            return read_start(self.start, args)
+        if self.init_checkpoint:
+            return read_start(self.init_checkpoint, args)
         return read_state(self.checkpoint, num_images)
 
     def settings(self) -> dict[str, Any]:
@@ -135,27 +136,24 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
     if launch.is_main and args.push_to_hub and not args.find_lr:
         hub_model_id = make_repository(args)
     init_from = vars(args).get("init_from")
-    start = None if checkpoint else find_start(init_from)
-    configs = (checkpoint or start) if init_from else None
-    reached = state["global_step"] if checkpoint else -1
-    before = state["settings"]
+    init_checkpoint = None if checkpoint else find_start(init_from)
     tracker_id = None
     if args.report_to in ("wandb", "all"):
         tracker_id = os.environ.get("WANDB_RUN_ID")  # if the user has set it
         # a run that resumes a checkpoint of another folder is a new run
         if checkpoint and checkpoint.parent.resolve() == output_dir.resolve():
-            tracker_id = tracker_id or before.get("tracker_id")
+            tracker_id = tracker_id or state["settings"].get("tracker_id")
         tracker_id = tracker_id or secrets.token_hex(4)
     return RunFolder(
         script=script,
         lock=lock,
         checkpoint=checkpoint,
-        before=before,
+        checkpoint_settings=state["settings"],
         hub_model_id=hub_model_id,
-        start=start,
-        configs=configs,
+        init_checkpoint=init_checkpoint,
+        config_checkpoint=(checkpoint or init_checkpoint) if init_from else None,
         command=command,
-        reached=reached,
+        checkpoint_step=state["global_step"] if checkpoint else -1,
         tracker_id=tracker_id,
         copies=copies,
     )
@@ -169,8 +167,8 @@ def begin_run(run: RunFolder, output_dir: Path) -> None:
     if run.checkpoint is None:
         for old in [*find_samples(output_dir), *(output_dir / "samples").glob("before-??.png")]:
             old.unlink()
-    restore_best(output_dir, run.reached)
-    prune_snapshots(output_dir, run.reached)
+    restore_best(output_dir, run.checkpoint_step)
+    prune_snapshots(output_dir, run.checkpoint_step)
     write_command(run.command, output_dir)
 
 

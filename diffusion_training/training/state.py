@@ -190,8 +190,10 @@ class Training:
                 check_snapshots(
                     folder, run.checkpoint, self.step, args.posthoc_ema, self.posthoc_every
                 )
-        elif run.start:
-            load_start(launch.accelerator, run.start, self.saved, plan.state, self.recorded)
+        elif run.init_checkpoint:
+            load_start(
+                launch.accelerator, run.init_checkpoint, self.saved, plan.state, self.recorded
+            )
         self.ema = AveragedWeights.of(self.averaged, models) if self.averaged else None
         self.lr_scheduler = make_lr_scheduler(self.optimizer, self.step, args)
         # None: the training waits while a checkpoint is written
@@ -469,7 +471,7 @@ class Training:
             begin_run(self.run, Path(self.args.output_dir))
         self.records.begin()
         if self.run.copies:
-            self.run.copies.begin(self.run.reached)
+            self.run.copies.begin(self.run.checkpoint_step)
 
     # ---- results
 

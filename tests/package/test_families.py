@@ -258,7 +258,7 @@ def test_find_family_recognizes_pipeline_class_names(name, class_names):
 def test_the_wrong_trainer_names_the_right_one_before_images_are_encoded(tmp_path, monkeypatch):
     make_sdxl(tmp_path)
     make_captioned(tmp_path / "images", 2, ["one", "two"])
-    monkeypatch.setattr(train_flow, "share_latents", lambda *given: pytest.fail("it encodes"))
+    monkeypatch.setattr(train_flow, "cache_latents_once", lambda *given: pytest.fail("it encodes"))
     flags = [f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}", "--cache_latents", "--rank=2"]
     flags += [f"--train_data_dir={tmp_path / 'images'}", f"--output_dir={tmp_path / 'out'}"]
     with pytest.raises(SystemExit) as stop:

@@ -276,7 +276,7 @@ def test_cache_latents_has_a_folder_for_each_content(tmp_path, flags, monkeypatc
     def share(*more, precision="no"):
         launch.mixed_precision = precision
         args = train.module.parse_args([*flags, *more])
-        return shared.share_latents(launch, args, train.module.__file__).latents_dir
+        return shared.cache_latents_once(launch, args, train.module.__file__).latents_dir
 
     first = share()
     assert share("--dataloader_num_workers=3", "--learning_rate=1", "--caption_dropout=0") == first
@@ -349,7 +349,7 @@ def test_cache_latents_waits_for_a_process_that_makes_the_cache(tmp_path, flags,
 
     monkeypatch.setattr(shared, "make_cache", note)
     monkeypatch.setattr(shared, "load_cache", lambda folder: Namespace(settings={"skipped": 0}))
-    share = lambda: shared.share_latents(launch, args, train.module.__file__)
+    share = lambda: shared.cache_latents_once(launch, args, train.module.__file__)
     (folder,) = map(Path, share().latents_dir)
     for path in (f"{folder}.lock", folder / ".lock"):
         calls.clear()

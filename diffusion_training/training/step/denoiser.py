@@ -42,8 +42,8 @@ def load_denoiser(
     With --rank it is loaded in the precision of the launch or quantized, with --full_bf16 in
     bfloat16.
 
-    kind: its class. config_source: the config of a new one, as a flag names it. configs: a
-    checkpoint that has the configs of new models; its weights are loaded later, by `Training`.
+    kind: its class. config_source: the config of a new one, as a flag names it. configs:
+    with --init_from, the checkpoint whose config is used; its weights are loaded later.
 
     Returns (the denoiser, where it is from, the hash of its weights if --rank is given).
     """
