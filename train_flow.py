@@ -263,11 +263,14 @@ from diffusion_training.memory import move
 from diffusion_training.models import compile_model, freeze_on_device, freeze_unreached
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.keeping.saver import Saver, check_free_space
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
+from diffusion_training.training.records import Records
+from diffusion_training.training.results import Results, draws_samples
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.scores.metrics import open_metrics
+from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.captioned_samples import (
     choose_sample_bases,
     draw_captions,
@@ -277,10 +280,11 @@ from diffusion_training.training.showing.card import describe_text_to_image
 from diffusion_training.training.showing.pipelines import save_pipeline
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
-from diffusion_training.training.state import Results, Training, draws_samples
+from diffusion_training.training.state import TrainState, describe_settings, place_models
+from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.step.objective import try_sampler
-from diffusion_training.training.step.optimizers import make_optimizer
+from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # PRXPipeline still has a base class with a deprecated name.
@@ -680,11 +684,25 @@ def main(args: Namespace) -> None:
     # the networks of --validation_metrics; None without it
     metrics = open_metrics(launch, data.dataset, train_rows, held_out, args)
 
-    # This puts the models on the device (--shard: a part on each process), makes averages and
-    # optimizer, and loads the checkpoint.
-    training = Training(
-        launch, run, plan, models, objective, data.dataset, held_out, make_optimizer, args
+    # What the steps change: weights, their averages, optimizer, learning rate, position.
+    check_free_space(launch, models, args)
+    ema = place_models(
+        launch, models, args
+    )  # on the device (--shard: a part of them); with averages of --use_ema
+    optimizer = make_optimizer(models, args)
+    progress = plan.progress
+    # All that a checkpoint holds. A resumed run gets it back here.
+    state = TrainState(
+        models=models,
+        ema=ema,
+        optimizer=optimizer,
+        progress=progress,
+        settings=describe_settings(launch, progress, data.dataset, held_out, args),
     )
+    state.load(accelerator, run, plan.state, args)
+    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
+    # prints the memory that is needed
+    costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes * data.num_lengths)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
@@ -696,58 +714,46 @@ def main(args: Namespace) -> None:
         # each image of a batch would then wait forever for a process with fewer images. An argument
         # of DDP does the same, with a warning: its name differs between versions of torch.
         model.broadcast_buffers = False
-    optimizer = accelerator.prepare(training.optimizer)
+    optimizer = accelerator.prepare(optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
+    keys = step_batches(order, progress, launch.rank, launch.num_processes)
     loaded = load_batches(data.dataset, keys, data.num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # the run ends here, and its weights are not kept
         result = find_learning_rate(
-            accelerator, objective, train_step, wrapped, optimizer, loaded, plan.progress, args
+            accelerator, objective, train_step, wrapped, optimizer, loaded, progress, args
         )
         end_run(launch, run, result, [], args)
         return
     # Records and trackers start. From now on, a signal waits for the end of a step.
-    batches = training.begin(loaded)
+    records = Records(
+        accelerator, run, progress, models, objective, costs, data.dataset.num_left_out, args
+    )
+    stop_signal = StopSignal(launch.num_processes, launch.shard, run.writer)
+    stop_signal.agree()  # one may have come before
+    saver = Saver(launch, run, state, records, stop_signal, args)
+    for model in models.values():
+        model.train()
+    batches = records.watch(loaded)
 
     def save(result: Models, folder: Path) -> None:
         """Write the pipeline, or the LoRA. Only the first process calls it, so it can't wait.
 
         result: {name: model}, whole, the averages with --use_ema. A LoRA is taken from
-        `training.saved`, which holds the trained one and its average.
+        `state`, which holds the trained one and its average.
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(training.saved, unfinished, None)
+                save_lora(state.list_models(), unfinished, None)
         else:
             transformer = result["transformer"]
             pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
             save_pipeline(pipeline, folder)
 
-    def draw() -> None:
-        """Draw the samples with the averaged weights. Each process draws a share."""
-        transformer = training.ema_or_model("transformer")
-        pipeline = make_pipeline(base, transformer, sampler, args.resolution)
-        log_validation(launch, pipeline, data, bases, training.step, training.stop_signal, args)
-
-    def score() -> None:
-        """Measure --validation_metrics on samples of the averaged weights, on all processes.
-
-        Further inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
-        """
-        transformer = training.ema_or_model("transformer")
-        pipeline = make_pipeline(base, transformer, sampler, args.resolution)
-        signal = training.stop_signal
-        draws = [
-            partial(draw_captions, launch, pipeline, data, each, objective, signal, args)
-            for each in bases
-        ]
-        training.score_samples(metrics, draws, partial(read_pixels, data, pipeline.vae))
-
     results = Results(
         name="LoRA" if args.rank else "pipeline",
         files=["pytorch_lora_weights*"] if args.rank else PARTS,
-        save=save,
+        save_models=save,
         describe=partial(
             describe_model,
             base.family,
@@ -755,41 +761,110 @@ def main(args: Namespace) -> None:
             bases=bases,
             classes=data.classes,
         ),
-        draw=draw if draws_samples(args) else None,
-        draw_every=(args.validation_steps, args.validation_epochs),
-        score=score if metrics else None,
-        score_every=metrics.every if metrics else None,
-        is_pretrained=bool(args.init_from) or args.transformer_config_name_or_path is None,
+        launch=launch,
+        run=run,
+        state=state,
+        objective=objective,
+        dataset=data.dataset,
+        held_out=held_out,
+        records=records,
+        stop_signal=stop_signal,
+        args=args,
     )
-    training.show_first(results)  # a pretrained model before step 1, or what a kill prevented
+
+    def show() -> None:
+        """Held-out loss, samples and report. Each process measures and draws a share."""
+        results.measure_held_out()
+        results.keep_best()  # --save_best
+        if draws_samples(args):
+            with records.timed("samples_seconds"):  # in the next record
+                pipeline = make_pipeline(
+                    base, ema.get_model("transformer"), sampler, args.resolution
+                )
+                step = progress.global_step
+                log_validation(launch, pipeline, data, bases, step, stop_signal, args)
+        results.report()
+
+    def score(metrics: Metrics) -> None:
+        """Measure --validation_metrics on samples of the averaged weights, on all processes.
+
+        Further inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
+        """
+        with records.timed("metrics_seconds"):
+            pipeline = make_pipeline(base, ema.get_model("transformer"), sampler, args.resolution)
+            draws = [
+                partial(draw_captions, launch, pipeline, data, each, objective, stop_signal, args)
+                for each in bases
+            ]
+            results.score(metrics, draws, partial(read_pixels, data, pipeline.vae))
+        results.keep_best()  # --save_best_metric
+        results.report()
+
+    def goes_on() -> bool:
+        """Whether steps are left, and nothing has stopped the run on any process."""
+        return progress.global_step < args.max_train_steps and not stop_signal.was_stopped
+
+    # Before step 1, a pretrained model is shown as it is. A resumed run shows what was due at its
+    # checkpoint, if a kill has prevented that.
+    is_pretrained = bool(args.init_from) or args.transformer_config_name_or_path is None
+    shows_first = run.checkpoint is None and is_pretrained and args.validate_first
+    is_due = progress.is_due(args.validation_steps, args.validation_epochs)
+    if goes_on() and (shows_first or (is_due and results.lack_samples())):
+        show()
+    if metrics and goes_on():
+        if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
+            score(metrics)
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
-    while training.continues():
-        next_step = plan.progress.next_step()
+    while goes_on():
+        if data.is_followed:  # --follow: wait until the cache has the images of the step
+            reason = data.dataset.wait_for_images(progress, stop_signal, records)
+            stop_signal.starved_because = reason
+            if not goes_on():
+                break
+        next_step = progress.next_step()
         sums = train_step(
             accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
-            args.max_grad_norm, training.records.measure_inputs,
+            args.max_grad_norm, records.measure_inputs,
         )  # fmt: skip
         if args.full_bf16:  # the backward pass has used and freed the gradients
             sums["grad_norm"] = optimizer.optimizer.grad_norm
-        # Count the step, update averages and learning rate, and agree whether a signal has come.
-        # After an fp16 overflow, only the position in the data moves.
-        training.advance(next_step, sums)
-        # every --logging_steps: wait for the device, and record means over all processes
-        if training.is_due(args.logging_steps):
-            training.log()
-        # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
-        # writes the copy while the next steps are taken, or the samples are drawn.
-        training.save_what_is_due(results)
-        # every --validation_steps or epochs: held-out loss, samples and report; every
-        # --metric_steps: metrics. Each process takes a share. For the last step, see below.
-        training.show_what_is_due(results)
+        # False after an fp16 overflow: then only the position in the data moves
+        stepped = not accelerator.optimizer_step_was_skipped
+        progress.advance(next_step.images, stepped)
+        ema.update(progress, next_step.images)
+        if stepped:
+            records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
+            lr_scheduler.step()
+        stop_signal.agree()  # on all processes, whether one of them has got a signal
+        if progress.is_due(args.logging_steps):
+            records.log()  # waits for the device; means over all processes, for the trackers too
+        # The state is copied. A thread of the first process writes the copy during the next steps.
+        if args.posthoc_ema and progress.is_due(args.posthoc_ema_steps or args.checkpointing_steps):
+            saver.save_snapshot()
+        epochs = args.checkpointing_epochs
+        if progress.is_due(None if epochs else args.checkpointing_steps, epochs):
+            saver.save_checkpoint()
+        # After the last step, these come with the result.
+        if metrics and progress.is_due(metrics.every) and goes_on():
+            score(metrics)
+        if progress.is_due(args.validation_steps, args.validation_epochs) and goes_on():
+            show()
 
-    # The end. A run that a signal has stopped only gets its checkpoint, and exits with its status.
-    training.save_last()  # checkpoint and snapshot, unless this step has them
+    # The end. A run that was stopped only gets its checkpoint, and exits with the signal's status.
+    saver.save_last()  # checkpoint and snapshot, unless this step has them
     loaded.close()  # ends the thread and the processes that load
-    training.finish(results)  # the result, its samples and report, the upload
+    records.bar.close()
+    if not stop_signal.was_stopped:
+        results.save()  # before the samples, so that a kill can't lose it
+        if metrics:
+            score(metrics)
+        show()
+        if args.posthoc_ema:
+            results.compare_widths()
+    saver.finish()  # waits for the copies of --checkpoints_to
+    results.end()  # the model card, the upload, and what to do next
 
 
 if __name__ == "__main__":

@@ -262,13 +262,17 @@ from diffusion_training.models import check_shapes, compile_model, freeze_on_dev
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.repositories import fetch_model
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.keeping.saver import Saver, check_free_space
 from diffusion_training.training.progress import NextStep
+from diffusion_training.training.records import Records
+from diffusion_training.training.results import Results
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
-from diffusion_training.training.scores.metrics import open_metrics
+from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.pipelines import save_pipeline
 from diffusion_training.training.showing.report import About, Description, write_usage
 from diffusion_training.training.showing.samples import save_samples
-from diffusion_training.training.state import Results, Training
+from diffusion_training.training.state import TrainState, describe_settings, place_models
+from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.objective import (
     check_objective,
     held_out_epsilon_loss,
@@ -277,7 +281,7 @@ from diffusion_training.training.step.objective import (
     objective_flags,
     try_sampler,
 )
-from diffusion_training.training.step.optimizers import make_optimizer
+from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 # -------------------------------------------------------------------------------------------------
@@ -704,87 +708,153 @@ def main(args: Namespace) -> None:
     # the networks of --validation_metrics; None without it
     metrics = open_metrics(launch, dataset, train_rows, held_out, args)
 
-    # This puts the models on the device, makes averages and optimizer, and loads the checkpoint.
-    training = Training(
-        launch, run, plan, models, objective, dataset, held_out, make_optimizer, args
+    # What the steps change: weights, their averages, optimizer, learning rate and position. The
+    # models are put on the device, and averaged with --use_ema.
+    check_free_space(launch, models, args)
+    ema = place_models(launch, models, args)
+    optimizer = make_optimizer(models, args)
+    progress = plan.progress
+    # All that a checkpoint holds. A resumed run gets it back here.
+    state = TrainState(
+        models=models,
+        ema=ema,
+        optimizer=optimizer,
+        progress=progress,
+        settings=describe_settings(launch, progress, dataset, held_out, args),
     )
+    state.load(accelerator, run, plan.state, args)
+    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
+    # prints the memory that is needed
+    costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
     if launch.compile:
         compile_model(unet, launch.compile)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler
     # of fp16).
     wrap = partial(accelerator.prepare_model, device_placement=False)
     wrapped = {name: wrap(model) for name, model in models.items()}
-    optimizer = accelerator.prepare(training.optimizer)
+    optimizer = accelerator.prepare(optimizer)
 
     # Batches are loaded ahead across epochs, so the device never waits for an epoch to begin.
-    keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
+    keys = step_batches(order, progress, launch.rank, launch.num_processes)
     loaded = load_batches(dataset, keys, num_workers, launch.device, args.prefetch_factor)
     if args.find_lr:  # the run ends here, and its weights are not kept
         result = find_learning_rate(
-            accelerator, objective, train_step, wrapped, optimizer, loaded, plan.progress, args
+            accelerator, objective, train_step, wrapped, optimizer, loaded, progress, args
         )
         end_run(launch, run, result, [], args)
         return
     # Records and trackers start. From now on, a signal waits for the end of a step.
-    batches = training.begin(loaded)
+    records = Records(
+        accelerator, run, progress, models, objective, costs, dataset.num_left_out, args
+    )
+    stop_signal = StopSignal(launch.num_processes, launch.shard, run.writer)
+    stop_signal.agree()  # one may have come before
+    saver = Saver(launch, run, state, records, stop_signal, args)
+    for model in models.values():
+        model.train()
+    batches = records.watch(loaded)
 
     # This pipeline draws the samples and is saved. It has the average of the U-Net with --use_ema,
     # else the U-Net itself. DDIMPipeline converts the scheduler.
     pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
-    pipeline = pipeline_class(training.ema_or_model("unet"), noise_scheduler)
+    pipeline = pipeline_class(ema.get_model("unet"), noise_scheduler)
 
     def save(result: Models, folder: Path) -> None:
         """Write the pipeline, which holds `result` already. On the first process only."""
         save_pipeline(pipeline, folder)
 
-    def draw() -> None:
-        """Draw the samples with the averaged weights. Each process draws a share."""
-        log_validation(launch, pipeline, training.step, training.stop_signal, args)
-
-    def score() -> None:
-        """Measure --validation_metrics on samples of the averaged weights, on all processes."""
-        draw_share = partial(draw_rows, launch, pipeline, training.stop_signal, args)
-        training.score_samples(metrics, [draw_share], read_pixels)
-
     results = Results(
         name="pipeline",
         files=["unet/*", "scheduler/*"],
-        save=save,
-        save_epochs=args.save_model_epochs,
+        save_models=save,
         describe=describe_model,
-        draw=draw,
-        draw_every=(args.validation_steps, args.save_images_epochs),
-        score=score if metrics else None,
-        score_every=metrics.every if metrics else None,
-        is_pretrained=args.pretrained_model_name_or_path is not None,
+        launch=launch,
+        run=run,
+        state=state,
+        objective=objective,
+        dataset=dataset,
+        held_out=held_out,
+        records=records,
+        stop_signal=stop_signal,
+        args=args,
     )
-    training.show_first(results)  # a pretrained model before step 1, or what a kill prevented
+
+    def show() -> None:
+        """Held-out loss, samples and report. Each process measures and draws a share."""
+        results.measure_held_out()
+        results.keep_best()  # --save_best
+        with records.timed("samples_seconds"):  # in the next record
+            log_validation(launch, pipeline, progress.global_step, stop_signal, args)
+        results.report()
+
+    def score(metrics: Metrics) -> None:
+        """Measure --validation_metrics on samples of the averaged weights, on all processes."""
+        with records.timed("metrics_seconds"):
+            draw_share = partial(draw_rows, launch, pipeline, stop_signal, args)
+            results.score(metrics, [draw_share], read_pixels)
+        results.keep_best()  # --save_best_metric
+        results.report()
+
+    def goes_on() -> bool:
+        """Whether steps are left, and nothing has stopped the run on any process."""
+        return progress.global_step < args.max_train_steps and not stop_signal.was_stopped
+
+    # Before step 1, a pretrained model is shown as it is. A resumed run shows what was due at its
+    # checkpoint, if a kill has prevented that.
+    is_pretrained = args.pretrained_model_name_or_path is not None
+    shows_first = run.checkpoint is None and is_pretrained and args.validate_first
+    is_due = progress.is_due(args.validation_steps, args.save_images_epochs)
+    if goes_on() and (shows_first or (is_due and results.lack_samples())):
+        show()
+    if metrics and goes_on():
+        if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
+            score(metrics)
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
-    while training.continues():
-        next_step = plan.progress.next_step()
+    while goes_on():
+        next_step = progress.next_step()
         sums = train_step(
             accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
-            args.max_grad_norm, training.records.measure_inputs,
+            args.max_grad_norm, records.measure_inputs,
         )  # fmt: skip
-        # Count the step, update averages and learning rate, and agree whether a signal has come.
-        # After an fp16 overflow, only the position in the data moves.
-        training.advance(next_step, sums)
-        # every --logging_steps: wait for the device, and record means over all processes
-        if training.is_due(args.logging_steps):
-            training.log()
-        # every --checkpointing_steps: copy what a checkpoint holds. A thread of the first process
-        # writes the copy while the next steps are taken. Every --save_model_epochs: the pipeline.
-        training.save_what_is_due(results)
-        # every --validation_steps or --save_images_epochs: held-out loss, samples and report; every
-        # --metric_steps: metrics. Each process takes a share. For the last step, see below.
-        training.show_what_is_due(results)
+        # False after an fp16 overflow: then only the position in the data moves
+        stepped = not accelerator.optimizer_step_was_skipped
+        progress.advance(next_step.images, stepped)
+        ema.update(progress, next_step.images)
+        if stepped:
+            records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
+            lr_scheduler.step()
+        stop_signal.agree()  # on all processes, whether one of them has got a signal
+        if progress.is_due(args.logging_steps):
+            records.log()  # waits for the device; means over all processes, for the trackers too
+        # The state is copied. A thread of the first process writes the copy during the next steps.
+        if args.posthoc_ema and progress.is_due(args.posthoc_ema_steps or args.checkpointing_steps):
+            saver.save_snapshot()
+        epochs = args.checkpointing_epochs
+        if progress.is_due(None if epochs else args.checkpointing_steps, epochs):
+            saver.save_checkpoint()
+        # After the last step, these come with the result.
+        if progress.is_due(None, args.save_model_epochs) and goes_on():
+            results.save()
+        if metrics and progress.is_due(metrics.every) and goes_on():
+            score(metrics)
+        if progress.is_due(args.validation_steps, args.save_images_epochs) and goes_on():
+            show()
 
-    # The end. A run that a signal has stopped only gets its checkpoint, and exits with its status.
-    training.save_last()  # checkpoint and snapshot, unless this step has them
+    # The end. A run that was stopped only gets its checkpoint, and exits with the signal's status.
+    saver.save_last()  # checkpoint and snapshot, unless this step has them
     loaded.close()  # ends the thread and the processes that load
-    training.finish(results)  # the result, its samples and report, the upload
+    records.bar.close()
+    if not stop_signal.was_stopped:
+        results.save()  # before the samples, so that a kill can't lose it
+        if metrics:
+            score(metrics)
+        show()
+        if args.posthoc_ema:
+            results.compare_widths()
+    saver.finish()  # waits for the copies of --checkpoints_to
+    results.end()  # the model card, the upload, and what to do next
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ def time_steps(kind, argv):
     "written": [[seconds at its begin, at its end, bytes]]}
     """
 
-    from diffusion_training.training import state
+    from diffusion_training.training.keeping import saver
 
     script = importlib.import_module("train_unconditional")
-    take_step, save_checkpoint, marks, written = script.train_step, state.save_checkpoint, [], []
+    take_step, save_checkpoint, marks, written = script.train_step, saver.save_checkpoint, [], []
 
     def synchronize():
         if gpu := bench.find_gpu():
@@ -55,11 +55,11 @@ def time_steps(kind, argv):
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         written.append([begin, time.perf_counter(), size])
 
-    make_checkpoint_copy = state.make_checkpoint_copy if kind == "beside" else lambda *args: None
+    make_checkpoint_copy = saver.make_checkpoint_copy if kind == "beside" else lambda *args: None
     with (
         mock.patch.object(script, "train_step", step),
-        mock.patch.object(state, "save_checkpoint", save),
-        mock.patch.object(state, "make_checkpoint_copy", make_checkpoint_copy),
+        mock.patch.object(saver, "save_checkpoint", save),
+        mock.patch.object(saver, "make_checkpoint_copy", make_checkpoint_copy),
     ):
         script.main(script.parse_args(argv))
     print(json.dumps({"steps": marks, "written": written}))

@@ -406,12 +406,14 @@ class StopSignal:
     """Notes the stop signals, which end the run on all processes after the current step.
 
     together: whether all processes call the models at the same time, and `poll` equally often.
+    writer: `Writer`, whose thread may fail.
     """
 
-    def __init__(self, num_processes: int, together: bool = False) -> None:
+    def __init__(self, num_processes: int, together: bool = False, writer: Any = None) -> None:
         self.together = together
+        self.writer = writer
         self.agreed = 0
-        self.has_failed = False  # whether any process has; see `agree`
+        self.starved_because = ""  # why --follow ends the run
         self.handlers = contextlib.ExitStack()
         self.handlers.enter_context(handling(self.note))
         # The processes agree over gloo, so that no device has to wait.
@@ -429,12 +431,21 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agree(self, failed: bool = False) -> int:
+    @property
+    def was_stopped(self) -> bool:
+        """Whether all processes have agreed to end the run before its last step."""
+        return bool(self.agreed or self.starved_because)
+
+    def agree(self) -> int:
         """Once per step: return the signal's number if any process has received one, else 0.
 
-        failed: whether this process must end the run, on all processes in the same step.
+        If the writer has failed, all processes end here, in the same step.
         """
-        self.agreed, self.has_failed = self.find_highest(self.received, failed)
+        has_failed = self.writer is not None and self.writer.has_failed()
+        self.agreed, has_failed = self.find_highest(self.received, has_failed)
+        if has_failed:
+            self.writer.wait()  # raises the error
+            self.find_highest(0, False)  # other processes wait here until the first one has ended
         return self.agreed
 
     def find_highest(self, number: int, flag: bool) -> tuple[int, bool]:

@@ -12,7 +12,6 @@ from diffusion_training.training.flags import (
     add_saving_flags,
     check_training_args,
 )
-from diffusion_training.training.step.optimizers import make_optimizer
 
 CLASSES = "zero one two three four five six seven eight nine".split()
 
@@ -58,16 +57,21 @@ from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.files import saving
-from diffusion_training.launch import accelerator_options, make_launch
+from diffusion_training.launch import StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.checkpoints import save_weights
+from diffusion_training.training.keeping.saver import Saver, check_free_space
+from diffusion_training.training.records import Records
+from diffusion_training.training.results import Results
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.showing.report import Description
 from diffusion_training.training.showing.samples import draw_grid, save_samples
-from diffusion_training.training.state import Results, Training
+from diffusion_training.training.state import TrainState, describe_settings, place_models
+from diffusion_training.training.step.costs import Costs
+from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
 
@@ -194,56 +198,89 @@ def main(args):
     if plan.is_done:
         return
     args = complete_args(args, launch, run, plan)
-    training = Training(
-        launch, run, plan, models, objective, dataset, held_out, make_optimizer, args
-    )
+    check_free_space(launch, models, args)
+    ema = place_models(launch, models, args)
+    optimizer = make_optimizer(models, args)
+    progress = plan.progress
+    settings = describe_settings(launch, progress, dataset, held_out, args)
+    state = TrainState(models, ema, optimizer, progress, settings)
+    state.load(accelerator, run, plan.state, args)
+    lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
+    costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
     if launch.compile:
         compile_model(models["unet"], launch.compile)
     wrapped = {"unet": accelerator.prepare(models["unet"])}
-    optimizer = accelerator.prepare(training.optimizer)
+    optimizer = accelerator.prepare(optimizer)
 
-    keys = step_batches(order, plan.progress, launch.rank, launch.num_processes)
+    keys = step_batches(order, progress, launch.rank, launch.num_processes)
     workers = launch.choose_workers(args.dataloader_num_workers)
     loaded = load_batches(dataset, keys, workers, launch.device)
     if args.find_lr:
         result = find_learning_rate(
-            accelerator, objective, train_step, wrapped, optimizer, loaded, plan.progress, args
+            accelerator, objective, train_step, wrapped, optimizer, loaded, progress, args
         )
         end_run(launch, run, result, [], args)
         return
-    batches = training.begin(loaded)
+    records = Records(accelerator, run, progress, models, objective, costs, 0, args)
+    stop_signal = StopSignal(launch.num_processes, launch.shard, run.writer)
+    saver = Saver(launch, run, state, records, stop_signal, args)
+    batches = records.watch(loaded)
 
     def save(best, folder):
         with saving(folder, "the U-Net") as unfinished:
             save_weights(best["unet"], unfinished / "unet")
 
-    def draw():
-        if launch.is_main:
-            samples = draw_samples(training.ema_or_model("unet"), launch.device, args)
-            save_samples(accelerator, draw_grid(samples, CLASSES), args.output_dir, training.step)
-
     results = Results(
-        name="U-Net",
-        files=["unet/*"],
-        save=save,
-        describe=describe_model,
-        draw=draw,
-        draw_every=(None, args.validation_epochs),
-    )
-    while training.continues():
-        next_step = plan.progress.next_step()
+        "U-Net", ["unet/*"], save, describe_model, launch, run, state, objective, dataset,
+        held_out, records, stop_signal, args,
+    )  # fmt: skip
+
+    def show():
+        results.measure_held_out()
+        results.keep_best()
+        if launch.is_main:
+            samples = draw_samples(ema.get_model("unet"), launch.device, args)
+            step = progress.global_step
+            save_samples(accelerator, draw_grid(samples, CLASSES), args.output_dir, step)
+        results.report()
+
+    def goes_on():
+        return progress.global_step < args.max_train_steps and not stop_signal.was_stopped
+
+    stop_signal.agree()  # a signal may have come before
+    models["unet"].train()
+    while goes_on():
+        next_step = progress.next_step()
         sums = train_step(
             accelerator, objective, wrapped, optimizer, batches, next_step, args.seed,
-            args.max_grad_norm, training.records.measure_inputs,
+            args.max_grad_norm, records.measure_inputs,
         )  # fmt: skip
-        training.advance(next_step, sums)
-        if training.is_due(args.logging_steps):
-            training.log()
-        training.save_what_is_due(results)
-        training.show_what_is_due(results)
-    training.save_last()
+        stepped = not accelerator.optimizer_step_was_skipped  # after an fp16 overflow
+        progress.advance(next_step.images, stepped)
+        ema.update(progress, next_step.images)
+        if stepped:
+            records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
+            lr_scheduler.step()
+        stop_signal.agree()
+        if progress.is_due(args.logging_steps):
+            records.log()
+        if args.posthoc_ema and progress.is_due(args.posthoc_ema_steps or args.checkpointing_steps):
+            saver.save_snapshot()
+        epochs = args.checkpointing_epochs
+        if progress.is_due(None if epochs else args.checkpointing_steps, epochs):
+            saver.save_checkpoint()
+        if progress.is_due(None, args.validation_epochs) and goes_on():
+            show()
+    saver.save_last()
     loaded.close()
-    training.finish(results)
+    records.bar.close()
+    if not stop_signal.was_stopped:
+        results.save()
+        show()
+        if args.posthoc_ema:
+            results.compare_widths()
+    saver.finish()
+    results.end()
 
 
 if __name__ == "__main__":

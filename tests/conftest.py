@@ -53,8 +53,8 @@ from diffusion_training.errors.sentences import AGAIN  # noqa: E402
 from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
 from diffusion_training.repositories import open_repository  # noqa: E402
-from diffusion_training.training import lora  # noqa: E402
 from diffusion_training.training.keeping.checkpoints import find_checkpoints  # noqa: E402
+from diffusion_training.training.lora import lora  # noqa: E402
 from diffusion_training.training.step.optimizers import load_optimizer  # noqa: E402
 
 torch.set_num_threads(1)

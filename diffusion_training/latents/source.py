@@ -130,6 +130,11 @@ class Data:
         return count_lengths(len(self.empty_prompt["prompt_embeds"]))
 
     @property
+    def is_followed(self) -> bool:
+        """Whether the cache may still be in the making (--follow)."""
+        return getattr(self.dataset, "wait_for_images", None) is not None
+
+    @property
     def num_references(self) -> int:
         """How many images an edit starts from."""
         return len(self.references) // 2  # each has an entry for its size

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.models import is_adapted
 from diffusion_training.training.keeping.checkpoints import find_checkpoints
+from diffusion_training.training.progress import NextStep, Progress
+from diffusion_training.training.run_folder import RunFolder, begin_run
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.objective import measure_constant
 from diffusion_training.training.step.sharding import is_sharded, whole
@@ -35,29 +37,31 @@ MEASURED = (*Inputs._fields, "count")
 class Records:
     """Collects and reports how a run is doing.
 
-    `watch`, `measure_inputs` and `add` only take notes; only `update` waits for the device.
+    `watch`, `measure_inputs` and `add` only collect; only `update` waits for the device.
 
-    models: those that are trained. objective: to compare the loss with that of a constant
-    prediction. wait_for_writer: waits until the last checkpoint is written.
+    models: those that are trained. num_left_out: images that could not be decoded before the run.
+    objective: to compare the loss with that of a constant prediction.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        global_step: int,
-        num_left_out: int,
-        checkpoint: Path | None,
-        args: Namespace,
+        run: RunFolder,
+        progress: Progress,
         models: Models,
-        costs: Costs,
         objective: Objective,
-        wait_for_writer: Callable[[], None],
+        costs: Costs,
+        num_left_out: int,
+        args: Namespace,
     ) -> None:
         self.accelerator = accelerator
         self.output_dir = Path(args.output_dir)
         self.args = args
-        self.checkpoint = checkpoint
-        self.first_step = global_step
+        self.run = run
+        self.has_begun = False
+        self.progress = progress
+        self.first_step = progress.global_step
+        self.updated_at = progress.data_step  # at the last `update`
         self.held_out: dict[str, float] = {}
         self.metrics: dict[str, Any] = {}
         self.signs: set[str] = set()
@@ -73,10 +77,10 @@ class Records:
             self.skipped |= set(map(hash_name, record.get("skipped", ())))
             if "loss" in record:
                 self.add_epoch_loss(record["epoch"], record["loss"])
-        init_trackers(accelerator, args, global_step if checkpoint else -1)
+        init_trackers(accelerator, args, run.checkpoint_step)
         self.bar = tqdm(
             total=args.max_train_steps,
-            initial=global_step,
+            initial=self.first_step,
             desc="Steps",
             disable=not accelerator.is_main_process,
             # no steps per second, so that the rest fits into 80 columns
@@ -97,8 +101,7 @@ class Records:
         self.num_left_out = num_left_out
         self.first_inputs: Prepared | None = None  # some of the first images
         self.objective = objective
-        self.wait_for_writer = wait_for_writer
-        self.any_decoded = checkpoint is not None
+        self.any_decoded = run.checkpoint is not None
         self.models = models
         self.lora_b: list[torch.Tensor] = []
         if any(map(is_adapted, models.values())):
@@ -112,17 +115,26 @@ class Records:
 
     def read_kept(self) -> Iterator[dict]:
         """Read the records of the run that is resumed. They may not fit into memory."""
-        if self.checkpoint:
-            yield from iterate_metrics(self.checkpoint.parent, self.first_step)
+        if self.run.checkpoint:
+            yield from iterate_metrics(self.run.checkpoint.parent, self.first_step)
 
     def begin(self) -> None:
-        """Begin metrics.jsonl, without the records after the checkpoint, which come again."""
+        """Before the first file is written, remove what an earlier run has left.
+
+        metrics.jsonl begins without the records after the checkpoint, which come again.
+        """
+        if self.has_begun:
+            return
+        self.has_begun = True
         if self.accelerator.is_main_process:
+            begin_run(self.run, self.output_dir)
             with (
                 saving(self.output_dir, "metrics.jsonl") as unfinished,
                 (unfinished / "metrics.jsonl").open("w") as file,
             ):
                 file.writelines(json.dumps(record) + "\n" for record in self.read_kept())
+        if self.run.copies:
+            self.run.copies.begin(self.run.checkpoint_step)
 
     def add_epoch_loss(self, epoch: int, loss: float) -> None:
         """Add the loss of a record to its epoch; only the epoch before it is kept, too."""
@@ -149,8 +161,9 @@ class Records:
                 self.first_inputs = take_first(prepared, 16)
             self.costs.count_operations(prepared)
 
-    def add(self, sums: StepSums, num_images: int, epoch: int, lr: float) -> None:
-        """Add the result of `train_step` for a step with `num_images` on all processes together."""
+    def add(self, sums: StepSums, step: NextStep, lr: float) -> None:
+        """Add what `train_step` returned for a step."""
+        self.begin()
         norm = whole(sums["grad_norm"])
         added = {
             "loss": sums["loss"],
@@ -163,8 +176,8 @@ class Records:
             added |= {"prior_loss": sums["prior_loss"], "prior_weight": sums["weight"]}
         for name, value in added.items():
             self.sums[name] += value
-        self.num_images += num_images
-        self.epoch = epoch
+        self.num_images += step.images
+        self.epoch = step.epoch
         self.lr = lr
         self.bar.update(1)  # only counts: showing the loss would wait for the device
 
@@ -183,8 +196,10 @@ class Records:
         """Let the next record have the seconds that the block took, under `name`.
 
         Pauses of the training are left out of the bar's estimate of a step, but not of images per
-        second.
+        second. They write files, so `begin` comes first.
         """
+        if is_pause:
+            self.begin()
         begin = time.perf_counter()
         yield
         self.seconds[name] = pause = time.perf_counter() - begin
@@ -202,8 +217,25 @@ class Records:
         values = self.accelerator.reduce(torch.stack(list(sums.values()))).tolist()
         return dict(zip(sums, values, strict=True))
 
-    def update(self, step: int, log: bool, last: bool) -> None:
-        """Wait for the device, check the steps since the last record, and write one if `log`."""
+    def log(self) -> None:
+        """Write a record of the steps since the last one, for the trackers too."""
+        self.update(log=True)
+
+    def settle(self) -> None:
+        """Before a save, check the loss. After the last step, write its record."""
+        is_last = self.progress.global_step == self.args.max_train_steps
+        self.update(log=is_last and self.progress.stepped)
+
+    def update(self, log: bool) -> None:
+        """Wait for the device and check the steps since the last record, only once in a step.
+
+        log: write a record.
+        """
+        if self.updated_at == self.progress.data_step:
+            return
+        self.updated_at = self.progress.data_step
+        step = self.progress.global_step
+        last = step == self.args.max_train_steps
         sums = self.gather()
         for name, reason in gather_object(sorted(self.new_skipped.items())):
             hashed = hash_name(name)
@@ -240,7 +272,7 @@ class Records:
         if sums["weight"] == 0 and (self.num_images >= 100 or none_of_epoch):
             fail(f"none of the last {self.num_images} images could be used{self.example}")
         if not math.isfinite(sums["loss"] + sums["grad_norm"]):
-            self.wait_for_writer()
+            self.run.writer.wait()  # perhaps of a checkpoint
             checkpoints = find_checkpoints(self.output_dir)
             newest = checkpoints[-1] if checkpoints else "none"
             advice = "try a lower --learning_rate or more --lr_warmup_steps"

@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from diffusion_training.training.keeping.checkpoints import (
     read_state,
 )
 from diffusion_training.training.keeping.posthoc import prune_snapshots
+from diffusion_training.training.keeping.saver import Writer
 from diffusion_training.training.showing.hub import make_repository, upload_run
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class RunFolder:
     checkpoint_step: int = -1  # -1 without a checkpoint to resume from
     tracker_id: str | None = None  # a resumed run keeps it, so it is one run in wandb
     copies: "Copies | None" = None  # at --checkpoints_to; None except on the first process
+    writer: Writer = field(default_factory=Writer)  # of checkpoints
 
     def read_state(self, num_images: int, args: Namespace) -> dict[str, Any]:
         """The state in which the run begins; see `read_state`."""

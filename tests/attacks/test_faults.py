@@ -59,7 +59,7 @@ from conftest import (
 from diffusers import DDPMScheduler
 from PIL import Image
 
-from diffusion_training.training import state
+from diffusion_training.training.keeping import saver
 from diffusion_training.training.showing import report
 from diffusion_training.training.step import costs
 
@@ -669,7 +669,7 @@ def test_damaged_files_are_repaired_or_refused(targets, name, count):
     if name == NAMES[0]:
         target.run()
     else:  # with two checkpoints, which are written at once, and something left to do
-        write_at_once = lambda: setattr(state, "make_checkpoint_copy", lambda *args: None)
+        write_at_once = lambda: setattr(saver, "make_checkpoint_copy", lambda *args: None)
         codes, _ = target.run(happen=at("train_step", 7, die), before=write_at_once)
         assert codes == [-signal.SIGKILL]
     folder, good = (

@@ -20,7 +20,7 @@ import train_unconditional
 from diffusion_training.batches import Objective, Prepared
 from diffusion_training.launch import Launch
 from diffusion_training.models import list_parameters, start_average
-from diffusion_training.training import state
+from diffusion_training.training.keeping import saver
 from diffusion_training.training.step import costs
 from diffusion_training.training.step.costs import (
     Costs,
@@ -383,13 +383,13 @@ def test_too_little_disk_space_for_checkpoints_is_refused(
         *([f"--rank={rank}", "--output_kohya_format"] if rank else []),
     ]
     counted = []
-    count = state.count_disk
+    count = saver.count_disk
 
     def note(*args):
         counted.append(count(*args))
         return counted[-1]
 
-    monkeypatch.setattr(state, "count_disk", note)
+    monkeypatch.setattr(saver, "count_disk", note)
 
     def train(*more):
         reset()

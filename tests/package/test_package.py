@@ -241,7 +241,9 @@ COVERED = {
     "training.showing.sample_base": "scripts/test_validation_base.py --validation_base",
     "training.showing.samples": "package/test_run_folder.py",
     "training.lora.training_adapter": "scripts/test_validation_base.py --training_adapter",
-    "training.state": "scripts/test_checkpoints_beside.py",
+    "training.keeping.saver": "scripts/test_posthoc_ema.py",
+    "training.results": "scripts/test_save_best.py --save_best",
+    "training.state": "scripts/test_replicas.py",
 }
 
 
@@ -262,22 +264,43 @@ def definitions(path):
     return [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
 
 
+def list_calls(node):
+    """The names of the functions and methods that a piece of code calls itself, line by line."""
+    found = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    found.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [ast.unparse(call.func) for call in found]
+
+
 def calls(node):
-    """The names of the functions and methods that a piece of code calls itself."""
-    names = set()
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call):
-            names.add(ast.unparse(part.func))
-    return names
+    return set(list_calls(node))
 
 
 @pytest.mark.parametrize("script", TRAINERS)
 def test_main_of_each_trainer_has_the_accelerator_and_the_loop(script):
-    """`main` makes the Accelerator, prepares models and optimizer, and has the loop itself."""
+    """`main` shows what is trained and saved, and the loop its verbs, in the order of time."""
     (main,) = (node for node in definitions(ROOT / f"{script}.py") if node.name == "main")
-    assert {"Accelerator", "accelerator.prepare"} <= calls(main)
+    assert {"Accelerator", "make_optimizer", "accelerator.prepare", "make_lr_scheduler"} <= calls(
+        main
+    )
+    # what a checkpoint holds has its names here
+    (state,) = (
+        node
+        for node in ast.walk(main)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "TrainState"
+    )
+    held = ["models", "ema", "optimizer", "progress", "settings"]
+    assert [keyword.arg for keyword in state.keywords] == held
     (loop,) = (node for node in main.body if isinstance(node, ast.While))
-    assert {"train_step", "training.save_what_is_due", "training.show_what_is_due"} <= calls(loop)
+    order = [
+        "train_step", "progress.advance", "ema.update", "records.add", "lr_scheduler.step",
+        "stop_signal.agree", "records.log", "saver.save_snapshot", "saver.save_checkpoint",
+        "score", "show",
+    ]  # fmt: skip
+    assert [name for name in list_calls(loop) if name in order] == order
+    # what is not done in each step has its condition in sight
+    for name in order[6:]:
+        (within,) = (node for node in loop.body if isinstance(node, ast.If) and name in calls(node))
+        assert "progress.is_due" in calls(within.test), name
 
 
 @needs("aiohttp")

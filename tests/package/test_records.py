@@ -17,8 +17,9 @@ import train_flow
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Objective, Prepared
-from diffusion_training.training.progress import NextStep
+from diffusion_training.training.progress import NextStep, Progress
 from diffusion_training.training.records import Records, measure_images
+from diffusion_training.training.run_folder import RunFolder
 from diffusion_training.training.step.signs import NUMBERS, Inputs, find_signs, read_metrics
 
 
@@ -43,9 +44,11 @@ def run(tmp_path):
         costs = argparse.Namespace(
             count_operations=lambda prepared: None, describe=str, measure=lambda speed: {}
         )
-        records = Records(
-            accelerator, global_step, num_left_out, checkpoint, settings, {}, costs, None, bool
-        )
+        state = {"global_step": global_step, "data_step": global_step, "images_seen": 0}
+        reached = global_step if checkpoint else -1
+        folder = RunFolder("train.py", None, checkpoint, {}, None, checkpoint_step=reached)
+        progress = Progress(state, 100, 2, 1)
+        records = Records(accelerator, folder, progress, {}, None, costs, num_left_out, settings)
         records.begin()
         return records
 
@@ -76,8 +79,11 @@ def step(records, number, batch=None, loss=0.5, norm=0.1, log=True, last=False, 
         records.measure_inputs(prepare(watched), watched["weight"])
     weight = batch["weight"].sum()
     sums = {"loss": loss * weight, "weight": weight, "grad_norm": torch.tensor(norm)}
-    records.add(sums, len(batch["weight"]), epoch, 1e-3)
-    records.update(number, log, last)
+    records.progress.global_step = records.progress.data_step = number
+    if last:
+        records.args.max_train_steps = number
+    records.add(sums, NextStep(number, epoch, len(batch["weight"]), 1), 1e-3)
+    records.update(log)
 
 
 def metrics(tmp_path):

@@ -28,10 +28,10 @@ from conftest import (
 )
 
 from diffusion_training.files import checksum_files
+from diffusion_training.launch import StopSignal
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training.keeping import checkpoints as checkpoints_module
 from diffusion_training.training.keeping.checkpoint_copy import count_copy, make_checkpoint_copy
-from diffusion_training.training.state import Training
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 UNCONDITIONAL, TEXT = Script("train_unconditional"), Script("train_text_to_image")
@@ -130,14 +130,16 @@ def test_a_run_has_a_copy_if_a_checkpoint_comes_before_its_last_step(step, last,
 def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
     """The thread meets the error in step 8; the checkpoint before and the records stay."""
     train = UNCONDITIONAL
-    save, take_step, agree = torch.save, train.module.train_step, Training.agree
-
-    def agree_after_the_error(training):
-        if training.writing and training.step == 8:
-            wait_until(training.writing.done)
-        agree(training)
+    save, take_step, agree = torch.save, train.module.train_step, StopSignal.agree
 
     def run():
+        taken = []
+
+        def agree_after_the_error(stop_signal):
+            if stop_signal.writer.writing and len(taken) == 8:
+                wait_until(stop_signal.writer.writing["checkpoint"].done)
+            agree(stop_signal)
+
         number = itertools.count()
 
         def fill(*args):
@@ -150,10 +152,12 @@ def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
             step = args[5].number + 1
             if os.environ["RANK"] == "1":
                 Path(tmp_path, f"begun-{step}").touch()
-            return take_step(*args)
+            sums = take_step(*args)
+            taken.append(step)
+            return sums
 
         torch.save, train.module.train_step = fill, note
-        Training.agree = agree_after_the_error
+        StopSignal.agree = agree_after_the_error
         train(*flags, "--max_train_steps=20", "--checkpointing_steps=3")
 
     codes = finish(start(run, 2, tmp_path / "log"))

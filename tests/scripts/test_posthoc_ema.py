@@ -21,9 +21,8 @@ from conftest import (
 from diffusers import DDPMPipeline, UNet2DModel
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.training import state
-from diffusion_training.training.keeping import posthoc
-from diffusion_training.training.state import check_free_space
+from diffusion_training.training.keeping import posthoc, saver
+from diffusion_training.training.keeping.saver import check_free_space
 
 train = Script("train_unconditional")
 reconstruct = Script("reconstruct_ema")
@@ -78,7 +77,7 @@ def test_a_run_keeps_snapshots_and_measures_widths(tmp_path, inputs, whole):
 
 def test_a_checkpoint_does_not_wait_for_the_snapshot_of_its_step(tmp_path, inputs, monkeypatch):
     """The run would never end if it did."""
-    write, take_step = state.write_snapshot, train.module.train_step
+    write, take_step = saver.write_snapshot, train.module.train_step
     begun = []
 
     def write_in_step_3(*args):
@@ -89,7 +88,7 @@ def test_a_checkpoint_does_not_wait_for_the_snapshot_of_its_step(tmp_path, input
         begun.append(0)
         return take_step(*args)
 
-    monkeypatch.setattr(state, "write_snapshot", write_in_step_3)
+    monkeypatch.setattr(saver, "write_snapshot", write_in_step_3)
     monkeypatch.setattr(train.module, "train_step", note)
     flags = list_flags(inputs, tmp_path / "out", "--posthoc_ema_steps=2", "--logging_steps=1")
     train(*flags, "--max_train_steps=3")

@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 from conftest import Script, checkpoints, finish, list_unconditional_flags, start
 
-from diffusion_training.training.replicas import check_replicas, list_replicas, sum_bits
-from diffusion_training.training.state import Training
+from diffusion_training.training.keeping.replicas import check_replicas, list_replicas, sum_bits
+from diffusion_training.training.state import Averages
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train = Script("train_unconditional")
@@ -35,7 +35,7 @@ def flip_bit(weight):
 
 
 @pytest.mark.parametrize("part, named", [
-    (None, None), ("models", "unet/conv_out.weight"), ("averaged", "unet_ema/conv_out.weight"),
+    (None, None), ("trained", "unet/conv_out.weight"), ("averaged", "unet_ema/conv_out.weight"),
 ])  # fmt: skip
 def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
     tmp_path, flags, part, named
@@ -43,14 +43,14 @@ def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
     """A bit flips at step 3, in the second process. The checkpoint of step 2 stays."""
 
     def run():
-        advance = Training.advance
+        update = Averages.update
 
-        def advance_and_corrupt(self, *given):
-            advance(self, *given)
-            if part and self.step == 3 and os.environ["RANK"] == "1":
+        def update_and_corrupt(self, progress, *given):
+            update(self, progress, *given)
+            if part and progress.global_step == 3 and os.environ["RANK"] == "1":
                 flip_bit(getattr(self, part)["unet"].conv_out.weight)
 
-        Training.advance = advance_and_corrupt
+        Averages.update = update_and_corrupt
         train(*flags)
 
     log = tmp_path / "log"
