@@ -125,7 +125,7 @@ from diffusion_training.data.class_names import name_classes
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import list_reference_columns
-from diffusion_training.data.rows import load_rows, read_items
+from diffusion_training.data.rows import ImageRows, load_rows, read_items
 from diffusion_training.data.streams import StreamedRows
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
@@ -158,7 +158,7 @@ from diffusion_training.latents.encoders import (
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
 from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
 from diffusion_training.latents.published import check_published, open_published, read_row
-from diffusion_training.launch import Meeting, accelerator_options, make_launch
+from diffusion_training.launch import Launch, Meeting, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES, EXACT
@@ -177,7 +177,7 @@ class RowBatch(TypedDict, total=False):
     Entries before the blank line are in the order of the rows, those after it in that of `groups`.
     """
 
-    cache: int  # its index among the caches
+    cache_index: int  # which of the caches
     row: list[int]
     key: list[str]
     skipped: list[str | None]  # why a row can't be used
@@ -230,7 +230,7 @@ class TransformedRows(torch.utils.data.Dataset):
             group = [i for i, own in enumerate(sizes) if own == size]
             groups += [group[start : start + limit] for start in range(0, len(group), limit)]
         order = sum(groups, [])
-        batch: Any = {"cache": index, "groups": groups}
+        batch: Any = {"cache_index": index, "groups": groups}
         for name in ("row", "key", "skipped", "text"):
             batch[name] = [item[name] for item in items]
         batch["cut"] = are_cut(self.tokenizers, batch["text"])
@@ -281,6 +281,34 @@ def describe_encoders(
     if not all(np.isfinite(embeds).all() for embeds in rounded.values()):
         fail("the embeddings of this text encoder do not fit into float16: use --text_cache ids")
     return rounded, settings
+
+
+def load_and_describe(
+    launch: Launch, base: Base, images: ImageRows, args: Namespace
+) -> tuple[Base, dict[str, np.ndarray], dict[str, Any], Encoders]:
+    """Load the models twice: exact, to describe them; then in the precision that encodes.
+
+    On a CPU that may be the same copy. As the models take gigabytes, only one process of each
+    machine describes them.
+
+    Returns (the base, with what its family has found out, empty_prompt, settings, the encoders);
+    see `describe_encoders`.
+    """
+    accelerator = launch.accelerator
+    is_exact = launch.dtype == torch.float32 and launch.device.type == "cpu" and not launch.compile
+    encoders = found = None
+    if accelerator.is_local_main_process:
+        encoders = load_encoders(base, EXACT)
+        if args.import_latents:
+            check_published(images.rows, encoders, args)
+        found = encoders.family, *describe_encoders(base, encoders, args, launch.mixed_precision)
+    if not is_exact:
+        encoders = None  # free it before the same models are loaded to encode
+    local_main = launch.rank - accelerator.local_process_index
+    family, empty_prompt, settings = gather_object([found])[local_main]
+    base = replace(base, family=family)
+    encoders = encoders or load_encoders(base, EXACT if is_exact else launch.dtype)
+    return base, empty_prompt, settings, encoders
 
 
 def encode_images(encoders: Encoders, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -486,7 +514,7 @@ def encode_all(
     queued: list[tuple[RowBatch, Encoded]] = []
     previous = texts = None
     for batch in batches:
-        cache = caches[batch["cache"]]
+        cache = caches[batch["cache_index"]]
         # references may have other sizes in another cache
         is_new = (batch["row"], batch["groups"]) != previous or encoders.family.reads_references
         if is_new:
@@ -507,7 +535,7 @@ def make_arrow_rows(
     caches: list[PlannedCache],
 ) -> LatentRows:
     """Turn the results of `encode` into Arrow columns; encode again if some are not finite."""
-    cache = caches[batch["cache"]]
+    cache = caches[batch["cache_index"]]
     by_name = {column.name: column for column in cache.columns}
     padded = [name for name, column in by_name.items() if column.is_padded]
     rows, finite = collect(batch["groups"], encoded, padded)
@@ -540,7 +568,7 @@ def make_arrow_rows(
         arrays[checksum] = pa.array(checksums, pa.uint64())
     counts = {"encoded_again": encoded_again, "captions_cut": sum(batch["cut"][i] for i in good)}
     record_batch = pa.RecordBatch.from_pydict(arrays)
-    return LatentRows(batch["cache"], batch["row"][0], record_batch, skipped, counts)
+    return LatentRows(batch["cache_index"], batch["row"][0], record_batch, skipped, counts)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -601,11 +629,11 @@ def write_each(
     paths: {index of the cache: file}.
     """
     with contextlib.ExitStack() as stack:
-        shards = {cache: stack.enter_context(writing(path)) for cache, path in paths.items()}
+        shards = {index: stack.enter_context(writing(path)) for index, path in paths.items()}
         for item in encoded:
-            _, write = shards[item.cache]
+            _, write = shards[item.cache_index]
             write(item)
-    return {cache: record for cache, (record, _) in shards.items()}
+    return {index: record for index, (record, _) in shards.items()}
 
 
 def finish(
@@ -657,26 +685,13 @@ def main(args: Namespace) -> None:
     if args.class_column:  # they replace captions and a text encoder
         images, classes = name_classes(images, args)
         base = replace(base, classes=tuple(classes))
-    # One process of each machine describes the models, because they take gigabytes. On a CPU these
-    # also encode in float32.
-    keeps_exact = launch.dtype == torch.float32 and device.type == "cpu" and not launch.compile
-    exact = found = None
-    if accelerator.is_local_main_process:
-        exact = load_encoders(base, EXACT)
-        if args.import_latents:
-            check_published(images.rows, exact, args)
-        found = exact.family, *describe_encoders(base, exact, args, launch.mixed_precision)
-    if not keeps_exact:
-        exact = None  # free it before the same models are loaded to encode
-    local_main = rank - accelerator.local_process_index
-    family, empty_prompt, described = gather_object([found])[local_main]
-    base = replace(base, family=family)  # it has found out what it needs
+    base, empty_prompt, described, encoders = load_and_describe(launch, base, images, args)
     if classes:
         described["classes"] = classes
+    # for rows whose results are not finite in the precision of the launch
     load_exact = None
     if launch.dtype != torch.float32:
         load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
-    encoders = exact or load_encoders(base, EXACT if keeps_exact else launch.dtype)
     texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
     if not list_reference_columns(images.rows, args):  # edits may share one instruction
         report_equal(texts, args)
@@ -752,9 +767,10 @@ def main(args: Namespace) -> None:
     ]
 
     for number, of_shard in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
-        # a stream may have more shards than were known at the start
-        new = {0: Path(caches[0].output_dir) / name_shard(number, caches[0].settings)}
-        records = write_each(writing_shard, missing.get(number, new), of_shard)
+        paths = missing.get(number)
+        if paths is None:  # a stream has more shards than were known at the start
+            paths = {0: Path(caches[0].output_dir) / name_shard(number, caches[0].settings)}
+        records = write_each(writing_shard, paths, of_shard)
         if stream:  # its rows are counted as they come
             num_rows = stream.save_position(number, rank)
         for index, record in records.items():

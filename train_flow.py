@@ -19,9 +19,8 @@ Output, in --output_dir:
 
 Layout of this file:
     parse_args                      the flags; bad values stop the script before anything is loaded
-    predict_velocity                the one place where the model is called
+    predict_velocity                the call of the model
     make_transformer                the model, new or pretrained, checked against the data
-    make_scheduler                  the sampler, and the shift of the noise levels
     prepare_batch, compute_loss     a batch -> the inputs of the transformer, and the loss
     train_step                      one optimizer step, with the calls to Accelerate
     log_validation, describe_model  the samples, and the text of the model card
@@ -50,7 +49,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.data.flags import add_reference_flags, check_reference_flags
@@ -283,7 +282,7 @@ from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
-from diffusion_training.training.step.objective import try_sampler
+from diffusion_training.training.step.flow_schedule import choose_shift, make_scheduler
 from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
@@ -306,9 +305,9 @@ def predict_velocity(
 ) -> torch.Tensor:
     """The velocity that the transformer predicts, noise - latents, float32 [N, C, h, w].
 
-    This is the one place where the transformer is called, except for samples: to pass further
-    inputs, change `log_validation` too. A check at the start calls it with {"transformer": ...}
-    alone.
+    The transformer is called here and, for samples, by its pipeline: to pass further inputs, change
+    `log_validation` and `score` too. A check of the shapes calls this function with
+    {"transformer": ...} alone.
 
     sigmas: share of noise in [0, 1], [N]. condition: see `prepare_batch`.
     """
@@ -335,54 +334,6 @@ def make_transformer(
         adapt_denoiser(transformer, base, base_hash, launch, args)
     freeze_unreached(transformer, unreached)  # DDP would wait for their gradients
     return transformer
-
-
-def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEulerDiscreteScheduler:
-    """Make the sampler of the pipeline, with --shift."""
-    _, class_name = base.index.get("scheduler", [None, None])
-    with explained(f"{base.source} holds no scheduler for flow matching"):
-        if class_name == FlowMatchEulerDiscreteScheduler.__name__:
-            sampler = base.family.load_scheduler(base)
-        else:  # the base has no flow matching, or is not a pipeline but single models
-            if base.index.get("_class_name") == base.family.pipeline and args.shift is None:
-                raise ValueError(f"it has a {class_name}: set the shift of the noise with --shift")
-            sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
-        if args.shift is not None:  # the same for all sizes
-            sampler = FlowMatchEulerDiscreteScheduler.from_config(
-                sampler.config, shift=args.shift, use_dynamic_shifting=False
-            )
-        if class_name:
-            side = resolution // 8  # of the latents, roughly
-            shift = choose_shift(sampler, 2, side, side)
-            if not 0 < shift < math.inf:
-                raise ValueError(f"it shifts the noise by {shift}")
-            # some pipelines pass mu to any scheduler
-            mu = compute_mu(sampler.config, side**2 / 4)
-            try_sampler(sampler, 10, mu=mu)
-    return sampler
-
-
-def compute_mu(config: Any, tokens: float) -> float:
-    """The exponent of the shift for an image of so many tokens, as the pipelines compute it."""
-    slope = (config.max_shift - config.base_shift) / (
-        config.max_image_seq_len - config.base_image_seq_len
-    )
-    return config.base_shift + slope * (tokens - config.base_image_seq_len)
-
-
-def choose_shift(
-    sampler: FlowMatchEulerDiscreteScheduler, patch_size: int, height: int, width: int
-) -> float:
-    """The sampler's shift of the noise levels, used in training too (arXiv:2403.03206, 5.3.2).
-
-    With use_dynamic_shifting it grows with the number of tokens, as in the pipelines. height,
-    width: size of the latents.
-    """
-    config = sampler.config
-    if not config.use_dynamic_shifting:
-        return config.shift
-    mu = compute_mu(config, height * width / patch_size**2)
-    return math.exp(mu) if config.time_shift_type == "exponential" else mu
 
 
 # -------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ precompute_latents.py takes, which are then encoded in every step. Output, in --
 
 Layout of this file:
     parse_args                      the flags; bad values stop the script before anything is loaded
-    predict_noise                   the one place where the U-Net is called
-    make_unet, make_schedulers      the model, the scheduler that adds noise, and the sampler
+    predict_noise                   the call of the U-Net
+    make_unet                       the model, new or pretrained, checked against the data
     prepare_batch, compute_loss     a batch -> the inputs of the U-Net, and the loss
     train_step                      one optimizer step, with the calls to Accelerate
     log_validation, describe_model  the samples, and the text of the model card
@@ -180,13 +180,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
-from diffusers import (
-    DDIMScheduler,
-    DDPMScheduler,
-    DiffusionPipeline,
-    SchedulerMixin,
-    UNet2DConditionModel,
-)
+from diffusers import DDPMScheduler, DiffusionPipeline, SchedulerMixin, UNet2DConditionModel
 
 from diffusion_training.batches import (
     Batch,
@@ -197,7 +191,7 @@ from diffusion_training.batches import (
     TextToImageBatch,
 )
 from diffusion_training.data.images import make_time_ids
-from diffusion_training.errors.sentences import explained, fail, in_one_sentence
+from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.opening import open_base
 from diffusion_training.files import saving
@@ -226,23 +220,17 @@ from diffusion_training.training.showing.captioned_samples import (
 )
 from diffusion_training.training.showing.card import describe_text_to_image
 from diffusion_training.training.showing.metadata import describe_file
-from diffusion_training.training.showing.pipelines import (
-    SINGLE_FILE,
-    save_pipeline,
-    save_single_file,
-)
+from diffusion_training.training.showing.pipelines import SINGLE_FILE, save_whole
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
 from diffusion_training.training.step.objective import (
-    check_objective,
     held_out_epsilon_loss,
-    load_sampler,
+    make_schedulers,
     min_snr_weight,
     objective_flags,
-    try_sampler,
 )
 from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
@@ -262,8 +250,9 @@ def predict_noise(
 ) -> torch.Tensor:
     """The prediction of the U-Net, float32 [N, C, h, w].
 
-    This is the one place where the U-Net is called, except for samples: to pass further inputs,
-    change `log_validation` too. A check at the start calls it with {"unet": ...} alone.
+    The U-Net is called here and, for samples, by its pipeline: to pass further inputs, change
+    `log_validation` and `score` too. A check of the shapes calls this function with
+    {"unet": ...} alone.
 
     condition: see `prepare_batch`.
     """
@@ -298,31 +287,6 @@ def make_unet(
     if args.rank:
         adapt_denoiser(unet, base, base_hash, launch, args)
     return unet
-
-
-def make_schedulers(base: Base, args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
-    """Return (the scheduler that adds noise in training, the sampler of the pipeline).
-
-    Both are set to the objective of the training.
-    """
-    objective = objective_flags(args)
-    with explained(f"{base.name} holds no scheduler"):
-        source, options = base.locate_scheduler()
-        sampler = load_sampler(source, options, objective)
-        noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **objective)
-        if noise_scheduler.config.rescale_betas_zero_snr:
-            # sampling starts from pure noise, which not every sampler can do
-            sampler = DDIMScheduler.from_pretrained(source, **options, **objective)
-    check_objective(noise_scheduler)
-    timesteps = noise_scheduler.config.num_train_timesteps
-    if args.num_inference_steps > timesteps:
-        fail(
-            f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training "
-            "timesteps"
-        )
-    with explained(f"the scheduler of {base.name} ({type(sampler).__name__}) can't draw samples"):
-        try_sampler(sampler, args.num_inference_steps)
-    return noise_scheduler, sampler
 
 
 # -------------------------------------------------------------------------------------------------
@@ -491,17 +455,6 @@ def make_pipeline(
     """
     parts = load_parts(base, with_text) | {"unet": unet, "scheduler": sampler}
     return base.family.build(parts, base, base.family.resolution)
-
-
-def save_whole(
-    pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
-) -> None:
-    """Write the pipeline. With `metadata`, also write it as one file with that header."""
-    save_pipeline(pipeline, folder)
-    if metadata is not None:
-        with explained("--output_single_file can't be written; the pipeline was saved"):
-            weights = family.merge(pipeline)
-        save_single_file(weights, metadata, folder)
 
 
 def log_validation(

@@ -14,10 +14,10 @@ parquet, webdataset). Output, in --output_dir:
 Layout of this file:
     parse_args                       the flags; bad values stop the script before anything is loaded
     ImageDataset                     keys -> a batch; the same key always has the same crop and flip
-    make_unet, make_noise_scheduler  the model, and the scheduler that adds noise in training
+    make_unet                        the model
     prepare_batch, compute_loss      a batch -> the inputs of the U-Net, and the loss
     train_step                       one optimizer step, with the calls to Accelerate
-    log_validation, draw_rows        the samples, to look at and to measure
+    draw_images                      the samples, to look at (log_validation) and to measure
     describe_model                   the text of the model card
     main                             the run from its first line to its last, with the loop
 The code that all trainers share is in diffusion_training/. minimal/train_unconditional.py
@@ -43,12 +43,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, make_parser, number, parse_demo
+from diffusion_training.arguments import COUNT, PATH, make_parser, parse_demo
 from diffusion_training.data.flags import (
     add_array_flags,
-    add_image_flags,
+    add_plain_image_flags,
     add_source_flags,
     add_stream_flags,
+    check_plain_images,
     check_source,
     is_array,
 )
@@ -57,7 +58,9 @@ from diffusion_training.training.flags import (
     add_logging_flags,
     add_noise_flags,
     add_optimization_flags,
+    add_sample_flags,
     add_saving_flags,
+    add_schedule_flags,
     check_training_args,
 )
 from diffusion_training.training.scores.metric_flags import add_metric_flags
@@ -89,37 +92,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_source_flags(add)
     add_array_flags(add)
     add_stream_flags(add)
-    add(
-        "--cache_images",
-        **SWITCH,
-        help="decode and resize all images once before training, and store them in --cache_dir, "
-        "where all runs share them",
-    )
-    add(
-        "--resolution",
-        type=number(2, 16384, int),
-        default=64,
-        help="side of the square images in pixels",
-    )
-    add_image_flags(add)
-    add(
-        "--random_flip",
-        **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
-    )
-    add(
-        "--holdout",
-        type=number(0, 10**9),
-        default=0.0,
-        help="keep this share (below 1) or number of images out of training, to measure the loss "
-        "on them (held-out loss)",
-    )
-    add(
-        "--preserve_input_precision",
-        **SWITCH,
-        help="read floats, and grey images of 16 and 32 bits, in float32, without rounding to 8 "
-        "bits",
-    )
+    add_plain_image_flags(add)
 
     add = parser.add_argument_group("model").add_argument
     add(
@@ -137,51 +110,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("objective").add_argument
     add_noise_flags(add)
-    add(
-        "--ddpm_num_steps",
-        type=number(2, 10**5, int),
-        help="number of timesteps (noise levels) in training (default: as in the pretrained "
-        "pipeline, else 1000)",
-    )
-    add(
-        "--ddpm_beta_schedule",
-        choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
-        help="noise schedule (default: as in the pretrained pipeline, else linear)",
-    )
+    add_schedule_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="cosine", adam_beta1=0.95, adam_weight_decay=1e-6)
 
     add = parser.add_argument_group("logging and samples").add_argument
     add_logging_flags(add, tracker_project_name="train_unconditional")
-    add(
-        "--validation_steps",
-        type=COUNT,
-        help="draw samples and measure the held-out loss every so many optimizer steps, instead "
-        "of epochs",
-    )
-    add(
-        "--save_images_epochs",
-        type=COUNT,
-        default=10,
-        help="draw samples and measure the held-out loss every so many epochs",
-    )
-    add(
-        "--eval_batch_size",
-        type=number(1, 10**4, int),
-        default=16,
-        help="number of samples to draw, on all processes together",
-    )
-    add(
-        "--validation_scheduler",
-        choices=["ddpm", "ddim"],
-        help="scheduler that draws the samples, and is saved in the pipeline (default: ddim, or "
-        "ddpm if --ddpm_num_inference_steps is given)",
-    )
-    add(
-        "--ddpm_num_inference_steps",
-        type=COUNT,
-        help="denoising steps per sample (default: 50 for ddim, 1000 for ddpm)",
-    )
+    add_sample_flags(add)
 
     add_metric_flags(parser.add_argument_group("metrics of samples").add_argument)
 
@@ -201,21 +136,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         args = parse_demo(parser, "\n".join(demo), argv)
 
     check_source(parser, args)
-    if not is_array(args.train_data_dir):
-        if args.array_range or args.array_layout:
-            parser.error(
-                "--array_range and --array_layout need an array: --train_data_dir FILE.npy"
-            )
-    elif args.cache_images or args.streaming:
-        parser.error("leave --cache_images and --streaming out: an array is memory-mapped")
+    check_plain_images(parser, args)
     if args.model_config_name_or_path and is_pretrained:
         parser.error(
             "--model_config_name_or_path and --pretrained_model_name_or_path can't be combined"
-        )
-    if args.cache_images and (args.streaming or args.preserve_input_precision):
-        parser.error(
-            "--cache_images can't be combined with --streaming or --preserve_input_precision: it "
-            "stores all images, with 8 bits"
         )
     check_training_args(parser, args)
     steps = args.ddpm_num_inference_steps
@@ -236,14 +160,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from diffusers import (
-    DDIMPipeline,
-    DDIMScheduler,
-    DDPMPipeline,
-    DDPMScheduler,
-    DiffusionPipeline,
-    UNet2DModel,
-)
+from diffusers import DDIMPipeline, DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from PIL import Image
 from torchvision.utils import make_grid
 from tqdm.auto import tqdm
@@ -274,12 +191,9 @@ from diffusion_training.training.showing.samples import save_samples
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.objective import (
-    check_objective,
     held_out_epsilon_loss,
-    load_sampler,
+    make_noise_scheduler,
     min_snr_weight,
-    objective_flags,
-    try_sampler,
 )
 from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
@@ -346,8 +260,8 @@ def predict_noise(
 ) -> torch.Tensor:
     """The prediction of the U-Net, float32 [N, C, H, W].
 
-    This is the one place where the U-Net is called, except for samples: to pass further inputs,
-    change `log_validation` too. A check at the start calls it with {"unet": ...} alone.
+    The U-Net is called here and in `draw_images`: to pass further inputs, change both. A check of
+    the shapes calls this function with {"unet": ...} alone.
 
     condition: see `prepare_batch`.
     """
@@ -394,39 +308,6 @@ def make_unet(args: Namespace) -> UNet2DModel:
     shape = [channels, args.resolution, args.resolution]
     check_shapes({"unet": unet}, predict_noise, f"the U-Net of {source}", shape, condition)
     return unet
-
-
-def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
-    """Make the scheduler that adds noise in training.
-
-    Flags override the scheduler of the pretrained pipeline.
-    """
-    flags = {"num_train_timesteps": args.ddpm_num_steps, "beta_schedule": args.ddpm_beta_schedule}
-    flags = {key: value for key, value in flags.items() if value is not None} | objective_flags(
-        args
-    )
-    source = args.pretrained_model_name_or_path
-    with explained(f"{source} holds no scheduler" if source else "the flags don't fit together"):
-        if source:
-            folder = fetch_model(source, args.cache_dir, ("scheduler",))
-            options = {"subfolder": "scheduler"}
-            load_sampler(folder, options, flags)  # checks the pipeline's own scheduler class
-            scheduler = DDPMScheduler.from_pretrained(folder, **options, **flags)
-        else:
-            scheduler = DDPMScheduler(**flags)
-    check_objective(scheduler)
-    timesteps = scheduler.config.num_train_timesteps
-    if args.ddpm_num_inference_steps > timesteps:
-        fail(
-            f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} "
-            "training timesteps"
-        )
-    if source:
-        with explained(f"the scheduler of {source} can't draw samples"):
-            ddim = args.validation_scheduler == "ddim"
-            sampler = DDIMScheduler.from_config(scheduler.config) if ddim else scheduler
-            try_sampler(sampler, args.ddpm_num_inference_steps)
-    return scheduler
 
 
 # -------------------------------------------------------------------------------------------------
@@ -547,48 +428,60 @@ def train_step(
 
 
 @torch.no_grad()
+def draw_images(
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    purpose: str,
+    numbers: Sequence[int],
+    stop_signal: StopSignal,
+    args: Namespace,
+) -> torch.Tensor:
+    """Draw an image for each number, [N, C, H, W] from 0 to 1; none after a signal to stop.
+
+    The images equal the pipeline's. Its loop is written out here, so that you can pass further
+    inputs to the U-Net, such as class labels. Each number has its own seed for each purpose,
+    "sample" or "metric", so the number of processes does not matter.
+    """
+    unet = pipeline.unet
+    scheduler = pipeline.scheduler
+    device = launch.device
+    if not numbers:
+        return torch.zeros(0)
+    training = unet.training
+    unet.eval()  # without dropout
+    generators = [
+        torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
+        for number in numbers
+    ]
+    side = unet.config.sample_size
+    shape = (unet.config.in_channels, side, side)
+    noise = [torch.randn(shape, generator=generator, device=device) for generator in generators]
+    images = torch.stack(noise)
+    scheduler.set_timesteps(args.ddpm_num_inference_steps)
+    for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=not launch.is_main):
+        if stop_signal.received:
+            break
+        prediction = unet(images, timestep).sample
+        images = scheduler.step(prediction, timestep, images, generator=generators).prev_sample
+    unet.train(training)
+    return images[:0] if stop_signal.received else (images / 2 + 0.5).clamp(0, 1).cpu()
+
+
 def log_validation(
     launch: Launch, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
 ) -> None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
-    The samples equal the pipeline's. Its loop is written out here, so that you can pass further
-    inputs to the U-Net, such as class labels. Each process draws a share, and image i has its own
-    seed, so the number of processes does not matter. A signal to stop also stops the sampling; a
-    resumed run draws the samples.
+    Each process draws a share. After a signal to stop, a resumed run draws the samples.
     """
-    unet = pipeline.unet
-    scheduler = pipeline.scheduler
-    device = launch.device
-    training = unet.training
-    unet.eval()  # without dropout
     count = args.eval_batch_size
     numbers = range(launch.rank, count, launch.num_processes)
-    images = torch.zeros(0)
-    if numbers:
-        generators = [
-            torch.Generator(device).manual_seed(step_seed("sample", args.seed, number))
-            for number in numbers
-        ]
-        side = unet.config.sample_size
-        shape = (unet.config.in_channels, side, side)
-        noise = [torch.randn(shape, generator=generator, device=device) for generator in generators]
-        images = torch.stack(noise)
-        scheduler.set_timesteps(args.ddpm_num_inference_steps)
-        timesteps = tqdm(scheduler.timesteps, "Sampling", leave=False, disable=not launch.is_main)
-        for timestep in timesteps:
-            if stop_signal.received:
-                break
-            prediction = unet(images, timestep).sample
-            images = scheduler.step(prediction, timestep, images, generator=generators).prev_sample
-        images = (images / 2 + 0.5).clamp(0, 1).cpu()
-    unet.train(training)
-    drawn = [] if stop_signal.received else list(zip(numbers, images, strict=True))
-    drawn = gather_object(drawn)
-    if not launch.is_main or len(drawn) < count:
+    drawn = draw_images(launch, pipeline, "sample", numbers, stop_signal, args)
+    pairs = gather_object([*zip(numbers, drawn, strict=False)])
+    if not launch.is_main or len(pairs) < count:
         return
-    drawn.sort(key=lambda pair: pair[0])
-    images = torch.stack([image for _, image in drawn])
+    pairs.sort(key=lambda pair: pair[0])
+    images = torch.stack([image for _, image in pairs])
     # if images are neither grey nor RGB (arrays), each channel is shown by itself
     shown = images if images.shape[1] in (1, 3) else images.flatten(0, 1)[:, None]
     grid = make_grid(shown, nrow=math.ceil(math.sqrt(len(shown))), padding=1, pad_value=0.5)
@@ -609,26 +502,12 @@ def draw_rows(
 
     Returns the share of this process, {index: image [H, W, C] from 0 to 1}; fewer after a signal.
     """
-    pipeline.set_progress_bar_config(disable=True)
-    training = pipeline.unet.training
-    pipeline.unet.eval()  # without dropout
     own = launch.share(len(rows))
     drawn: dict[int, np.ndarray] = {}
     for start in range(0, len(own), args.eval_batch_size):
         numbers = own[start : start + args.eval_batch_size]
-        if stop_signal.poll():
-            break
-        images = pipeline(
-            batch_size=len(numbers),
-            generator=[
-                torch.Generator(launch.device).manual_seed(step_seed("metric", args.seed, number))
-                for number in numbers
-            ],
-            num_inference_steps=args.ddpm_num_inference_steps,
-            output_type="np",
-        ).images
-        drawn |= dict(zip(numbers, images, strict=True))
-    pipeline.unet.train(training)
+        images = draw_images(launch, pipeline, "metric", numbers, stop_signal, args)
+        drawn |= zip(numbers, images.permute(0, 2, 3, 1).numpy(), strict=False)
     return drawn
 
 

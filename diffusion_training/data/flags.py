@@ -279,6 +279,67 @@ def add_image_flags(add: Add, trains: bool = True) -> None:
         )
 
 
+def add_flip_flag(add: Add) -> None:
+    """Add the flag for mirrored images."""
+    add(
+        "--random_flip",
+        **SWITCH,
+        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
+    )
+
+
+def add_holdout_flag(add: Add) -> None:
+    """Add the flag that `hold_out` reads."""
+    add(
+        "--holdout",
+        type=number(0, 10**9),
+        default=0.0,
+        help="keep this share (below 1) or number of images out of training, to measure the loss "
+        "on them (held-out loss)",
+    )
+
+
+def add_plain_image_flags(add: Add) -> None:
+    """Add the flags for images without captions, besides those of their source."""
+    add(
+        "--cache_images",
+        **SWITCH,
+        help="decode and resize all images once before training, and store them in --cache_dir, "
+        "where all runs share them",
+    )
+    add(
+        "--resolution",
+        type=number(2, 16384, int),
+        default=64,
+        help="side of the square images in pixels",
+    )
+    add_image_flags(add)
+    add_flip_flag(add)
+    add_holdout_flag(add)
+    add(
+        "--preserve_input_precision",
+        **SWITCH,
+        help="read floats, and grey images of 16 and 32 bits, in float32, without rounding to 8 "
+        "bits",
+    )
+
+
+def check_plain_images(parser: ArgumentParser, args: Namespace) -> None:
+    """Stop with an error if the flags for images without captions do not fit their source."""
+    if not is_array(args.train_data_dir):
+        if args.array_range or args.array_layout:
+            parser.error(
+                "--array_range and --array_layout need an array: --train_data_dir FILE.npy"
+            )
+    elif args.cache_images or args.streaming:
+        parser.error("leave --cache_images and --streaming out: an array is memory-mapped")
+    if args.cache_images and (args.streaming or args.preserve_input_precision):
+        parser.error(
+            "--cache_images can't be combined with --streaming or --preserve_input_precision: it "
+            "stores all images, with 8 bits"
+        )
+
+
 def add_transform_flags(add: Add) -> None:
     """Add the flags that `transform_row` reads, besides those of `add_image_flags`."""
     add("--skip_empty_captions", **SWITCH, help="skip images with an empty caption")

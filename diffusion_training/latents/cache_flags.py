@@ -5,6 +5,7 @@ import argparse
 from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
 from diffusion_training.data.flags import (
     add_bucket_flags,
+    add_flip_flag,
     add_image_flags,
     add_reference_flags,
     add_source_flags,
@@ -47,11 +48,7 @@ def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False)
         "than this square; several values make several caches (default: the model's, 512 or 1024)",
     )
     add_image_flags(add, trains=False)
-    add(
-        "--random_flip",
-        **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
-    )
+    add_flip_flag(add)
     add_transform_flags(add)
     add_bucket_flags(add)
     add_reference_flags(add)

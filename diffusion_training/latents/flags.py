@@ -3,9 +3,11 @@
 import argparse
 import os
 
-from diffusion_training.arguments import PATH, SWITCH, Add, is_address, number, size
+from diffusion_training.arguments import PATH, Add, is_address, number, size
 from diffusion_training.data.flags import (
     add_bucket_flags,
+    add_flip_flag,
+    add_holdout_flag,
     add_image_flags,
     add_source_flags,
     add_stream_flags,
@@ -165,18 +167,8 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add_stream_flags(add)
 
     add = parser.add_argument_group("data: a cache or images").add_argument
-    add(
-        "--random_flip",
-        **SWITCH,
-        help="use mirrored images too: a trainer mirrors at random, a cache stores both versions",
-    )
-    add(
-        "--holdout",
-        type=number(0, 10**9),
-        default=0.0,
-        help="keep this share (below 1) or number of images out of training, to measure the loss "
-        "on them (held-out loss)",
-    )
+    add_flip_flag(add)
+    add_holdout_flag(add)
     add_tag_flags(add)
     add(
         "--caption_dropout",

@@ -17,7 +17,7 @@ from diffusion_training.memory import find_largest
 class LatentRows(NamedTuple):
     """A batch of rows to be written into a cache."""
 
-    cache: int  # its index among the caches of the pass
+    cache_index: int  # which of the caches of the pass
     first_row: int
     rows: pa.RecordBatch  # the rows that could be used
     skipped: list[dict[str, Any]]  # {"row", "key", "reason"} of the others

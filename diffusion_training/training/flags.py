@@ -99,6 +99,21 @@ def add_noise_flags(add: Add) -> None:
     )
 
 
+def add_schedule_flags(add: Add) -> None:
+    """Add the flags for the noise schedule of a new pipeline."""
+    add(
+        "--ddpm_num_steps",
+        type=number(2, 10**5, int),
+        help="number of timesteps (noise levels) in training (default: as in the pretrained "
+        "pipeline, else 1000)",
+    )
+    add(
+        "--ddpm_beta_schedule",
+        choices=["linear", "scaled_linear", "squaredcos_cap_v2"],
+        help="noise schedule (default: as in the pretrained pipeline, else linear)",
+    )
+
+
 def add_optimization_flags(
     parser: argparse.ArgumentParser, lr_scheduler: str, adam_beta1: float, adam_weight_decay: float
 ) -> None:
@@ -487,6 +502,39 @@ def add_init_flag(add: Add) -> None:
         type=PATH,
         help="run folder or checkpoint whose weights and step a new run starts from, with a new "
         "optimizer and possibly other data",
+    )
+
+
+def add_sample_flags(add: Add) -> None:
+    """Add the flags for samples without prompts."""
+    add(
+        "--validation_steps",
+        type=COUNT,
+        help="draw samples and measure the held-out loss every so many optimizer steps, instead "
+        "of epochs",
+    )
+    add(
+        "--save_images_epochs",
+        type=COUNT,
+        default=10,
+        help="draw samples and measure the held-out loss every so many epochs",
+    )
+    add(
+        "--eval_batch_size",
+        type=number(1, 10**4, int),
+        default=16,
+        help="number of samples to draw, on all processes together",
+    )
+    add(
+        "--validation_scheduler",
+        choices=["ddpm", "ddim"],
+        help="scheduler that draws the samples, and is saved in the pipeline (default: ddim, or "
+        "ddpm if --ddpm_num_inference_steps is given)",
+    )
+    add(
+        "--ddpm_num_inference_steps",
+        type=COUNT,
+        help="denoising steps per sample (default: 50 for ddim, 1000 for ddpm)",
     )
 
 

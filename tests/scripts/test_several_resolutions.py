@@ -161,7 +161,7 @@ def test_several_resolutions_encode_only_missing_and_damaged_shards(tmp_path, fl
     (tmp_path / "out/8/data-00003-of-00004.arrow").write_bytes(b"half")
 
     def watched(batch, *rest):
-        encoded.append((batch["cache"], batch["row"]))
+        encoded.append((batch["cache_index"], batch["row"]))
         return encode(batch, *rest)
 
     monkeypatch.setattr(script, "encode", watched)

@@ -46,7 +46,7 @@ from diffusion_training.launch import Launch
 from diffusion_training.models import AveragedWeights, start_average, update_ema
 from diffusion_training.training import state as training_state
 from diffusion_training.training.keeping import checkpoints
-from diffusion_training.training.step import sharding
+from diffusion_training.training.step import flow_schedule, objective, sharding
 from diffusion_training.training.step.costs import count_memory
 
 precompute = Script("precompute_latents")
@@ -158,7 +158,8 @@ def forbid_reading(model_class):
 def train_until_signal(scheduler, number, script, *argv):
     """Train. The second process gets a signal while it samples, and all processes stop."""
     denoise, calls = scheduler.step, []
-    script.try_sampler = lambda *args, **options: None  # its steps are not samples
+    for module in (objective, flow_schedule):  # its steps are not samples
+        module.try_sampler = lambda *args, **options: None
 
     def interrupted(self, *args, **options):
         calls.append(0)

@@ -8,7 +8,8 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline
 from safetensors.torch import save_file
 
-from diffusion_training.errors.sentences import fail
+from diffusion_training.errors.sentences import explained, fail
+from diffusion_training.families.base import Family
 from diffusion_training.files import saving, sort_header
 from diffusion_training.models import is_finite
 
@@ -53,3 +54,14 @@ def save_single_file(
     with saving(output_dir, f"the single file in {output_dir}") as unfinished:
         save_file(weights, unfinished / SINGLE_FILE, {"format": "pt", **metadata})
         sort_header(unfinished / SINGLE_FILE)
+
+
+def save_whole(
+    pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
+) -> None:
+    """Write the pipeline. With `metadata`, also write it as one file with that header."""
+    save_pipeline(pipeline, folder)
+    if metadata is not None:
+        with explained("--output_single_file can't be written; the pipeline was saved"):
+            weights = family.merge(pipeline)
+        save_single_file(weights, metadata, folder)

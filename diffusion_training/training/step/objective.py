@@ -9,11 +9,12 @@ from typing import Any
 import diffusers
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler, SchedulerMixin
 from diffusers.training_utils import compute_snr
 
 from diffusion_training.batches import HeldOutLoss, Models, Objective, Predict, Prepared
-from diffusion_training.errors.sentences import fail
+from diffusion_training.errors.sentences import explained, fail
+from diffusion_training.repositories import fetch_model
 
 
 def objective_flags(args: Namespace) -> dict[str, Any]:
@@ -82,6 +83,64 @@ def try_sampler(sampler: Any, num_steps: int, **options: Any) -> None:
         if hasattr(sampler, "scale_model_input"):  # flow matching needs none
             scaled = sampler.scale_model_input(sample, timestep)
         sample = sampler.step(torch.zeros_like(scaled), timestep, sample).prev_sample
+
+
+def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
+    """Make the scheduler that adds noise in training.
+
+    Flags override the scheduler of the pretrained pipeline.
+    """
+    flags = {"num_train_timesteps": args.ddpm_num_steps, "beta_schedule": args.ddpm_beta_schedule}
+    flags = {key: value for key, value in flags.items() if value is not None} | objective_flags(
+        args
+    )
+    source = args.pretrained_model_name_or_path
+    with explained(f"{source} holds no scheduler" if source else "the flags don't fit together"):
+        if source:
+            folder = fetch_model(source, args.cache_dir, ("scheduler",))
+            options = {"subfolder": "scheduler"}
+            load_sampler(folder, options, flags)  # checks the pipeline's own scheduler class
+            scheduler = DDPMScheduler.from_pretrained(folder, **options, **flags)
+        else:
+            scheduler = DDPMScheduler(**flags)
+    check_objective(scheduler)
+    timesteps = scheduler.config.num_train_timesteps
+    if args.ddpm_num_inference_steps > timesteps:
+        fail(
+            f"--ddpm_num_inference_steps {args.ddpm_num_inference_steps} exceeds the {timesteps} "
+            "training timesteps"
+        )
+    if source:
+        with explained(f"the scheduler of {source} can't draw samples"):
+            ddim = args.validation_scheduler == "ddim"
+            sampler = DDIMScheduler.from_config(scheduler.config) if ddim else scheduler
+            try_sampler(sampler, args.ddpm_num_inference_steps)
+    return scheduler
+
+
+def make_schedulers(base: Any, args: Namespace) -> tuple[DDPMScheduler, SchedulerMixin]:
+    """Return (the scheduler that adds noise in training, the sampler of the pipeline).
+
+    Both are set to the objective of the training.
+    """
+    objective = objective_flags(args)
+    with explained(f"{base.name} holds no scheduler"):
+        source, options = base.locate_scheduler()
+        sampler = load_sampler(source, options, objective)
+        noise_scheduler = DDPMScheduler.from_pretrained(source, **options, **objective)
+        if noise_scheduler.config.rescale_betas_zero_snr:
+            # sampling starts from pure noise, which not every sampler can do
+            sampler = DDIMScheduler.from_pretrained(source, **options, **objective)
+    check_objective(noise_scheduler)
+    timesteps = noise_scheduler.config.num_train_timesteps
+    if args.num_inference_steps > timesteps:
+        fail(
+            f"--num_inference_steps {args.num_inference_steps} exceeds the {timesteps} training "
+            "timesteps"
+        )
+    with explained(f"the scheduler of {base.name} ({type(sampler).__name__}) can't draw samples"):
+        try_sampler(sampler, args.num_inference_steps)
+    return noise_scheduler, sampler
 
 
 def min_snr_weight(
