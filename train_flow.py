@@ -729,9 +729,8 @@ def main(args: Namespace) -> None:
         results.keep_best()  # --save_best
         if draws_samples(args):
             with records.timed("samples_seconds"):  # in the next record
-                pipeline = make_pipeline(
-                    base, ema.get_model("transformer"), sampler, args.resolution
-                )
+                averaged = ema.get_model("transformer")
+                pipeline = make_pipeline(base, averaged, sampler, args.resolution)
                 step = progress.global_step
                 log_validation(launch, pipeline, data, bases, step, stop_signal, args)
         results.report()

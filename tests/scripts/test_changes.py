@@ -497,6 +497,16 @@ def test_labels_change_passes_class_labels_to_the_unet(root, tmp_path, monkeypat
     assert (tmp_path / "image.png").exists() and seen[-1][2] == [3]
 
 
+def test_labels_change_measures_samples_of_all_labels(root, tmp_path):
+    """--validation_metrics draws as samples/ does, with a label for each image."""
+    script = apply(CHANGES["class_labels"], "unconditional", tmp_path)
+    flags = list_flags(root, tmp_path / "out", "class_labels", "unconditional")
+    flags += ["--max_train_steps=1", f"--metric_image_model={root / 'dino'}"]
+    run(script, *flags, "--validation_metrics=kid", "--num_metric_images=4")
+    (record,) = [each for each in metrics(tmp_path / "out") if "kid" in each]
+    assert np.isfinite(record["kid"]) and record["metric_images"] == 4
+
+
 def test_prompts_of_samples_are_encoded_again_by_a_text_encoder_that_changes(root, tmp_path):
     """The line of docs/changing.md, in a script whose step changes the text encoder."""
     page = (ROOT / "docs/changing.md").read_text()
