@@ -644,12 +644,9 @@ def main(args: Namespace) -> None:
     progress = plan.progress
     # All that a checkpoint holds. A resumed run gets it back here.
     state = TrainState(
-        models=models,
-        ema=ema,
-        optimizer=optimizer,
-        progress=progress,
+        models=models, ema=ema, optimizer=optimizer, progress=progress,
         settings=describe_settings(launch, progress, data.dataset, held_out, args),
-    )
+    )  # fmt: skip
     state.load(accelerator, run, plan.state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
@@ -683,8 +680,6 @@ def main(args: Namespace) -> None:
     stop_signal = StopSignal(launch.num_processes, launch.shard, run.writer)
     stop_signal.agree()  # one may have come before
     saver = Saver(launch, run, state, records, stop_signal, args)
-    for model in models.values():
-        model.train()
     batches = records.watch(loaded)
 
     def save(result: Models, folder: Path) -> None:
@@ -706,22 +701,12 @@ def main(args: Namespace) -> None:
         files=["pytorch_lora_weights*"] if args.rank else PARTS,
         save_models=save,
         describe=partial(
-            describe_model,
-            base.family,
-            references=data.num_references,
-            bases=bases,
+            describe_model, base.family, references=data.num_references, bases=bases,
             classes=data.classes,
         ),
-        launch=launch,
-        run=run,
-        state=state,
-        objective=objective,
-        dataset=data.dataset,
-        held_out=held_out,
-        records=records,
-        stop_signal=stop_signal,
-        args=args,
-    )
+        launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
+        objective=objective, dataset=data.dataset, held_out=held_out, args=args,
+    )  # fmt: skip
 
     def show() -> None:
         """Held-out loss, samples and report. Each process measures and draws a share."""

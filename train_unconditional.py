@@ -595,12 +595,9 @@ def main(args: Namespace) -> None:
     progress = plan.progress
     # All that a checkpoint holds. A resumed run gets it back here.
     state = TrainState(
-        models=models,
-        ema=ema,
-        optimizer=optimizer,
-        progress=progress,
+        models=models, ema=ema, optimizer=optimizer, progress=progress,
         settings=describe_settings(launch, progress, dataset, held_out, args),
-    )
+    )  # fmt: skip
     state.load(accelerator, run, plan.state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
@@ -629,8 +626,6 @@ def main(args: Namespace) -> None:
     stop_signal = StopSignal(launch.num_processes, launch.shard, run.writer)
     stop_signal.agree()  # one may have come before
     saver = Saver(launch, run, state, records, stop_signal, args)
-    for model in models.values():
-        model.train()
     batches = records.watch(loaded)
 
     # This pipeline draws the samples and is saved. It has the average of the U-Net with --use_ema,
@@ -643,20 +638,10 @@ def main(args: Namespace) -> None:
         save_pipeline(pipeline, folder)
 
     results = Results(
-        name="pipeline",
-        files=["unet/*", "scheduler/*"],
-        save_models=save,
-        describe=describe_model,
-        launch=launch,
-        run=run,
-        state=state,
-        objective=objective,
-        dataset=dataset,
-        held_out=held_out,
-        records=records,
-        stop_signal=stop_signal,
-        args=args,
-    )
+        name="pipeline", files=["unet/*", "scheduler/*"], save_models=save, describe=describe_model,
+        launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
+        objective=objective, dataset=dataset, held_out=held_out, args=args,
+    )  # fmt: skip
 
     def show() -> None:
         """Held-out loss, samples and report. Each process measures and draws a share."""

@@ -248,7 +248,6 @@ def main(args):
         return progress.global_step < args.max_train_steps and not stop_signal.was_stopped
 
     stop_signal.agree()  # a signal may have come before
-    models["unet"].train()
     while goes_on():
         next_step = progress.next_step()
         sums = train_step(

@@ -64,7 +64,7 @@ class Averages:
 
 
 def place_models(launch: Launch, models: Models, args: Namespace) -> Averages:
-    """Put the models on the device (--shard: a part on each process), and start their averages.
+    """Put the models on the device (--shard: a part on each process), to be trained and averaged.
 
     What is trained is in float32, as are its averages and gradients: autocast only lowers the
     precision of computations. With --full_bf16 it is in bfloat16.
@@ -72,6 +72,8 @@ def place_models(launch: Launch, models: Models, args: Namespace) -> Averages:
     if not launch.shard:
         for model in models.values():
             put_on_device(model, launch.device)
+    for model in models.values():
+        model.train()
     ema = Averages(launch, models, args)
     if launch.shard:
         for model in (models | ema.models()).values():
