@@ -234,6 +234,7 @@ COVERED = {
     "training.lora.lora_flags": "scripts/test_train_lora.py --rank",
     "training.showing.metadata": "scripts/test_train_lora.py modelspec",
     "training.scores.metric_flags": "scripts/test_metrics.py",
+    "training.step.flow_schedule": "scripts/test_flow_families.py choose_shift",
     "training.scores.networks": "scripts/test_metrics.py",
     "training.showing.pipelines": "package/test_run_folder.py",
     "training.lora.prior": "scripts/test_preserve_prior.py",

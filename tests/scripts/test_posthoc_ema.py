@@ -293,6 +293,7 @@ def test_snapshots_on_the_disk_need_no_more_room(tmp_path, monkeypatch, capsys):
         output_dir=str(tmp_path),
         optimizer="adamw",
         use_ema=False,
+        find_lr=False,
         posthoc_ema=[0.05, 0.1],
         posthoc_ema_steps=None,
         checkpointing_steps=10,
@@ -304,10 +305,10 @@ def test_snapshots_on_the_disk_need_no_more_room(tmp_path, monkeypatch, capsys):
     room = 2 * 5 * weights + weights + 3 * weights
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Namespace(free=room))
     with pytest.raises(SystemExit, match="two checkpoints and the result take 0.084 GB"):
-        check_free_space(models, args)
+        check_free_space(Namespace(is_main=True), models, args)
     for step in range(10, 80, 10):
         (tmp_path / f"posthoc_ema/step-{step:07d}").mkdir(parents=True)
-    check_free_space(models, args)
+    check_free_space(Namespace(is_main=True), models, args)
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[2] for line in said] == [
         "0.04 GB for 10 snapshots",
