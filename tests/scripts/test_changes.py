@@ -23,6 +23,7 @@ from conftest import (
     make_captioned,
     make_images,
     make_models,
+    make_moments,
     make_prx,
     make_sdxl,
     metrics,
@@ -501,7 +502,8 @@ def test_labels_change_measures_samples_of_all_labels(root, tmp_path):
     """--validation_metrics draws as samples/ does, with a label for each image."""
     script = apply(CHANGES["class_labels"], "unconditional", tmp_path)
     flags = list_flags(root, tmp_path / "out", "class_labels", "unconditional")
-    flags += ["--max_train_steps=1", f"--metric_image_model={root / 'dino'}"]
+    make_moments(tmp_path / "moments.pt")
+    flags += ["--max_train_steps=1", f"--metric_image_model={tmp_path / 'moments.pt'}"]
     run(script, *flags, "--validation_metrics=kid", "--num_metric_images=4")
     (record,) = [each for each in metrics(tmp_path / "out") if "kid" in each]
     assert np.isfinite(record["kid"]) and record["metric_images"] == 4
