@@ -113,24 +113,32 @@ from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import (
     are_cut,
-    decode_ahead,
     measure_captions,
     report_emptied,
     report_equal,
     sample_captions,
     tokenize,
-    transform_row,
 )
 from diffusion_training.data.class_names import name_classes
+from diffusion_training.data.encoders import (
+    describe_models,
+    encode_empty_prompt,
+    encode_prompts,
+    load_encoders,
+    place_encoders,
+    try_encoders,
+)
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.images import shrink_masks
-from diffusion_training.data.references import list_reference_columns
+from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, load_rows, read_items
 from diffusion_training.data.streams import StreamedRows
+from diffusion_training.data.transforms import decode_ahead, transform_row
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
@@ -146,18 +154,10 @@ from diffusion_training.latents.columns import (
     describe_size,
     group_by_checksum,
 )
-from diffusion_training.latents.encoders import (
-    describe_models,
-    describe_prompts,
-    encode_empty_prompt,
-    encode_prompts,
-    load_encoders,
-    place_encoders,
-    try_encoders,
-)
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
-from diffusion_training.latents.plan import PlannedCache, name_shard, plan_caches
+from diffusion_training.latents.plan import PlannedCache, plan_caches
 from diffusion_training.latents.published import check_published, open_published, read_row
+from diffusion_training.latents.settings import describe_prompts, name_shard
 from diffusion_training.launch import Launch, Meeting, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
 from diffusion_training.memory import is_gpu
@@ -674,13 +674,13 @@ def main(args: Namespace) -> None:
     device = launch.device
     rank, num_processes = launch.rank, launch.num_processes
 
-    base = open_base(args, num_references=count_references(args))
+    base = open_base(args, num_references=count_references(args), record=record_family)
     text_column = args.class_column or args.caption_column
     if args.import_latents:
         images = open_published(args)
     else:
-        has_references = base.num_references > 0
-        images = load_rows(args, args.streaming, [text_column], with_references=has_references)
+        references = add_references if base.num_references else None
+        images = load_rows(args, args.streaming, [text_column], add_references=references)
     classes: list[str] = []
     if args.class_column:  # they replace captions and a text encoder
         images, classes = name_classes(images, args)

@@ -148,6 +148,7 @@ from diffusion_training.data.captions import (
     report_equal,
     sample_captions,
 )
+from diffusion_training.data.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.rows import ImageRows, load_rows
 from diffusion_training.errors.faults import explain
@@ -155,11 +156,12 @@ from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import Refused, fail, in_one_sentence
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.cache import find_begun
 from diffusion_training.latents.columns import describe_size
-from diffusion_training.latents.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
-from diffusion_training.latents.plan import PlannedCache, compare_settings, name_shard, plan_caches
+from diffusion_training.latents.plan import PlannedCache, plan_caches
+from diffusion_training.latents.settings import compare_settings, name_shard
 from diffusion_training.launch import keep_memory
 from diffusion_training.memory import move
 from diffusion_training.models import EXACT
@@ -396,7 +398,7 @@ class Encoder:
         """Load the models; raise ValueError if they differ from the driver's."""
         args = self.job.args
         settings = self.job.caches[0].settings
-        base = open_base(args, num_references=count_references(args))
+        base = open_base(args, num_references=count_references(args), record=record_family)
         base = replace(base, family=base.family.restore_findings(settings))
 
         def load(dtype: torch.dtype, drivers: dict[str, Any]) -> Encoders:
@@ -596,7 +598,7 @@ def main(args: argparse.Namespace) -> None:
 
     # The driver loads and hashes the models on its CPU, `EXACT` and in the precision that encodes.
     # The encoders compare theirs with these hashes, and load float32 only if rows need it.
-    base = open_base(args, num_references=count_references(args))
+    base = open_base(args, num_references=count_references(args), record=record_family)
     if base.num_references:
         fail("images to edit (references) can't be encoded on Ray yet: use precompute_latents.py")
     encoders = load_encoders(base, EXACT)

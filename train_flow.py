@@ -241,9 +241,12 @@ from diffusion_training.batches import (
     StepSums,
     TextToImageBatch,
 )
+from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.encoders import encode_images, load_parts
 from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
-from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
+from diffusion_training.families.trained import open_trained_base
 from diffusion_training.files import saving
 from diffusion_training.latents.batch_inputs import (
     read_lengths,
@@ -252,10 +255,9 @@ from diffusion_training.latents.batch_inputs import (
     read_prompts,
     read_references,
 )
-from diffusion_training.latents.encoders import encode_images, load_parts
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.shared import cache_latents_once
-from diffusion_training.latents.source import Data, open_data
+from diffusion_training.latents.source import open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import move
@@ -270,12 +272,12 @@ from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results, draws_samples
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.scores.metrics import Metrics, open_metrics
+from diffusion_training.training.showing.captioned_card import describe_text_to_image
 from diffusion_training.training.showing.captioned_samples import (
     choose_sample_bases,
     draw_captions,
     draw_prompts,
 )
-from diffusion_training.training.showing.card import describe_text_to_image
 from diffusion_training.training.showing.pipelines import save_pipeline
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
@@ -587,7 +589,7 @@ def main(args: Namespace) -> None:
     launch = make_launch(accelerator, args)
     run = open_run(launch, __file__, args)  # the output folder, locked, and its checkpoint
     # which family it belongs to: the wrong script ends here, before any image is encoded
-    base = open_base(args, trained_by="train_flow.py")
+    base = open_trained_base(args, "train_flow.py", record_family)
     # --cache_latents: runs precompute_latents.py first, before any model is loaded here
     args_of_data = cache_latents_once(launch, args, __file__)
 

@@ -166,10 +166,11 @@ from torchvision.utils import make_grid
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
+from diffusion_training.data.arrays import load_images
 from diffusion_training.data.folders import get_source
 from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
+from diffusion_training.data.rows import ImageRows, RowDataset, read_items
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
@@ -567,7 +568,7 @@ def main(args: Namespace) -> None:
 
     # The data.
     channels = unet.config.in_channels
-    images = load_rows(args, args.streaming, channels=channels)
+    images = load_images(args, args.streaming, channels=channels)
     num_left_out = 0
     if args.cache_images:
         workers = min(8, launch.cores)

@@ -193,12 +193,13 @@ def make_cache(
     import torch
 
     import precompute_latents
+    from diffusion_training.data.encoders import load_encoders
     from diffusion_training.data.rows import ImageRows
     from diffusion_training.families.opening import open_base
+    from diffusion_training.families.recording import record_family
     from diffusion_training.files import write_file
     from diffusion_training.latents.cache import finish_cache, writing_shard
     from diffusion_training.latents.columns import checksum_row
-    from diffusion_training.latents.encoders import load_encoders
     from diffusion_training.latents.passes import LatentRows
     from diffusion_training.latents.plan import plan_caches
 
@@ -214,7 +215,7 @@ def make_cache(
             f"--output_dir={folder}",
         ]
     )
-    base = open_base(args)
+    base = open_base(args, record=record_family)
     encoders = load_encoders(base, torch.float32)
     empty_prompt, described = precompute_latents.describe_encoders(base, encoders, args, "no")
     images = ImageRows(datasets.Dataset.from_dict({"row": range(rows)}), "image")

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
 from diffusion_training.arguments import Flags, list_values, number
-from diffusion_training.data.rows import load_rows
+from diffusion_training.data.arrays import load_images
 from diffusion_training.errors.sentences import explained
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed
@@ -140,7 +140,7 @@ def read_real(pipeline, parser, args):
     changed["guidance_scale"] = args.guidance_scale or getattr(run, "guidance_scale", None)
     run = Flags(**vars(run) | changed)
     channels = 3 if captioned else pipeline.unet.config.in_channels
-    images = load_rows(run, others=[run.caption_column] if captioned else [], channels=channels)
+    images = load_images(run, False, [run.caption_column] if captioned else [], channels)
     return train_unconditional.ImageDataset(images, channels, 0, run), run
 
 

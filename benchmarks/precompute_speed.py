@@ -49,12 +49,13 @@ except ImportError:
 from accelerate import Accelerator
 
 import precompute_latents
-from diffusion_training.data.captions import transform_row
+from diffusion_training.data.encoders import load_encoders, place_encoders
 from diffusion_training.data.images import decode_image, decode_jpeg
 from diffusion_training.data.rows import load_rows
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.data.transforms import transform_row
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import load_encoders, place_encoders
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.plan import plan_caches
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches
@@ -229,7 +230,7 @@ def plan(args, mixed_precision):
 
     Returns (base, encoders in float32, the data set of stage 1, the planned caches).
     """
-    base = open_base(args)
+    base = open_base(args, record=record_family)
     exact = load_encoders(base, torch.float32)
     _, described = precompute_latents.describe_encoders(base, exact, args, mixed_precision)
     images = load_rows(args, others=[args.caption_column])

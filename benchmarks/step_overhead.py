@@ -64,8 +64,9 @@ def bare(name, *argv):
     import torch.nn.functional as F
     from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+    from diffusion_training.data.encoders import Latents
     from diffusion_training.families.opening import open_base
-    from diffusion_training.latents.encoders import Latents
+    from diffusion_training.families.recording import record_family
     from diffusion_training.latents.reader import load_cache
     from diffusion_training.launch import keep_memory
     from diffusion_training.models import put_on_device
@@ -77,7 +78,10 @@ def bare(name, *argv):
     if device.type == "cpu":
         keep_memory()  # as the trainer does
     if name == TRAINERS[0]:
-        cache, base = load_cache(args.latents_dir[0]).settings, open_base(args)
+        cache, base = (
+            load_cache(args.latents_dir[0]).settings,
+            open_base(args, record=record_family),
+        )
         tokens, width = cache["prompt_embeds_shape"]
         shape, resolution = cache["latents_shape"], cache["transform"]["resolution"]
         data = SimpleNamespace(

@@ -34,6 +34,7 @@ import torch
 
 from diffusion_training.latents import stream
 from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.source import MOST_PERMUTED
 from diffusion_training.loading import load_batches
 from diffusion_training.order import Order, step_batches
 from diffusion_training.training.held_out import hold_out
@@ -45,15 +46,12 @@ def read_epoch(cache, ranges, folder, size, batch_size):
 
     Nothing is trained at the same time.
     """
-    begin, most = time.perf_counter(), stream.MOST_PERMUTED
-    stream.MOST_PERMUTED = 0 if ranges else most
+    begin, most = time.perf_counter(), 0 if ranges else MOST_PERMUTED
     accelerator = SimpleNamespace(local_process_index=0)
-    launch = SimpleNamespace(accelerator=accelerator)
+    launch = SimpleNamespace(accelerator=accelerator, rank=0, num_processes=1)
     caches = {cache: load_cache(cache)}
-    dataset = stream.StoredLatents(caches, 0, False)
     kept = stream.Storage(folder, size, shuffle_shards=1)
-    stream.open_latents(launch, caches, dataset, kept, None, None, None)
-    stream.MOST_PERMUTED = most
+    dataset = stream.open_stored(launch, caches, (0, False), kept, None, None, None, most)
     rows, _ = hold_out(accelerator, dataset, 0, 0)
     progress = Progress(
         {"global_step": 0, "data_step": 0, "images_seen": 0}, len(rows), batch_size, 1

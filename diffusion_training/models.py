@@ -388,6 +388,10 @@ def read_precision(
     return torch.float32
 
 
+# what to do if a checkpoint is of another base or adapter
+KEEP = "keep base and flags as they were, or choose a new --output_dir"
+
+
 def is_adapted(model: torch.nn.Module) -> bool:
     """Return whether `add_lora` has added an adapter to a model."""
     return hasattr(model, "adapter")

@@ -10,13 +10,15 @@ import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
+from glob import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
-from huggingface_hub import constants, hf_hub_download, model_info
+from huggingface_hub import constants, hf_hub_download, model_info, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tqdm.auto import tqdm
 
@@ -36,14 +38,6 @@ SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab", ".s
 SHOWN = 10**8  # bytes from which on a download is announced, with a bar
 
 
-class HubFile(NamedTuple):
-    size: int  # bytes
-    digest: str  # its name among the cache's blobs
-
-
-UNKNOWN = HubFile(0, "-")
-
-
 @dataclass(frozen=True)
 class Repository:
     """A repository at one commit, and its folder in the cache, which holds what was fetched."""
@@ -51,7 +45,7 @@ class Repository:
     name: str
     folder: Path
     cache_dir: str | None
-    files: dict[str, HubFile] | None  # None: the hub can't be reached, and the cache must do
+    files: list[str] | None  # None: the hub can't be reached, and the cache must do
 
     def fetch(
         self, subfolder: str = "", variant: str | None = None, with_weights: bool = True
@@ -65,46 +59,43 @@ class Repository:
         names = self.files
         if names is None:
             found = (path for path in (self.folder / subfolder).rglob("*") if path.is_file())
-            names = dict.fromkeys(path.relative_to(self.folder).as_posix() for path in found)
+            names = [path.relative_to(self.folder).as_posix() for path in found]
         small = [name for name in names if is_small(name, prefix)]
         self.download(small)
         if with_weights:
             self.download(choose_weights(self.folder, names, prefix, variant))
 
     def download(self, paths: Collection[str]) -> None:
-        """Download those files that the cache lacks."""
+        """Download those files that the cache lacks, several at a time."""
         if not self.list_missing(paths):
             return
         repository = self.folder.parent.parent
         locks = repository.parent / ".locks" / repository.name
         locks.mkdir(parents=True, exist_ok=True)
-        # the other processes of the machine wait, and find the files
+        # The other processes of the machine wait, and find the files. The client's own locks, one
+        # for each file, would let them measure the room while the first process fills it.
         with FileLock(locks / "diffusion-training.lock"):
             missing = self.list_missing(paths)
-            size = sum(self.measure(path) for path in missing)
+            if not missing:
+                return
+            fetch = partial(
+                snapshot_download,
+                self.name,
+                revision=self.folder.name,
+                cache_dir=self.cache_dir,
+                allow_patterns=[escape(path) for path in missing],
+            )
+            # without files that another commit has
+            plan = fetch(dry_run=True, tqdm_class=make_bars(False))
+            size = sum(each.file_size or 0 for each in plan if each.will_download)
             self.check_room(size)
             is_shown = size >= SHOWN
             if is_shown:
                 print(f"Downloading {size / 1e9:.3g} GB of {self.name} to {repository}", flush=True)
-            off = constants.HF_HUB_DISABLE_PROGRESS_BARS or (None if is_shown else True)
-            with tqdm(total=size, desc=self.name, unit="B", unit_scale=True, disable=off) as bar:
-                for path in missing:
-                    hf_hub_download(
-                        self.name,
-                        path,
-                        revision=self.folder.name,
-                        cache_dir=self.cache_dir,
-                        tqdm_class=make_counter(bar),
-                    )
+            fetch(tqdm_class=make_bars(is_shown))
 
     def list_missing(self, paths: Collection[str]) -> list[str]:
         return [path for path in paths if not (self.folder / path).exists()]
-
-    def measure(self, path: str) -> int:
-        """How many bytes of a file are to be downloaded; 0 if another commit had the same file."""
-        file = (self.files or {}).get(path, UNKNOWN)
-        is_stored = (self.folder.parent.parent / "blobs" / file.digest).is_file()
-        return 0 if is_stored else file.size
 
     def check_room(self, size: int) -> None:
         """Stop with an error if the disk of the cache has no room for so many bytes."""
@@ -166,21 +157,18 @@ def fetch_first(
     raise unknown or FileNotFoundError(f"it has no {' or '.join(paths)}")
 
 
-def list_repository_files(name: str, folder: Path) -> dict[str, HubFile] | None:
+def list_repository_files(name: str, folder: Path) -> list[str] | None:
     """The files of a commit, or None if the hub does not list them and the cache has some.
 
     folder: of the commit in the cache. Raises the client's errors if it has only one file.
     """
     try:
-        found = model_info(name, revision=folder.name, files_metadata=True).siblings or []
+        found = model_info(name, revision=folder.name).siblings or []
     except Exception:
         if len(os.listdir(folder)) > 1:
             return None
         raise
-    return {
-        each.rfilename: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else each.blob_id or "")
-        for each in found
-    }
+    return [each.rfilename for each in found]
 
 
 def is_small(path: str, prefix: str) -> bool:
@@ -208,21 +196,12 @@ def choose_weights(
     return []
 
 
-def make_counter(bar: tqdm) -> type[tqdm]:
-    """A class in place of the client's bar for one file, which moves the bar of all files."""
+def make_bars(are_shown: bool) -> type[tqdm]:
+    """A class for the client's bars, since transformers' `disable_progress_bar` ends its own."""
+    off = constants.HF_HUB_DISABLE_PROGRESS_BARS or (None if are_shown else True)
 
-    class Counter(tqdm):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(disable=True)
-            self.update(options.get("initial", 0))  # of a file that was begun before
+    class Bars(tqdm):
+        def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
+            super().__init__(*args, **options | {"disable": off})
 
-        def update(self, n: float | None = 1) -> None:
-            bar.update(n)
-
-        def update_transfer(self, n: float) -> None:
-            """Of Xet storage, where `update` counts what is written."""
-
-        def set_transfer_postfix_str(self, text: str, refresh: bool = True) -> None:
-            pass
-
-    return Counter
+    return Bars

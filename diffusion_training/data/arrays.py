@@ -1,6 +1,7 @@
 """Images in one .npy file, memory-mapped: each process reads the rows that it needs."""
 
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import datasets
 import numpy as np
 import torch
 
+from diffusion_training.data.flags import is_array
+from diffusion_training.data.folders import get_source
+from diffusion_training.data.rows import ImageRows, limit_rows, load_rows
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
 
@@ -67,6 +71,16 @@ class ArrayReader:
             )
         pixels = (torch.from_numpy(np.array(values, np.float32)) - black) / (white - black)
         return pixels if self.keep_precision else (pixels * 255).round().byte()
+
+
+def load_images(
+    args: Namespace, streaming: bool = False, others: Iterable[Any] = (), channels: int = 3
+) -> ImageRows:
+    """Open an array, or else a data set, see `load_rows`. channels: of the model's images."""
+    source = get_source(args)
+    if is_array(source):
+        return ImageRows(limit_rows(open_array(source, channels, args), args), "image")
+    return load_rows(args, streaming, others)
 
 
 def open_array(path: str, channels: int, args: Namespace) -> datasets.Dataset:

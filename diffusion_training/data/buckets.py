@@ -11,7 +11,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from diffusion_training.data.images import open_image
-from diffusion_training.data.transforms import Transform
+from diffusion_training.data.transform_settings import Transform
 from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.pillow import read_orientation
 

@@ -4,10 +4,8 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import datasets
-import numpy as np
 import pyarrow.compute as pc
 import torchvision.transforms.v2.functional as TF
 from PIL import Image
@@ -23,14 +21,10 @@ from diffusion_training.data.folders import (
     list_paths,
     split_suffix,
 )
-from diffusion_training.data.images import decode_image, shrink
-from diffusion_training.data.transforms import Transform
-from diffusion_training.errors.faults import explain, is_machines_fault
-from diffusion_training.errors.printing import amount, print_once
+from diffusion_training.data.images import decode_image
+from diffusion_training.data.rows import Rows, pick
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
-
-Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 
 COLUMN = "conditioning_image"  # the column of the references that were found in files
 STEPS = 16  # of the side of a square reference
@@ -90,13 +84,6 @@ def list_image_paths(rows: datasets.Dataset, column: str) -> list[str | None]:
     return pick(rows, paths)
 
 
-def pick(rows: datasets.Dataset, values: list[Any]) -> list[Any]:
-    """The values of the rows that are chosen, by their positions in the table."""
-    if rows._indices is None:
-        return values
-    return [values[i] for i in rows._indices.column(0).to_pylist()]
-
-
 def index_folder(folder: str, owners: Sequence[str]) -> dict[str, str]:
     """{path of an image in a folder, relative and without suffix: the path}."""
     if not os.path.isdir(folder):
@@ -114,72 +101,6 @@ def index_folder(folder: str, owners: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def leave_out_missing(
-    rows: datasets.Dataset, names: Sequence[str], source: str
-) -> datasets.Dataset:
-    """The rows that have all references; prints how many have not."""
-    is_whole = np.ones(len(rows), bool)
-    for name in names:
-        column = rows.data[name]
-        parts = [pc.is_null(pc.struct_field(column, part)) for part in ("bytes", "path")]
-        is_missing = pc.and_(*parts).to_pylist()
-        is_whole &= ~np.array(pick(rows, is_missing), bool)
-    if not is_whole.any():
-        fail(f"{source}: no image has a reference in {', '.join(names)}")
-    if not is_whole.all():
-        print_once(
-            f"{source}: {amount(int((~is_whole).sum()), 'image')} of {len(rows)} without a "
-            "reference left out; --allow_missing_conditioning trains them as text to image"
-        )
-        rows = rows.select(np.flatnonzero(is_whole))
-    return rows
-
-
-def transform_references(
-    item: dict,
-    transform: Transform,
-    original_size: Sequence[int],
-    target: Sequence[int],
-    position: tuple[float, float],
-) -> tuple[list[Image.Image], bool]:
-    """The references of a row, and whether they are mirrored with its image.
-
-    If all have the image's size, they get its crop and are mirrored with it. Otherwise they are
-    only resized, to the nearest of a few ratios, and neither they nor the image are mirrored.
-    Raises ValueError for one that can't be decoded.
-
-    original_size, target: (height, width) of the stored image, and of the resized one.
-    """
-    pixels = []
-    for name in transform.reference_columns:
-        source = item[name]
-        if source is None or source["bytes"] is source["path"] is None:
-            continue
-        try:
-            pixels.append(decode_image(source, 3, min_size=transform.min_size))
-        except Exception as error:
-            if is_machines_fault(error):
-                raise
-            raise ValueError(f"its reference can't be used: {explain(error)}") from error
-    is_aligned = all(tuple(each.shape[-2:]) == tuple(original_size) for each in pixels)
-    resized = []
-    for each in pixels:
-        if is_aligned:
-            multiple = transform.reference_multiple
-            scale = transform.reference_side / transform.resolution / multiple
-            size = [multiple * max(1, round(side * scale)) for side in target]
-            each = shrink(each, size, position, transform.image_interpolation_mode)
-        else:
-            height, width = each.shape[-2:]
-            size = choose_reference_size(
-                height, width, transform.reference_side, transform.reference_multiple
-            )
-            mode = TF.InterpolationMode(transform.image_interpolation_mode)
-            each = TF.resize(each, size, interpolation=mode, antialias=True)
-        resized.append(Image.fromarray(each.permute(1, 2, 0).numpy()))
-    return resized, is_aligned
-
-
 def choose_reference_size(height: int, width: int, side: int, multiple: int) -> list[int]:
     """The size of the nearest ratio for a reference, with at most side x side pixels.
 
@@ -192,12 +113,6 @@ def choose_reference_size(height: int, width: int, side: int, multiple: int) -> 
 
     buckets: list[tuple[int, int]] = list_buckets(side, step, MAX_RATIO)
     return [*min(buckets, key=rank)]
-
-
-def make_placeholders(transform: Transform) -> list[Image.Image]:
-    """References for a row that can't be used, which keep its batch in shape."""
-    side = transform.reference_side
-    return [Image.new("RGB", (side, side)) for _ in transform.reference_columns]
 
 
 def read_reference(path: str, side: int, multiple: int, interpolation: str) -> Image.Image:

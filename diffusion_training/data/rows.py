@@ -4,12 +4,13 @@ import collections
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -19,8 +20,6 @@ from huggingface_hub import DatasetCard, dataset_info
 
 from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import find_csv_fault
-from diffusion_training.data.arrays import open_array
-from diffusion_training.data.flags import is_array
 from diffusion_training.data.folders import (
     MASK,
     REFERENCE,
@@ -40,7 +39,6 @@ from diffusion_training.data.folders import (
     split_suffix,
 )
 from diffusion_training.data.images import name_image
-from diffusion_training.data.references import add_references, leave_out_missing
 from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors.faults import suppressing_row_errors
 from diffusion_training.errors.printing import amount, print_once
@@ -56,6 +54,8 @@ from diffusion_training.library_fixes import (
 from diffusion_training.remote import list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
+# (rows, paths in a local folder, flags) -> (the rows with the columns of references, these columns)
+AddReferences: TypeAlias = Callable[[Rows, Sequence[str], Namespace], tuple[Rows, list[str]]]
 
 # Files that hold many images
 PACKED = (".parquet", ".arrow", ".tar", ".h5", ".hdf5", ".lance", ".vortex")
@@ -76,18 +76,14 @@ def load_rows(
     args: Namespace,
     streaming: bool = False,
     others: Iterable[Any] = (),
-    channels: int | None = None,
-    with_references: bool = False,
+    add_references: AddReferences | None = None,
 ) -> ImageRows:
     """Open the data set. `others` are further columns to read, or lists of them.
 
-    Columns that are not named are not read: they may hold images. `channels` is the number of
-    channels that the model takes, which determines the layout of an array. `with_references` also
-    reads reference images, see `list_reference_columns`.
+    Columns that are not named are not read: they may hold images. add_references: that of
+    data/references.py, to read reference images too.
     """
     source = get_source(args)
-    if channels and is_array(source):
-        return ImageRows(limit_rows(open_array(source, channels, args), args), "image")
     # the unconditional trainer has neither flag
     caption_column: Any = vars(args).get("caption_column")
     extension = "." + vars(args).get("caption_extension", ".txt").lstrip(".")
@@ -97,7 +93,7 @@ def load_rows(
     builder, rows = open_builder(source, listed, has_captions, streaming, args)
     rows, mask_column = separate_masks(rows, listed, args)
     references: Sequence[str] = ()
-    if with_references:
+    if add_references:
         rows, references = add_references(rows, listed, args)
     names = [*others, mask_column or [], *references]
     wanted = [*dict.fromkeys(name for values in names for name in list_values(values))]
@@ -139,7 +135,7 @@ def load_rows(
     if os.path.isdir(source) and os.environ.get("RANK", "0") == "0":
         report_unused(source, builder, rows, args.dataset_split, extension)
     if references and not args.allow_missing_conditioning:
-        rows = leave_out_missing(rows, references, source)
+        rows = leave_out_incomplete(rows, references, source)
     rows = limit_rows(rows, args)
     rows = rows.select_columns([column, *wanted])
     if streaming:
@@ -159,6 +155,34 @@ def limit_rows(rows: Rows, args: Namespace) -> Rows:
     if isinstance(rows, datasets.IterableDataset):  # shuffling would draw others in each epoch
         return rows.take(args.max_train_samples)
     return rows.shuffle(seed=args.seed).take(min(args.max_train_samples, len(rows)))
+
+
+def leave_out_incomplete(
+    rows: datasets.Dataset, references: Sequence[str], source: str
+) -> datasets.Dataset:
+    """The rows that have an image in all columns of references; prints how many have not."""
+    is_whole = np.ones(len(rows), bool)
+    for name in references:
+        column = rows.data[name]
+        parts = [pc.is_null(pc.struct_field(column, part)) for part in ("bytes", "path")]
+        is_missing = pc.and_(*parts).to_pylist()
+        is_whole &= ~np.array(pick(rows, is_missing), bool)
+    if not is_whole.any():
+        fail(f"{source}: no image has a reference in {', '.join(references)}")
+    if not is_whole.all():
+        print_once(
+            f"{source}: {amount(int((~is_whole).sum()), 'image')} of {len(rows)} without a "
+            "reference left out; --allow_missing_conditioning trains them as text to image"
+        )
+        rows = rows.select(np.flatnonzero(is_whole))
+    return rows
+
+
+def pick(rows: datasets.Dataset, values: list[Any]) -> list[Any]:
+    """The values of the rows that are chosen, by their positions in the table."""
+    if rows._indices is None:
+        return values
+    return [values[i] for i in rows._indices.column(0).to_pylist()]
 
 
 def open_builder(
@@ -498,8 +522,7 @@ class RowDataset(torch.utils.data.Dataset):
         paths = [None] * len(column)  # for an array
         if pa.types.is_struct(column.type):
             paths = pc.struct_field(column, "path").to_pylist()
-        if self.rows._indices is not None:  # drawn by --max_train_samples
-            paths = [paths[i] for i in self.rows._indices.column(0).to_pylist()]
+        paths = pick(self.rows, paths)  # drawn by --max_train_samples
         return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
 
     def longest(self, row: int) -> Any:

@@ -4,13 +4,14 @@ Captions come from one column, which may hold lists, or from several columns. Ei
 drawn, or all are kept.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from diffusion_training.arguments import list_values
-from diffusion_training.data.transforms import Transform
+from diffusion_training.data.transform_settings import Transform
 from diffusion_training.order import draw_caption, step_seed
 
 # a row's caption, or the list of all its captions, with None for a missing one
@@ -25,6 +26,10 @@ class CaptionChoice:
     weights: list[float] | None  # for several captions
     shuffle: bool = False
     num_kept: int = 0  # tags at the front that stay in place
+
+
+def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
+    return CaptionChoice(args.seed, weights, args.shuffle_caption, args.keep_tokens)
 
 
 def strip_caption(text: str) -> str:

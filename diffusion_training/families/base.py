@@ -1,15 +1,15 @@
 """The interface of a model family, which each file of this folder implements, and its types.
 
-To add a family, write a file with a subclass of `Family`, a line in known.py, and a tiny pipeline
+To add a family, write a file with a subclass of `Family`, a line in names.py, and a tiny pipeline
 in the tests.
 """
 
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from safetensors.torch import load_file
@@ -71,6 +71,10 @@ class Tokenizers(list):
         return self.family.ragged and self.family.caption_unit == "tokens"
 
 
+# (base, --embedded_guidance_scale) -> the base with a family of its own; see `record_family`
+Record: TypeAlias = Callable[["Base", float], "Base"]
+
+
 @dataclass(frozen=True)
 class Base:
     """Where the models of a run come from. `open_base` makes it once."""
@@ -92,6 +96,7 @@ class Base:
     num_references: int = 0  # columns of images that an edit starts from
     resolution: int = 0  # --resolution, the largest; 0 if it is not given
     classes: tuple[str, ...] = ()  # of --class_column, in place of a text encoder
+    record: Record | None = None  # of a recorded pipeline
 
     def locate(
         self, own_path: str | None, subfolder: str, with_weights: bool = True

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import diffusers
-from accelerate import PartialState
 
 from diffusion_training.arguments import list_values
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base, Family
+from diffusion_training.families.base import Base, Family, Record
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import DEFAULT_FAMILY, DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.repositories import MODEL_FILES, Repository, open_repository
@@ -22,12 +21,18 @@ INDEX_FILES = (diffusers.DiffusionPipeline.config_name, diffusers.ModularPipelin
 warnings.filterwarnings("ignore", ".*local_dir_use_symlinks", UserWarning)
 
 
-def open_base(args: Namespace, trained_by: str | None = None, num_references: int = 0) -> Base:
+def open_base(
+    args: Namespace,
+    trained_by: str | None = None,
+    num_references: int = 0,
+    record: Record | None = None,
+) -> Base:
     """Read model_index.json, and find the family. A base in a single file is unpacked first.
 
     num_references: references per row of the images that a cache is made of; a trainer reads them
-    from a cache, and passes none. Stops with an error if `trained_by` is not the script that trains
-    the family.
+    from a cache, and passes none. record: `record_family`, for pipelines without a family of their
+    own; None in a script that trains none of them. Stops with an error if `trained_by` is not the
+    script that trains the family.
     """
     name = args.pretrained_model_name_or_path
     base = find_base(args, num_references)
@@ -38,14 +43,12 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     else:
         own = find_family(class_name)  # of the pipeline
     guidance = vars(args).get("embedded_guidance_scale")
-    missing = None
     if class_name and own is None:
-        # here, because it is a tenth of a trainer's code, and most families have their own file
-        from diffusion_training.families.recorded.family import Recorded, name_missing_part
-
-        missing = name_missing_part(index)
-        if missing is None:
-            own = Recorded(index, read_configs(base), 1.0 if guidance is None else guidance)
+        if record is None:
+            script = FACTS[DEFAULT_FLOW_FAMILY].script
+            fail(f"{name} is a {class_name}, which can't be trained here: try {script}")
+        base = record(base, 1.0 if guidance is None else guidance)
+        own = base.family
     chosen = vars(args).get("model_family")
     wanted = load_family(chosen) if chosen else None
     if trained_by == FACTS[DEFAULT_FLOW_FAMILY].script and wanted is None:
@@ -55,8 +58,6 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
         wanted = usual if borrows else own
     if wanted and own and own.name not in (wanted.name, *wanted.borrows_from):
         fail(f"--model_family {wanted.name} does not fit {name}, a {class_name}: leave it out")
-    if class_name and own is None:
-        fail(f"{name} is a {class_name}, which these scripts can't train: {missing}")
     family = wanted or own or load_family(DEFAULT_FAMILY)
     if trained_by and family.script != trained_by:
         fail(f"{name} is a pipeline of the family {family.name}: train it with {family.script}")
@@ -73,17 +74,6 @@ def open_base(args: Namespace, trained_by: str | None = None, num_references: in
     base = replace(base, family=family)
     if sentence := family.find_fault(base):
         fail(sentence)
-    file = vars(args).get("transformer_file")
-    if trained_by and file:
-        from diffusion_training.families.transformer_file import unpack_transformer
-
-        base = replace(base, transformer=unpack_transformer(file, base, args.cache_dir))
-    if trained_by and family.is_distilled(base) and not vars(args).get("training_adapter"):
-        PartialState().print(
-            f"{file or name} was distilled to sample in few steps. Training undoes that, and "
-            f"samples get blurred. Train the {family.title} that it was made from; a LoRA fits "
-            "both. Or give --training_adapter, a LoRA that undoes the distillation while you train."
-        )
     return base
 
 
@@ -130,11 +120,13 @@ def refuse_references(family: Family, args: Namespace) -> NoReturn:
 
 
 def read_index(source: str | None) -> dict[str, Any]:
-    """model_index.json of a pipeline; {} if there is none, for example in a folder of models."""
+    """model_index.json of a pipeline, or modular_model_index.json; {} for a folder of models."""
     if source is None or not any(Path(source, name).exists() for name in INDEX_FILES):
         return {}
     with explained(f"{source} can't be opened as a pipeline"):
-        index = load_index(source)
+        if not Path(source, INDEX_FILES[0]).exists():  # of a pipeline of blocks
+            return diffusers.ModularPipeline.load_config(source)
+        index = diffusers.DiffusionPipeline.load_config(source)
         for name, entry in index.items():
             # other entries are settings of the pipeline
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))
@@ -143,32 +135,6 @@ def read_index(source: str | None) -> dict[str, Any]:
                     f"model_index.json has {entry!r} for {name}, not a library and a class"
                 )
         return index
-
-
-def load_index(source: str) -> dict[str, Any]:
-    """model_index.json, or modular_model_index.json in its form."""
-    if Path(source, INDEX_FILES[0]).exists():
-        return diffusers.DiffusionPipeline.load_config(source)
-    from diffusion_training.families.recorded.modular import convert_index
-
-    return convert_index(diffusers.ModularPipeline.load_config(source))
-
-
-def read_configs(base: Base) -> dict[str, Any]:
-    """{part: its config} of a pipeline's VAE, scheduler and transformer."""
-    configs = {}
-    created = base.index.get("_created", {})
-    for name in ("vae", "scheduler", Family.folder):
-        if name in created:
-            configs[name] = created[name]
-            continue
-        with explained(f"{base.source} holds no {name}"):
-            kind = getattr(diffusers, base.index[name][1])
-            own_path = base.vae if name == "vae" else None
-            source, options = base.locate(own_path, name, with_weights=False)
-            options.pop("variant", None)
-            configs[name] = dict(kind.load_config(source, **options))
-    return configs
 
 
 def open_source(args: Namespace) -> str | None:

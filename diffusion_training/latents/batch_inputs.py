@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 
 from diffusion_training.batches import TextToImageBatch
+from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.encoders import encode_prompts
 from diffusion_training.data.images import shrink_masks
-from diffusion_training.latents.encoders import encode_prompts
-from diffusion_training.latents.source import Data
 from diffusion_training.memory import place_decoder
 
 

@@ -26,7 +26,6 @@ from diffusion_training.files import (
     digest_file,
     find_differences,
     fits,
-    hash_values,
     lock_folder,
     name_unfinished,
     write_file,
@@ -34,22 +33,19 @@ from diffusion_training.files import (
 )
 from diffusion_training.latents.columns import name_empty_files
 from diffusion_training.latents.passes import LatentRows
-from diffusion_training.latents.plan import PlannedCache, compare_settings, name_shard
+from diffusion_training.latents.plan import PlannedCache
+from diffusion_training.latents.settings import (
+    RECORD,
+    compare_settings,
+    count_skipped,
+    fingerprint_cache,
+    name_shard,
+)
 
 # Size of a record batch. A trainer opens all batches; the script that writes them holds one.
 BATCH_BYTES = 2**26
-RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
-          "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
 # Flags that change nothing in a cache, so cache.json and run.args do not contain them.
 UNRECORDED_FLAGS = ("output_dir", "cache_dir", "dataloader_num_workers", "dry_run", "max_skipped")
-
-
-def fingerprint_cache(cache: dict) -> str:
-    """The fingerprint of a cache for `datasets`: a hash of cache.json.
-
-    It also shows whether cache.json has been changed.
-    """
-    return hash_values(cache)
 
 
 def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
@@ -87,12 +83,6 @@ def read_shard_record(path: Path) -> dict[str, Any] | None:
         if fits(record, RECORD):
             return record
     return None
-
-
-def count_skipped(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of a shard's skipped rows."""
-    not_read = any(entry["reason"].startswith("not read") for entry in entries)
-    return {"skipped": len(entries), "not_read": not_read}
 
 
 def read_finished_skips(

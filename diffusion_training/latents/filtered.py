@@ -25,8 +25,8 @@ from diffusion_training.latents.columns import (
     view_rows,
 )
 from diffusion_training.latents.passes import LatentRows
-from diffusion_training.latents.plan import name_shard
 from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.settings import name_shard
 from diffusion_training.remote import read_bytes
 
 # entries that `finish_cache` makes anew, or that are true only of the other cache

@@ -45,7 +45,7 @@ IMAGES_ONLY = (
 def add_storage_flags(add: Add) -> None:
     """Add the flags for caches that are remote, or have too many rows for one permutation.
 
-    `open_latents` reads them.
+    `open_stored` reads them.
     """
     add(
         "--shards_dir",

@@ -17,9 +17,14 @@ import numpy as np
 from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import fail, name_command
 from diffusion_training.files import fits
-from diffusion_training.latents.cache import RECORD, count_skipped, fingerprint_cache
-from diffusion_training.latents.plan import compare_settings, name_shard
 from diffusion_training.latents.ranges import Arrangement, Ranges, Window
+from diffusion_training.latents.settings import (
+    RECORD,
+    compare_settings,
+    count_skipped,
+    fingerprint_cache,
+    name_shard,
+)
 from diffusion_training.latents.shards import Shards
 from diffusion_training.remote import read_bytes
 

@@ -12,16 +12,16 @@ import fsspec
 
 from diffusion_training.arguments import list_values
 from diffusion_training.data.captions import report_cut
+from diffusion_training.data.encoders import Latents, check_sides, describe_latents
 from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import ImageRows
-from diffusion_training.data.transforms import Transform, make_transform
+from diffusion_training.data.transform_settings import Transform, make_transform
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Encoders, Family
-from diffusion_training.files import find_differences
 from diffusion_training.latents.columns import EXTRA_COLUMNS, Column, list_columns, name_feature
-from diffusion_training.latents.encoders import Latents, check_sides, describe_latents
+from diffusion_training.latents.settings import name_shard
 from diffusion_training.remote import has_file
 
 # The caches of the demos, which the trainers' demos use without flags
@@ -250,25 +250,3 @@ def describe_settings(
     settings["source"] = {"fingerprint": rows._fingerprint, "rows": num_rows}
     settings["rows_per_shard"] = rows_per_shard
     return settings
-
-
-def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """The differences of cache.json and the settings that it should have, as sentences.
-
-    "tokenizer_rules" are compared only if the same versions of the libraries wrote them, because
-    another version may write equal rules in another form.
-    """
-    before, now = (each["tokenizer_rules"]["libraries"] for each in (cache, settings))
-    known = dict(settings)
-    if before != now:
-        del known["tokenizer_rules"]
-    return find_differences({name: cache.get(name) for name in known}, known)
-
-
-def name_shard(number: int, cache: dict[str, Any]) -> str:
-    """Return a shard's file name; it includes the number of shards, except for a stream."""
-    if cache["source"]["rows"] is None:
-        return f"data-{number:05d}.arrow"
-    count = math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
-    digits = max(5, len(str(count)))  # the same for all shards, since they are sorted by name
-    return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"

@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 
 from diffusion_training.arguments import list_values
+from diffusion_training.data.encoders import describe_latents, encode_images
 from diffusion_training.data.folders import describe_files, get_source
 from diffusion_training.data.rows import ImageRows, limit_rows
-from diffusion_training.data.transforms import Transform
+from diffusion_training.data.transform_settings import Transform
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Encoders
 from diffusion_training.files import hash_values
-from diffusion_training.latents.encoders import describe_latents, encode_images
 
 NAMES = ("latents", "latents_flip")
 TRIED = 8  # images that the VAE decodes and encodes again, of up to as many files

@@ -25,7 +25,6 @@ from diffusion_training.errors.printing import printable
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.files import hash_values
-from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.columns import (
     FORMAT_VERSION,
     Column,
@@ -33,7 +32,7 @@ from diffusion_training.latents.columns import (
     list_features,
     name_empty_files,
 )
-from diffusion_training.latents.fetch import Fetcher
+from diffusion_training.latents.settings import fingerprint_cache
 from diffusion_training.latents.shards import OpenShard, Shards, name_repair
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import read_bytes
@@ -137,7 +136,6 @@ class CachedLatents(torch.utils.data.Dataset):
     `choose_rows`), and each is mirrored or not on its own.
     """
 
-    fetcher: Fetcher  # set by a subclass, for caches at an address
     holds = "latents"  # what `digest` covers
     num_left_out = 0
 
@@ -208,24 +206,16 @@ class CachedLatents(torch.utils.data.Dataset):
             shards, number = self.locate_row(shard)
             if len(self.opened) >= MOST_OPEN:
                 self.opened.pop(next(iter(self.opened)))
-            path = self.fetcher.path(shard) if is_address(shards.folder) else None
-            self.opened[shard] = shards.open(number, path, alone=True)
+            self.opened[shard] = shards.open(number, self.find_copy(shard), alone=True)
         return self.opened[shard]
 
-    def find_row(self, shard: int, index: int) -> tuple[OpenShard, int, bool]:
-        """Return (open shard, index of a row in it, whether it is the row at this index).
+    def find_copy(self, shard: int) -> Path | None:
+        """The fetched copy of a shard; None for a cache on a disk."""
+        return None
 
-        It is another row, of a shard near by, if the cache is followed and `index` is the place of
-        a row that could not be used.
-        """
-        opened = self.open(shard)
-        if index < opened.starts[-1]:
-            return opened, index, True
-        for near in (*range(shard, -1, -1), *range(shard + 1, len(self.lengths))):
-            opened = self.open(near)
-            if count := opened.starts[-1]:
-                return opened, index % count, False
-        raise AssertionError("`finish_cache` refuses a cache without rows")
+    def find_row(self, shard: int, index: int) -> tuple[OpenShard, int, bool]:
+        """Return (open shard, index of a row in it, whether it is the row at this index)."""
+        return self.open(shard), index, True
 
     def digest(self, row: int) -> str:
         """A hash of a row's latents."""

@@ -23,6 +23,8 @@ from diffusion_training.latents.columns import (
     view_rows,
 )
 
+FOLLOWED = "followed"  # the kind of the order of rows with --follow
+
 
 def name_repair(folder: str) -> str:
     """What to do about a damaged cache."""

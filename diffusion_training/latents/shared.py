@@ -17,6 +17,7 @@ from diffusion_training import __version__
 from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import count_references, name_shared_folder
+from diffusion_training.data.references import add_references
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.printing import amount, print_once
 from diffusion_training.errors.sentences import fail
@@ -90,7 +91,8 @@ def describe(flags: dict[str, Any], args: Namespace) -> list:
     # a trainer without the flags of references leaves it to precompute_latents.py to refuse them
     with_references = "conditioning_image_column" in args and count_references(args) > 0
     with contextlib.redirect_stdout(io.StringIO()):  # precompute_latents.py prints it
-        images = load_rows(args, others=[args.caption_column], with_references=with_references)
+        references = add_references if with_references else None
+        images = load_rows(args, others=[args.caption_column], add_references=references)
     models = []
     for name, value in sorted(flags.items()):
         if name.endswith("_name_or_path") and os.path.exists(value):

@@ -1,166 +1,44 @@
-"""The data of text-to-image trainers: rows of latent caches, or images that each step encodes."""
+"""Open the data of a text-to-image trainer: the rows of latent caches, or else images."""
 
-import functools
 import itertools
-import math
 from argparse import Namespace
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 from diffusion_training.arguments import is_address
-from diffusion_training.data.buckets import choose_sizes
-from diffusion_training.data.captioned_images import CaptionedImages
-from diffusion_training.data.captions import (
-    are_cut,
-    count_lengths,
-    report_cut,
-    report_emptied,
-    report_equal,
-    sample_captions,
-)
-from diffusion_training.data.flags import weigh_captions
-from diffusion_training.data.folders import count_references, is_shared
-from diffusion_training.data.references import list_reference_columns, read_reference
-from diffusion_training.data.rows import load_rows
-from diffusion_training.data.texts import CaptionChoice
-from diffusion_training.data.transforms import make_transform
-from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base, Encoders, Family, Prompts
-from diffusion_training.families.names import FACTS
-from diffusion_training.families.opening import refuse_references
-from diffusion_training.latents.encoders import (
+from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.captioned_images import open_images
+from diffusion_training.data.captions import report_cut
+from diffusion_training.data.encoders import (
     Latents,
     check_sides,
     describe_latents,
     describe_models,
-    describe_prompts,
-    encode_caption,
     encode_empty_prompt,
     load_encoders,
     place_scale,
     try_encoders,
 )
-from diffusion_training.latents.plan import compare_settings
-from diffusion_training.latents.reader import Cache, load_cache
-from diffusion_training.latents.shards import Shards, name_repair
-from diffusion_training.latents.stream import FOLLOWED, Storage, StoredLatents, open_latents
+from diffusion_training.data.folders import count_references, is_shared
+from diffusion_training.data.prompts import encode_class_prompts, encode_for_all
+from diffusion_training.data.references import read_reference
+from diffusion_training.data.texts import choose_captions
+from diffusion_training.errors.printing import amount
+from diffusion_training.errors.sentences import explained, fail
+from diffusion_training.families.base import Base, Encoders, Family
+from diffusion_training.families.names import FACTS
+from diffusion_training.families.opening import refuse_references
+from diffusion_training.latents.reader import Cache, CachedLatents, load_cache
+from diffusion_training.latents.settings import compare_settings, describe_prompts
+from diffusion_training.latents.shards import FOLLOWED, Shards, name_repair
 from diffusion_training.launch import Launch
-from diffusion_training.memory import move
-from diffusion_training.models import EXACT, put_on_device
+from diffusion_training.models import EXACT
 
-MOST_CLASS_PROMPTS = 32
-
-
-@dataclass(frozen=True)
-class PromptEmbeds:
-    """Prompts of a flag, encoded once at the start, in float32 on the CPU."""
-
-    prompts: list[Prompts]  # each [1, ...]
-    empty: Prompts  # [1, ...], for guidance
-    images: Sequence[list[Any]] = ()  # the references of each prompt, as Pillow's images
-    # for each prompt an empty one, if the text encoder sees the references
-    empties: Sequence[Prompts] = ()
-
-    def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
-        """Return (the prompts with these numbers, the empty prompt), on the device."""
-        chosen = {name: self.stack(name, numbers, device) for name in self.empty}
-        own = self.empties[numbers[0]] if self.empties else self.empty
-        empty = {name: move(value, device) for name, value in dict[str, Any](own).items()}
-        return cast(Prompts, chosen), cast(Prompts, empty)
-
-    def choose_condition(
-        self, numbers: Sequence[int], device: torch.device, like: Collection[str]
-    ) -> dict[str, torch.Tensor]:
-        """Return the prompts with these numbers as parts of a condition `like` a batch's."""
-        chosen = {name: self.stack(name, numbers, device) for name in self.empty}
-        if "prompt_lengths" in like:
-            masks = self.stack("prompt_mask", numbers, torch.device("cpu"))
-            chosen["prompt_lengths"] = masks.sum(dim=1)
-        return chosen
-
-    def stack(self, name: str, numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-        prompts = [dict[str, Any](self.prompts[number]) for number in numbers]
-        return move(torch.cat([prompt[name] for prompt in prompts]), device)
-
-
-@dataclass(frozen=True)
-class Data:
-    """The opened data of a run."""
-
-    dataset: Any  # `CaptionedImages` or `StoredLatents`
-    family: Family
-    latents: Latents
-    empty_prompt: dict[str, torch.Tensor]  # for one image, float32, on the device
-    # on the device; a cache of tokens needs no VAE, and one of embeddings none of them
-    encoders: Encoders | None
-    validation: PromptEmbeds | None
-    resolution: int
-    bucket_step: int | None
-    clip_skip: int | None
-    caption_weights: list[float] | None
-    mask_column: str | None
-    num_workers: int  # processes that load the data
-    # for the tags in a LoRA's header: at most 10,000, on the first process, none from an address
-    captions: Sequence[str] = ()
-    class_prompts: PromptEmbeds | None = None  # of --preserve_prior
-    classes: tuple[str, ...] = ()  # of a cache made with --class_column
-    # references of any values, for one image, as `read_references` adds them to the condition
-    references: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @functools.cached_property
-    def empty_length(self) -> int:
-        """How many tokens the empty prompt has."""
-        embeds = self.empty_prompt["prompt_embeds"]
-        return int(self.empty_prompt.get("prompt_mask", torch.ones(len(embeds))).sum())
-
-    @property
-    def num_lengths(self) -> int:
-        """How many lengths `choose_length` gives to the captions of a batch.
-
-        1 if the model sees all padding, or is called with captions of any length.
-        """
-        if self.family.needs_lengths or "prompt_mask" not in self.empty_prompt:
-            return 1
-        return count_lengths(len(self.empty_prompt["prompt_embeds"]))
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether the cache may still be in the making (--follow)."""
-        return getattr(self.dataset, "wait_for_images", None) is not None
-
-    @property
-    def num_references(self) -> int:
-        """How many images an edit starts from."""
-        return len(self.references) // 2  # each has an entry for its size
-
-    @property
-    def loaded_encoders(self) -> Encoders:
-        """The encoders, for a batch of pixels or tokens."""
-        assert self.encoders
-        return self.encoders
-
-    def modules(self) -> list[torch.nn.Module]:
-        """The encoders on the device."""
-        return self.encoders.modules() if self.encoders else []
-
-    def settings(self) -> dict[str, Any]:
-        """The values that a checkpoint records, under the names of the flags."""
-        settings = {
-            "resolution": self.resolution,
-            "clip_skip": self.clip_skip,
-            "caption_weights": self.caption_weights,
-            "mask_column": self.mask_column,
-            "dataloader_num_workers": self.num_workers,
-        }
-        if order := getattr(self.dataset, "order", None):
-            settings |= {"order": order, "shuffle_shards": order["shuffle_shards"]}
-        return settings
+MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them: 128 MB
 
 
 def open_data(
@@ -230,19 +108,8 @@ def open_data(
         factor=place_scale(settings["vae"]["scaling_factor"], launch.device),
         downscale=resolution // shape[-1],
     )
-    dataset = StoredLatents(
-        caches,
-        args.seed,
-        args.random_flip,
-        caption_weights,
-        reads,
-        optional_columns,
-        rank=launch.rank,
-        num_processes=launch.num_processes,
-    )
-    storage = Storage(args.shards_dir, args.shards_size, args.shuffle_shards)
-    order = before.get("order")
-    open_latents(launch, caches, dataset, storage, args.latents_weights, checkpoint, order)
+    options = (args.seed, args.random_flip, caption_weights, reads, optional_columns)
+    dataset = open_latents(launch, caches, options, checkpoint, before.get("order"), args)
     return Data(
         dataset=dataset,
         family=base.family,
@@ -263,6 +130,40 @@ def open_data(
     )
 
 
+def open_latents(
+    launch: Launch,
+    caches: dict[str, Cache],
+    options: tuple[Any, ...],
+    checkpoint: Path | None,
+    order: dict[str, Any] | None,
+    args: Namespace,
+) -> CachedLatents:
+    """The rows of caches. options: those of `CachedLatents`. order: that of the checkpoint."""
+    is_finished = not any(cache.shards.is_followed for cache in caches.values())
+    num_rows = sum(cache.settings["rows"] for cache in caches.values())
+    # a checkpoint without an order is one of a permutation
+    is_permuted = not order and (bool(checkpoint) or num_rows <= MOST_PERMUTED)
+    if is_permuted and is_finished and not any(map(is_address, caches)):
+        dataset = CachedLatents(caches, *options)
+    else:
+        # here, because few runs read from a bucket, or billions of rows, or what is being made
+        from diffusion_training.latents.stream import Storage, open_stored
+
+        dataset = open_stored(
+            launch,
+            caches,
+            options,
+            Storage(args.shards_dir, args.shards_size, args.shuffle_shards),
+            args.latents_weights,
+            checkpoint,
+            order,
+            MOST_PERMUTED,
+        )
+    for cache in caches.values():
+        del cache.settings["shards"]  # 0.5 GB for a million; `Shards` keeps the rest
+    return dataset
+
+
 def choose_follow(checkpoint: Path | None, before: dict[str, Any], args: Namespace) -> float | None:
     """How many minutes to wait for shards (--follow); None for the order of a finished cache.
 
@@ -272,78 +173,6 @@ def choose_follow(checkpoint: Path | None, before: dict[str, Any], args: Namespa
     if checkpoint and args.follow and kind != FOLLOWED:
         fail(f"--follow: {checkpoint} was trained in another order: leave it out, or begin anew")
     return args.follow or (0.0 if kind == FOLLOWED else None)
-
-
-def open_images(launch: Launch, base: Base, args: Namespace, with_references: bool) -> Data:
-    """The data of images and captions, with the encoders that each step needs, on the device."""
-    resolution = args.resolution or base.family.resolution
-    num_workers = launch.choose_workers(args.dataloader_num_workers)
-    caption_weights = weigh_captions(args)
-    images = load_rows(args, args.streaming, [args.caption_column], with_references=with_references)
-    references = list_reference_columns(images.rows, args) if with_references else ()
-    texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
-    in_float32 = launch.dtype == torch.float32
-    encoders = None
-    if in_float32:
-        encoders = load_encoders(base, launch.dtype)
-    elif launch.is_main and (args.validation_prompts or args.class_prompt):
-        encoders = load_encoders(base, EXACT, with_vae=False)
-    validation = encode_for_all(launch, base, encoders, args.validation_prompts)
-    class_prompts = encode_class_prompts(launch, base, encoders, texts, args)
-    if encoders:
-        base = replace(base, family=encoders.family)  # it has found out what it needs
-    if not in_float32:
-        encoders = None  # free them before the same models are loaded in 16 bits
-    encoders = encoders or load_encoders(base, launch.dtype)
-    base = replace(base, family=encoders.family)
-    check_sides(base.family.downscale(encoders.vae), resolution, args.bucket_step)
-    put_on_device(encoders.vae.requires_grad_(False), launch.device)
-    encoders.text_encoders.requires_grad_(False).to(launch.device)
-    try_encoders(encoders)
-    if launch.is_main:
-        if not references:
-            report_equal(texts, args)
-        report_emptied(encoders.tokenizers, texts)
-        cut = are_cut(encoders.tokenizers, texts or [""])
-        limit = encoders.tokenizers[0].model_max_length
-        report_cut(sum(cut), len(cut), limit, base.family.caption_unit)
-    channels, _ = base.family.count_channels(encoders.vae)
-    transform = make_transform(
-        args,
-        images.column,
-        images.mask_column,
-        caption_weights,
-        channels,
-        resolution,
-        references,
-        reference_side=resolution,
-    )
-    sizes = choose_sizes(launch.accelerator, images.rows, transform, num_workers)
-    kind = "moments" if base.family.has_moments(encoders.vae) else "sample"
-    dataset = CaptionedImages(
-        images,
-        transform,
-        encoders.tokenizers,
-        choose_captions(args, caption_weights),
-        sizes,
-        args.shuffle_buffer,
-    )
-    return Data(
-        dataset=dataset,
-        family=base.family,
-        latents=describe_latents(base.family, encoders.vae, resolution, kind),
-        empty_prompt=encode_empty_prompt(encoders, base),
-        encoders=encoders,
-        validation=validation,
-        class_prompts=class_prompts,
-        resolution=resolution,
-        bucket_step=args.bucket_step,
-        clip_skip=base.clip_skip,
-        caption_weights=caption_weights,
-        mask_column=images.mask_column,
-        num_workers=num_workers,
-        captions=texts,
-    )
 
 
 def open_references(
@@ -405,10 +234,6 @@ def sample_cached_captions(shards: Shards) -> list[str]:
         first = list(itertools.islice(texts, 10**4))
     captions = [text[0] if isinstance(text, list) else text for text in first]
     return [text for text in captions if isinstance(text, str)]
-
-
-def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
-    return CaptionChoice(args.seed, weights, args.shuffle_caption, args.keep_tokens)
 
 
 def check_family(folder: str, cache: dict[str, Any], family: Family) -> None:
@@ -479,58 +304,3 @@ def check_cache(
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
     if args.resolution not in (None, side := transform["resolution"]):
         fail(f"--resolution {args.resolution} differs from the {side} px of {folder}: leave it out")
-
-
-def encode_class_prompts(
-    launch: Launch, base: Base, encoders: Encoders | None, captions: Sequence[str], args: Namespace
-) -> PromptEmbeds | None:
-    """Encode --class_prompt or, with --trigger, the captions in which it replaces the trigger.
-
-    They are at most `MOST_CLASS_PROMPTS`, evenly chosen, since T5 takes seconds for one on a CPU.
-
-    captions: of some or all images, on the first process.
-    """
-    prompts = args.class_prompt
-    if args.trigger and launch.is_main:
-        with_class = {
-            text.replace(args.trigger, prompts[0]) for text in captions if args.trigger in text
-        }
-        if not with_class:
-            fail(
-                f"--trigger {args.trigger!r} is in none of {len(captions)} captions: correct it, "
-                "or leave it out and give whole prompts as --class_prompt"
-            )
-        found = sorted(with_class)
-        prompts = found[:: math.ceil(len(found) / MOST_CLASS_PROMPTS)]
-    return encode_for_all(launch, base, encoders, prompts)
-
-
-def encode_for_all(
-    launch: Launch,
-    base: Base,
-    encoders: Encoders | None,
-    prompts: list[str] | None,
-    images: Sequence[list[Any]] = (),
-) -> PromptEmbeds | None:
-    """Encode the prompts of a flag in float32 on the first process, and send them to all.
-
-    images: the references of each prompt. encoders: `EXACT` or in float32; None: loaded here.
-    Prompts are encoded one by one, so that the samples of one do not depend on the others.
-    """
-    if not prompts:
-        return None
-    sent: list[PromptEmbeds | None] = [None]
-    if launch.is_main:
-        encoders = encoders or load_encoders(base, EXACT, with_vae=False)
-
-        def encode_empty(references: list[Any] | None = None) -> Any:
-            empty = encode_empty_prompt(encoders, base, references)
-            return {name: embeds[None] for name, embeds in empty.items()}
-
-        pairs = zip(prompts, images or [[]] * len(prompts), strict=True)
-        encoded = [encode_caption(encoders, *pair) for pair in pairs]
-        empties = map(encode_empty, images) if encoders.family.reads_references else ()
-        sent = [PromptEmbeds(encoded, encode_empty(), images, [*empties])]
-    if launch.num_processes > 1:
-        broadcast_object_list(sent)
-    return sent[0]

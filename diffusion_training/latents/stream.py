@@ -19,13 +19,11 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.latents.fetch import Fetcher, make_fetch_folder
 from diffusion_training.latents.ranges import Ranges
 from diffusion_training.latents.reader import Cache, CachedLatents
-from diffusion_training.latents.shards import Shards
+from diffusion_training.latents.shards import FOLLOWED, OpenShard, Shards
 from diffusion_training.launch import Launch
 from diffusion_training.order import hash_names
 from diffusion_training.remote import persist
 
-MOST_PERMUTED = 16_000_000  # rows; each process holds a permutation of them: 128 MB
-FOLLOWED = "followed"  # the kind of the order with --follow
 LEAST_RANGES = 64  # so that neighbours come from shards far apart, even with one process
 
 
@@ -38,26 +36,27 @@ class Storage:
     shuffle_shards: int
 
 
-def open_latents(
+def open_stored(
     launch: Launch,
     caches: dict[str, Cache],
-    dataset: "StoredLatents",
+    options: tuple[Any, ...],
     storage: Storage,
     latents_weights: list[float] | None,
     checkpoint: Path | None,
     kept_order: dict[str, Any] | None,
-) -> None:
-    """Choose the order of the rows, and fetch shards that are at an address.
+    most_permuted: int,
+) -> "StoredLatents":
+    """Open the data set, choose the order of its rows, and fetch shards that are at an address.
 
-    The order is `full`, a permutation, if there are at most 16 M rows on a disk or within
-    --shards_size. Otherwise it is that of `Ranges`, or with --follow that of `FollowedRanges`.
+    The order is `full`, a permutation, if there are at most `most_permuted` rows, on a disk or
+    within --shards_size. Otherwise it is that of `Ranges`, or of `FollowedRanges` with --follow.
 
-    kept_order: the order of the checkpoint, which is always kept; None for `full`.
+    options: those of `CachedLatents`. kept_order: the order of the checkpoint, which is always
+    kept; None for `full`.
     """
-    for cache in caches.values():
-        del cache.settings["shards"]  # 0.5 GB for a million; `Shards` keeps the rest
+    dataset = StoredLatents(caches, *options, rank=launch.rank, num_processes=launch.num_processes)
     total = int(dataset.bytes_of.sum())
-    fits = len(dataset) <= MOST_PERMUTED and total <= storage.size and not dataset.is_followed
+    fits = len(dataset) <= most_permuted and total <= storage.size and not dataset.is_followed
     if not kept_order and (checkpoint or fits):
         if total > storage.size:
             fail(
@@ -66,7 +65,7 @@ def open_latents(
             )
         if total:
             dataset.fetch_all(storage, launch.accelerator.local_process_index)
-        return
+        return dataset
     reasons = {
         "--latents_weights": latents_weights,
         "images of several sizes": dataset.size_columns,
@@ -74,12 +73,13 @@ def open_latents(
     for reason, is_given in reasons.items():
         if is_given:
             limit = (
-                f"with at most {MOST_PERMUTED:,} rows, and with --shards_size {format_size(total)} "
+                f"with at most {most_permuted:,} rows, and with --shards_size {format_size(total)} "
                 "or more"
             )
             fail(f"{reason} can only be used {'without --follow' * dataset.is_followed or limit}")
     order = choose_ranges(dataset, kept_order, checkpoint, storage.shuffle_shards)
     dataset.fetch_by_ranges(storage, order)
+    return dataset
 
 
 def choose_ranges(
@@ -132,6 +132,7 @@ class StoredLatents(CachedLatents):
     With the order `ranges`, its windows decide which shards are fetched and dropped.
     """
 
+    fetcher: Fetcher
     order: Any = None  # see `choose_ranges`; None: `full`
     following: Any = None  # the `Ranges` whose windows are fetched
     # with --follow: waits for the next step's images, see `wait_for_images`
@@ -148,6 +149,22 @@ class StoredLatents(CachedLatents):
         self.is_followed = self.parts[0].is_followed
         # about how many bytes each fetched shard takes here; 0 if it is on a disk
         self.bytes_of = self.lengths * np.repeat(bytes_of_a_row, np.diff(self.firsts))
+
+    def find_copy(self, shard: int) -> Path | None:
+        return self.fetcher.path(shard) if is_address(self.locate_row(shard)[0].folder) else None
+
+    def find_row(self, shard: int, index: int) -> tuple[OpenShard, int, bool]:
+        """It is another row, of a shard near by, if the cache is followed and `index` is the place
+        of a row that could not be used.
+        """
+        opened = self.open(shard)
+        if index < opened.starts[-1]:
+            return opened, index, True
+        for near in (*range(shard, -1, -1), *range(shard + 1, len(self.lengths))):
+            opened = self.open(near)
+            if count := opened.starts[-1]:
+                return opened, index % count, False
+        raise AssertionError("`finish_cache` refuses a cache without rows")
 
     def describe(self, shard: int) -> tuple[str, str, int]:
         """Return a shard's address, SHA-256 and approximate bytes, for `Fetcher`."""

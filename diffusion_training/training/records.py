@@ -103,13 +103,8 @@ class Records:
         self.objective = objective
         self.any_decoded = run.checkpoint is not None
         self.models = models
-        self.lora_b: list[torch.Tensor] = []
-        if any(map(is_adapted, models.values())):
-            from diffusion_training.training.lora.lora import (
-                list_lora_b,  # here: most runs have none
-            )
-
-            self.lora_b = list_lora_b(models)
+        adapters = [model.adapter for model in models.values() if is_adapted(model)]
+        self.lora_b = adapters[0].list_b(models) if adapters else []
         self.costs = costs
         self.has_printed_memory = False
 

@@ -25,7 +25,7 @@ from diffusion_training.training.records import Records
 from diffusion_training.training.run_folder import RunFolder, end_run
 from diffusion_training.training.scores.metrics import Draw, Metrics, Read, join_records
 from diffusion_training.training.showing.card import save_model_card
-from diffusion_training.training.showing.metadata import name_readers
+from diffusion_training.training.showing.pipelines import name_readers
 from diffusion_training.training.showing.report import DescribeModel, save_report
 from diffusion_training.training.showing.samples import samples_path
 from diffusion_training.training.state import TrainState

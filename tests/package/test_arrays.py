@@ -10,7 +10,7 @@ import torch
 from conftest import Script
 from diffusers import DiffusionPipeline, UNet2DModel
 
-from diffusion_training.data.rows import load_rows
+from diffusion_training.data.arrays import load_images
 
 train = Script("train_unconditional")
 VALUES = np.random.default_rng(0).integers(0, 256, (6, 2, 16, 12), np.uint8)
@@ -28,7 +28,7 @@ def save(tmp_path):
 
 
 def read(flags, channels=2):
-    images = load_rows(train.module.parse_args(flags), channels=channels)
+    images = load_images(train.module.parse_args(flags), channels=channels)
     rows = images.rows[[*range(len(images.rows))]][images.column]
     return torch.stack([row["pixels"] for row in rows])
 
@@ -77,7 +77,7 @@ def test_arrays_of_wrong_shape_type_or_range_are_refused(save):
 def test_an_array_that_is_cut_short_while_it_is_read_ends_in_a_sentence(save, tmp_path):
     """Reading memory beyond the end of the file would kill the process."""
     flags = save(np.zeros((50, 2, 64, 64), np.uint8))
-    rows = load_rows(train.module.parse_args(flags), channels=2).rows
+    rows = load_images(train.module.parse_args(flags), channels=2).rows
     assert rows[49]["image"]["pixels"].shape == (2, 64, 64)
     path = tmp_path / "images.npy"
     size = path.stat().st_size
@@ -98,7 +98,7 @@ def test_files_that_are_not_npy_arrays_are_refused(tmp_path):
     for content in (b"no array", (tmp_path / "archive.npz").read_bytes()):
         path.write_bytes(content)
         with pytest.raises(SystemExit, match="can't be read as an array .the magic string is not"):
-            load_rows(train.module.parse_args([f"--train_data_dir={path}"]), channels=2)
+            load_images(train.module.parse_args([f"--train_data_dir={path}"]), channels=2)
 
 
 def test_bad_array_flags_end_with_one_line(tmp_path, save):
@@ -120,7 +120,7 @@ def test_an_array_is_never_copied_into_memory(tmp_path):
     args = train.module.parse_args([f"--train_data_dir={tmp_path}/large.npy"])
     del array
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rows = load_rows(args, channels=1).rows
+    rows = load_images(args, channels=1).rows
     sent = pickle.dumps(rows)
     assert (pickle.loads(sent)[2**16 - 1]["image"]["pixels"] == 7).all()
     assert len(sent) < 2**21  # the numbers of the rows

@@ -12,7 +12,7 @@ from PIL import Image
 
 from diffusion_training.data import buckets as module
 from diffusion_training.data.images import decode_image
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.order import Order
 from diffusion_training.training.progress import Progress
 

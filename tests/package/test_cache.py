@@ -29,7 +29,8 @@ from diffusion_training.families.known import load_family
 from diffusion_training.latents import cache as module
 from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, describe_size
 from diffusion_training.latents.passes import LatentRows
-from diffusion_training.latents.plan import name_shard, plan_caches
+from diffusion_training.latents.plan import plan_caches
+from diffusion_training.latents.settings import name_shard
 
 LATENTS, PROMPT = [2, 8, 8], [5, 6]  # shapes
 NUM_ROWS, ROWS_PER_SHARD = 7, 3

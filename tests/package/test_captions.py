@@ -14,9 +14,10 @@ from transformers import CLIPTokenizer
 
 import precompute_latents
 from diffusion_training.data import captions as module
+from diffusion_training.data import transforms
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.texts import CaptionChoice, choose_caption
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.families.known import load_family
 from diffusion_training.order import draw_choices
@@ -44,8 +45,8 @@ def row(tmp_path):
         how = make_transform(
             args, "image", args.mask_column, args.caption_weights, 3, args.resolution
         )
-        item = module.decode_ahead(item, how) if ahead else item
-        return module.transform_row(number, epoch, item, how, target)
+        item = transforms.decode_ahead(item, how) if ahead else item
+        return transforms.transform_row(number, epoch, item, how, target)
 
     transform.folder = folder
     return transform
@@ -111,7 +112,7 @@ def test_bad_masks_skip_the_row_but_memory_errors_are_raised(row, monkeypatch):
             raise MemoryError
         return decode_image(source, channels, **options)
 
-    monkeypatch.setattr(module, "decode_image", fail)
+    monkeypatch.setattr(transforms, "decode_image", fail)
     with pytest.raises(MemoryError):
         row("--mask_column=where", where={"bytes": file.getvalue(), "path": None})
 
@@ -170,7 +171,7 @@ def test_missing_or_broken_images_are_skipped_machine_faults_are_raised(row, mon
         def fail(*args, error=error, **options):
             raise error
 
-        monkeypatch.setattr(module, "decode_image", fail)
+        monkeypatch.setattr(transforms, "decode_image", fail)
         if reason:
             assert row()["skipped"].startswith(reason)
         else:
@@ -286,7 +287,7 @@ def test_image_and_mask_are_decoded_ahead(row, monkeypatch):
         calls.append((channels, "pixels" in source))
         return decode_image(source, channels, **options)
 
-    monkeypatch.setattr(module, "decode_image", decode)
+    monkeypatch.setattr(transforms, "decode_image", decode)
     mask = {"bytes": file.getvalue(), "path": None}
     row("--mask_column=where", ahead=True, where=mask)
     assert calls == [(3, False), (1, False), (3, True), (1, True)]
@@ -298,7 +299,7 @@ def test_image_and_mask_are_decoded_ahead(row, monkeypatch):
 def test_an_image_is_resized_once_unless_there_are_masks(row, monkeypatch):
     sizes = []
     monkeypatch.setattr(
-        module, "shrink", lambda image, *how: sizes.append(len(image)) or shrink(image, *how)
+        transforms, "shrink", lambda image, *how: sizes.append(len(image)) or shrink(image, *how)
     )
     assert "mask" not in row() and sizes == [3]
     assert row("--mask_column=where", where=None)["mask"].unique().tolist() == [255] and sizes == [

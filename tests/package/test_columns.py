@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from diffusers import PRXTransformer2DModel
 
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.known import load_family
 from diffusion_training.latents import columns as module
 from diffusion_training.latents.plan import MODEL_FLAGS, PlannedCache

@@ -15,11 +15,12 @@ from tiny_pipelines import MAKE
 
 import precompute_latents
 from diffusion_training.blocks import compute_in_float32
+from diffusion_training.data import encoders as module
+from diffusion_training.data.encoders import encode_prompts
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
-from diffusion_training.latents import encoders as module
-from diffusion_training.latents.encoders import encode_prompts
-from diffusion_training.latents.plan import compare_settings
+from diffusion_training.families.recording import record_family
+from diffusion_training.latents.settings import compare_settings
 from diffusion_training.models import EXACT, hash_rules
 
 
@@ -28,7 +29,7 @@ def load(*argv, resolution=16, dtype=torch.float32):
     args = precompute_latents.parse_args(
         [f"--train_data_dir={MODELS}", f"--resolution={resolution}", *argv]
     )
-    encoders = module.load_encoders(open_base(args), dtype)
+    encoders = module.load_encoders(open_base(args, record=record_family), dtype)
     scale = encoders.family.downscale(encoders.vae)
     module.check_sides(scale, args.resolution, args.bucket_step)
     return encoders
@@ -297,7 +298,7 @@ def encode_both(folder):
         args = precompute_latents.parse_args(
             [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
         )
-        base = open_base(args)
+        base = open_base(args, record=record_family)
         encoders = module.load_encoders(base, dtype)
         with torch.inference_mode():  # as precompute_latents.py encodes
             embeds = [dict(module.encode_caption(encoders, "a red apple, 12"))]

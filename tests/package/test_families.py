@@ -37,14 +37,15 @@ import precompute_latents
 import train_flow
 import train_text_to_image
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_empty_prompt, encode_prompts, load_encoders
 from diffusion_training.data.images import make_time_ids
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
 from diffusion_training.families.names import FACTS, FamilyFacts
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.columns import list_features
-from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
 from diffusion_training.models import take_shapes
 from diffusion_training.training.lora.lora import (
     add_lora,
@@ -265,7 +266,7 @@ def test_the_wrong_trainer_names_the_right_one_before_images_are_encoded(tmp_pat
         Script("train_flow")(*flags)
     assert stop.value.code == 1 and not (tmp_path / "out").exists()
     with pytest.raises(Refused, match="of the family sdxl: train it with train_text_to_image.py"):
-        open_base(train_flow.parse_args(flags), "train_flow.py")
+        open_base(train_flow.parse_args(flags), "train_flow.py", record=record_family)
 
 
 def test_no_diffusers_pipeline_belongs_to_two_families():
@@ -376,7 +377,7 @@ def bases(pipelines):
         argv += [f"--model_family={name}"] * (name in FACTS)
         argv += [f"--{flag}={value}" for flag, value in options.items() if flag == LIMIT]
         argv += [f"--clip_skip={clip_skip}"] * (clip_skip is not None)
-        base = open_base(precompute_latents.parse_args(argv))
+        base = open_base(precompute_latents.parse_args(argv), record=record_family)
         encoders = load_encoders(base, torch.float32)
         for suffix, tokenizer in zip(base.family.suffixes, encoders.tokenizers, strict=True):
             # old tokenizers do not know the text encoder's maximum length

@@ -17,8 +17,8 @@ from test_stream import accelerator, list_settings, open_caches
 
 from diffusion_training.latents import follow as module
 from diffusion_training.latents import stream
-from diffusion_training.latents.cache import RECORD
 from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.settings import RECORD
 from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 

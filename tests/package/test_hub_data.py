@@ -26,6 +26,7 @@ from PIL import Image
 
 import precompute_latents
 from diffusion_training.data.images import decode_image
+from diffusion_training.data.references import add_references
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.latents.reader import load_cache
@@ -141,7 +142,7 @@ def write(folder, files):
 def read(*flags):
     """The rows of a data set as a script reads them, with images as pixels, in any order."""
     args = precompute_latents.parse_args([f"--pretrained_model_name_or_path={MODELS}", *flags])
-    opened = load_rows(args, args.streaming, [args.caption_column], with_references=True)
+    opened = load_rows(args, args.streaming, [args.caption_column], add_references=add_references)
     found = []
     for item in opened.rows:
         images = (each for each in item.values() if isinstance(each, dict))

@@ -14,12 +14,12 @@ import xxhash
 from conftest import MODELS, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
+from diffusion_training.data.encoders import describe_latents, describe_models, load_encoders
 from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import reader as module
 from diffusion_training.latents import shards
-from diffusion_training.latents.encoders import describe_latents, describe_models, load_encoders
 from diffusion_training.latents.source import (
     check_family,
     load_matching_encoders,

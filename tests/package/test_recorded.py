@@ -20,10 +20,11 @@ from test_families import make_prx_pipeline
 
 import precompute_latents
 from diffusion_training.data.captions import are_cut, measure_captions, tokenize
+from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import load_family
-from diffusion_training.families.opening import find_base, open_base, read_configs
+from diffusion_training.families.opening import find_base, open_base
 from diffusion_training.families.recorded import family as recorded
 from diffusion_training.families.recorded import findings as recorded_captions
 from diffusion_training.families.recorded import layout
@@ -34,13 +35,14 @@ from diffusion_training.families.recorded.pipeline_run import (
     list_pipeline_settings,
     make_pipeline,
 )
+from diffusion_training.families.recorded.reading import read_configs
 from diffusion_training.families.recorded.tape import Tape
 from diffusion_training.families.recorded.text_tensors import (
     CaptionBytes,
     decode_texts,
     describe_result,
 )
-from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
+from diffusion_training.families.recording import record_family
 
 SIDE = 32
 CAPTIONS = ["a digit two", "the number three, drawn by hand"]
@@ -214,7 +216,9 @@ def test_recorded_gives_the_bits_of_a_family_written_by_hand(tmp_path):
     pipeline, encoders = open_recorded(folder)
     recorded_family, family = encoders.family, load_family("prx")
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
-    own = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    own = load_encoders(
+        open_base(precompute_latents.parse_args(flags), record=record_family), torch.float32
+    )
     assert own.family is family
     images = torch.randint(256, (2, 3, SIDE, SIDE), dtype=torch.uint8)
     one, two = (encode_images(e, images) for e in (encoders, own))
@@ -250,7 +254,9 @@ def test_blocks_are_recorded_as_the_other_pipeline_of_their_model(tmp_path, name
         f"--pretrained_model_name_or_path={tmp_path / 'blocks'}",
         f"--train_data_dir={tmp_path}",
     ]
-    encoders = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    encoders = load_encoders(
+        open_base(precompute_latents.parse_args(flags), record=record_family), torch.float32
+    )
     assert not encoders.family.needs_references
     folder = tmp_path / "whole"
     kind = getattr(diffusers, encoders.family.model)
@@ -321,7 +327,7 @@ def own(tmp_path, monkeypatch):
         args = precompute_latents.parse_args(
             [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
         )
-        base = open_base(args)
+        base = open_base(args, record=record_family)
         assert base.family.name == "OwnPipeline"
         parts = base.family.load_text_encoder(base, str(folder), {}, "", torch.float32).eval()
         family = base.family.probe_encoders([parts])
@@ -501,7 +507,7 @@ def test_a_pipeline_is_refused_by_the_part_that_it_lacks(tmp_path, name, parts, 
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name} | parts))
     flags = [f"--pretrained_model_name_or_path={tmp_path}", f"--train_data_dir={tmp_path}"]
     with pytest.raises(SystemExit, match=f"Pipeline, which these scripts can't train: .*{reason}"):
-        open_base(precompute_latents.parse_args(flags))
+        open_base(precompute_latents.parse_args(flags), record=record_family)
 
 
 def test_log_messages_about_probes_are_left_out(own, caplog):
@@ -546,12 +552,13 @@ def test_a_modular_pipeline_is_run_with_the_blocks_that_it_names(tmp_path):
         index = json.loads(path.read_text()) | {"_class_name": "Flux2KleinModularPipeline"}
         path.write_text(json.dumps(index))
         flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
-        family = open_base(precompute_latents.parse_args(flags)).family
+        family = open_base(precompute_latents.parse_args(flags), record=record_family).family
         assert family.has_guider == has_guider
         assert family.blocks == index["_blocks_class_name"]
         path.write_text(json.dumps(index | {"_blocks_class_name": "SequentialPipelineBlocks"}))
         assert (
-            open_base(precompute_latents.parse_args(flags)).family.blocks == "Flux2KleinAutoBlocks"
+            open_base(precompute_latents.parse_args(flags), record=record_family).family.blocks
+            == "Flux2KleinAutoBlocks"
         )
 
 

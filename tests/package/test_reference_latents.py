@@ -13,10 +13,11 @@ from test_recorded import draw_noise, in_order, predict_as_pipeline
 
 import precompute_latents
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import name_plain_pipeline
-from diffusion_training.latents.encoders import encode_prompts, load_encoders
+from diffusion_training.families.recording import record_family
 
 MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
 LIMIT = 64  # tokens to which klein pads captions
@@ -28,7 +29,9 @@ def open_edit(folder, count):
     flags += [f"--max_sequence_length={LIMIT}"] * ("klein" in folder.name)
     if count:
         flags += ["--conditioning_image_column", *map(str, range(count))]
-    base = open_base(precompute_latents.parse_args(flags), num_references=count)
+    base = open_base(
+        precompute_latents.parse_args(flags), num_references=count, record=record_family
+    )
     assert base.num_references == count
     encoders = load_encoders(base, torch.float32)
     return getattr(diffusers, base.family.pipeline).from_pretrained(folder), encoders

@@ -13,19 +13,20 @@ from PIL import Image
 
 import precompute_latents
 from diffusion_training.data.captioned_images import CaptionedImages
-from diffusion_training.data.captions import transform_row
+from diffusion_training.data.encoders import load_text_encoders
 from diffusion_training.data.folders import count_references, list_paths
 from diffusion_training.data.references import (
+    add_references,
     choose_reference_size,
     list_reference_columns,
     read_reference,
 )
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.data.transforms import transform_row
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import load_text_encoders
 from diffusion_training.latents.reader import CachedLatents, load_cache
 
 
@@ -49,7 +50,7 @@ def open_rows(*flags):
     args = precompute_latents.parse_args([
         "--pretrained_model_name_or_path=base", "--train_data_dir=photos", *map(str, flags)
     ])  # fmt: skip
-    images = load_rows(args, others=["text"], with_references=True)
+    images = load_rows(args, others=["text"], add_references=add_references)
     return count_references(args), images.rows, list_reference_columns(images.rows, args)
 
 
@@ -126,7 +127,7 @@ def transform(folder, *flags):
     args = precompute_latents.parse_args([
         "--pretrained_model_name_or_path=base", f"--train_data_dir={folder}", *map(str, flags)
     ])  # fmt: skip
-    images = load_rows(args, others=["text"], with_references=True)
+    images = load_rows(args, others=["text"], add_references=add_references)
     made = make_transform(
         args, images.column, None, None, 3, 16, list_reference_columns(images.rows, args), 32, 4
     )  # fmt: skip
@@ -189,7 +190,7 @@ def test_references_are_read_beside_images_cropped_and_mirrored_as_they_are(tmp_
         f"--pretrained_model_name_or_path={MODELS}", f"--train_data_dir={tmp_path / 'photos'}",
         "--random_flip",
     ])  # fmt: skip
-    images = load_rows(args, others=["text"], with_references=True)
+    images = load_rows(args, others=["text"], add_references=add_references)
     columns = list_reference_columns(images.rows, args)
     made = make_transform(args, images.column, None, None, 3, 16, columns, 16)
     _, tokenizers = load_text_encoders(open_base(args), torch.float32)

@@ -194,7 +194,7 @@ def test_a_large_download_has_a_bar_and_says_where_it_goes(hub, monkeypatch, cap
         repository.fetch("unet")
     assert capsys.readouterr().out == f"Downloading 5e-06 GB of org/base to {place}\n"
     bars = terminal.getvalue().split("\r")
-    assert re.search(r"org/base: 100%\|.*\| 5.00k/5.00k \[00:00<00:00, .*B/s\]", bars[-1])
+    assert any(re.search(r"\b5\.00kB? ?/ ?5\.00kB?\b", bar) for bar in bars), bars
     # a commit that has the same file
     hub.add("org/base", hub.files("org/base") | {"unet/config.json": b"{}"})
     open_repository.cache_clear()

@@ -17,11 +17,11 @@ import torch
 from conftest import MODELS, Script, finish, make_captioned, make_images, start
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.data.captions import transform_row
 from diffusion_training.data.folders import check_files, get_source
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.data.transforms import transform_row
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.library_fixes import print_first
 from diffusion_training.loading import load_batches

@@ -1,5 +1,6 @@
 """Caches of any size: their order, and which shards are opened, fetched and kept."""
 
+import argparse
 import hashlib
 import json
 import math
@@ -18,9 +19,9 @@ from test_cache import make_cache
 
 from diffusion_training import remote
 from diffusion_training.arguments import size
-from diffusion_training.latents import fetch, reader, stream
+from diffusion_training.data.captioned_data import Data
+from diffusion_training.latents import fetch, reader, source, stream
 from diffusion_training.latents.reader import CachedLatents, load_cache
-from diffusion_training.latents.source import Data
 from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 
@@ -61,16 +62,17 @@ def accelerator(rank=0, num_processes=1):
 
 
 def open_caches(*folders, state=None, processes=(0, 1), follow=None, **flags):
-    """The data set that `open_latents` opens. `state`: a checkpoint's settings."""
+    """The data set that `open_stored` opens. `state`: a checkpoint's settings."""
     flags = {"shards_dir": None, "shards_size": 10**11, "shuffle_shards": 1} | flags
     storage = stream.Storage(flags["shards_dir"], flags["shards_size"], flags["shuffle_shards"])
     rank, num_processes = processes
-    launch = SimpleNamespace(accelerator=accelerator(rank, num_processes))
+    launch = SimpleNamespace(
+        accelerator=accelerator(rank, num_processes), rank=rank, num_processes=num_processes
+    )
     caches = {folder: load_cache(folder, follow=follow) for folder in folders}
-    dataset = stream.StoredLatents(caches, 0, False, rank=rank, num_processes=num_processes)
     checkpoint, order = (None, None) if state is None else ("checkpoint-2", state.get("order"))
-    stream.open_latents(launch, caches, dataset, storage, None, checkpoint, order)
-    return dataset
+    most = source.MOST_PERMUTED
+    return stream.open_stored(launch, caches, (0, False), storage, None, checkpoint, order, most)
 
 
 def list_settings(dataset):
@@ -81,7 +83,7 @@ def list_settings(dataset):
 
 
 def use_ranges(monkeypatch, ranges=2):
-    monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
+    monkeypatch.setattr(source, "MOST_PERMUTED", 0)
     monkeypatch.setattr(stream, "LEAST_RANGES", ranges)
 
 
@@ -104,7 +106,7 @@ def take_epochs(dataset, rows, epochs=2):
 def test_small_caches_are_permuted_and_large_ones_ordered_in_ranges(cache, monkeypatch):
     dataset = open_caches(cache)
     assert dataset.order is None and "order" not in list_settings(dataset)
-    monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS - 1)
+    monkeypatch.setattr(source, "MOST_PERMUTED", NUM_ROWS - 1)
     dataset = open_caches(cache, processes=(0, 3))
     kept = {
         "kind": "ranges",
@@ -117,11 +119,38 @@ def test_small_caches_are_permuted_and_large_ones_ordered_in_ranges(cache, monke
     settings = list_settings(open_caches(cache, state={"order": kept}, shuffle_shards=7))
     # the checkpoint's order wins over flags and processes
     assert settings["order"] == kept and settings["shuffle_shards"] == 1
-    monkeypatch.setattr(stream, "MOST_PERMUTED", NUM_ROWS)
+    monkeypatch.setattr(source, "MOST_PERMUTED", NUM_ROWS)
     assert open_caches(cache, state={"order": kept}).order == kept
-    monkeypatch.setattr(stream, "MOST_PERMUTED", 0)
+    monkeypatch.setattr(source, "MOST_PERMUTED", 0)
     # a checkpoint from before the order `ranges`
     assert open_caches(cache, state={}).order is None
+
+
+def test_only_large_remote_or_followed_caches_are_read_by_the_code_for_them(
+    cache, address, tmp_path, monkeypatch
+):
+    """Other runs don't import it. A checkpoint keeps its order, whatever the size."""
+    flags = {"shards_dir": str(tmp_path / "dir"), "shards_size": 10**9, "shuffle_shards": 1}
+    args = argparse.Namespace(**flags, latents_weights=None)
+    launch = SimpleNamespace(accelerator=accelerator(), rank=0, num_processes=1)
+
+    def open_one(folder, checkpoint=None, order=None, follow=None):
+        caches = {str(folder): load_cache(folder, follow=follow)}
+        opened = source.open_latents(launch, caches, (0, False), checkpoint, order, args)
+        assert "shards" not in caches[str(folder)].settings
+        return opened
+
+    known = open_one(cache)
+    assert type(known) is CachedLatents
+    assert type(open_one(cache, follow=1.0)) is stream.StoredLatents
+    assert type(open_one(address)) is stream.StoredLatents
+    monkeypatch.setattr(source, "MOST_PERMUTED", NUM_ROWS - 1)
+    use_ranges(monkeypatch)
+    large = open_one(cache)
+    assert large.order["kind"] == "ranges"
+    assert open_one(cache, "checkpoint-2", large.order).order == large.order
+    assert type(open_one(cache, "checkpoint-2")) is CachedLatents
+    assert torch.equal(read(known, range(6)), read(large, range(6)))
 
 
 def test_changed_shards_are_refused_in_the_middle_of_an_epoch(cache, monkeypatch):

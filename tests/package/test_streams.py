@@ -9,7 +9,7 @@ import pytest
 import precompute_latents
 import train_text_to_image
 from diffusion_training.data.streams import StreamedRows
-from diffusion_training.latents.plan import name_shard
+from diffusion_training.latents.settings import name_shard
 
 
 def make_stream(tmp_path, count, files=3):

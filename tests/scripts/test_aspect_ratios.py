@@ -25,8 +25,8 @@ from PIL import Image
 
 import precompute_latents
 import train_text_to_image as script
+from diffusion_training.data.encoders import encode_images
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import encode_images
 from diffusion_training.latents.reader import CachedLatents
 
 pytestmark = pytest.mark.usefixtures("without_figures")

@@ -51,7 +51,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 import train_text_to_image
 from diffusion_training.data.captions import tokenize
-from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
+from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.models import list_parameters
 from diffusion_training.training.step.costs import copy_shapes, count_flops, count_memory
 
@@ -357,7 +357,7 @@ def test_controlnet_flow_change_predicts_as_its_pipeline(root, tmp_path, monkeyp
     take_mean = lambda self, generator=None: self.mode()
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", take_mean)
     args = script.parse_args([f"--pretrained_model_name_or_path={base}", "--latents_dir=x"])
-    given = script.open_base(args, "train_flow.py")
+    given = script.open_trained_base(args, "train_flow.py", script.record_family)
     encoders = load_encoders(given, torch.float32)
     prompts = encode_prompts(encoders, tokenize(encoders.tokenizers, ["a digit"]))
     image = Image.open(root / "controlled/0.png").convert("RGB").resize((32, 32))
@@ -517,7 +517,7 @@ def test_prompts_of_samples_are_encoded_again_by_a_text_encoder_that_changes(roo
     call = "log_validation(launch, pipeline, data, "
     assert text.count(call) == 1 and text.count("import shlex\n") == 1
     text = text.replace(call, call.replace("data", again))
-    imports = "from diffusion_training.latents.source import encode_for_all\n"
+    imports = "from diffusion_training.data.prompts import encode_for_all\n"
     imports += "from dataclasses import replace\nimport shlex\n"
     (tmp_path / "changed.py").write_text(text.replace("import shlex\n", imports))
     spec = importlib.util.spec_from_file_location("changed", tmp_path / "changed.py")

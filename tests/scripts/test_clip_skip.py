@@ -20,8 +20,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 import precompute_latents
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_empty_prompt, encode_prompts, load_encoders
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import encode_empty_prompt, encode_prompts, load_encoders
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 precompute = Script("precompute_latents")

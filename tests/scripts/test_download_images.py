@@ -42,9 +42,9 @@ from ray.cluster_utils import Cluster  # noqa: E402
 import download_images as script  # noqa: E402
 import precompute_latents  # noqa: E402
 from diffusion_training.cluster.connection import list_own_modules  # noqa: E402
-from diffusion_training.data.captions import transform_row  # noqa: E402
 from diffusion_training.data.rows import load_rows  # noqa: E402
-from diffusion_training.data.transforms import make_transform  # noqa: E402
+from diffusion_training.data.transform_settings import make_transform  # noqa: E402
+from diffusion_training.data.transforms import transform_row  # noqa: E402
 
 download = Script("download_images")
 

@@ -3,7 +3,7 @@
 import pytest
 from conftest import Script, make_captioned, make_models, make_prx, patch
 
-from diffusion_training.latents import encoders
+from diffusion_training.data import encoders
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 precompute = Script("precompute_latents")

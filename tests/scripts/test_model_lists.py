@@ -28,6 +28,7 @@ from test_edits import make_pairs
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.names import FACTS
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
 
 precompute, train = Script("precompute_latents"), Script("train_flow")
 # ERNIE-Image's pipeline gives its scheduler a tensor, of which NumPy warns
@@ -133,7 +134,7 @@ def open_alone(folder, name, kind, parts):
     (folder / file).write_text(json.dumps(index))
     flags = [f"--pretrained_model_name_or_path={folder}", f"--train_data_dir={folder}"]
     try:
-        return open_base(precompute.module.parse_args(flags)).family, None
+        return open_base(precompute.module.parse_args(flags), record=record_family).family, None
     except Refused as error:
         return None, str(error)
 

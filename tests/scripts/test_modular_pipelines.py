@@ -16,11 +16,12 @@ from PIL import Image
 import precompute_latents
 import train_flow
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recorded.modular import get_pipeline_class
-from diffusion_training.latents.encoders import encode_prompts, load_encoders
-from diffusion_training.training.showing.card import describe_text_to_image
+from diffusion_training.families.recording import record_family
+from diffusion_training.training.showing.captioned_card import describe_text_to_image
 from diffusion_training.training.showing.pipelines import name_source
 from diffusion_training.training.showing.report import name_run
 
@@ -67,7 +68,7 @@ def draw(pipeline, name):
 def test_a_recorded_modular_pipeline_has_the_bits_of_its_blocks(tmp_path, name, shape):
     base, data = make(tmp_path, name)
     args = precompute_latents.parse_args([base, *data])
-    encoders = load_encoders(open_base(args), torch.float32)
+    encoders = load_encoders(open_base(args, record=record_family), torch.float32)
     family, calls = encoders.family, []
     assert family.guided["name"] == "guidance_scale"
     pipeline = open_blocks(tmp_path / "base")
@@ -104,7 +105,7 @@ def test_an_edit_of_a_modular_pipeline_is_called_as_by_its_blocks(tmp_path, name
     make_other[name](tmp_path / "base")
     flags = [f"--pretrained_model_name_or_path={tmp_path / 'base'}", f"--train_data_dir={tmp_path}"]
     flags += ["--conditioning_image_column", "before"]
-    base = open_base(precompute_latents.parse_args(flags), num_references=1)
+    base = open_base(precompute_latents.parse_args(flags), num_references=1, record=record_family)
     encoders = load_encoders(base, torch.float32)
     family, calls = encoders.family, []
     pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)

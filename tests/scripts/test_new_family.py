@@ -24,12 +24,13 @@ from safetensors.torch import load_file
 import precompute_latents
 import train_flow as script
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS, FamilyFacts
 from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.columns import list_columns
-from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
 
@@ -207,7 +208,9 @@ def test_a_new_family_encodes_predicts_and_samples_like_its_pipeline(root):
     """A bug in the family itself would show in no other test."""
     family, pipeline = load_family("sd3"), open_sd3(root / "sd3")
     argv = [f"--pretrained_model_name_or_path={root / 'sd3'}"]
-    base = open_base(precompute_latents.parse_args([*argv, f"--train_data_dir={root}"]))
+    base = open_base(
+        precompute_latents.parse_args([*argv, f"--train_data_dir={root}"]), record=record_family
+    )
     assert base.family is family  # by model_index.json alone
     encoders = load_encoders(base, torch.float32)
     captions = ["a digit zero", "one"]

@@ -39,9 +39,9 @@ from PIL import Image
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import precompute_latents as script
+from diffusion_training.data.encoders import encode_images, encode_prompts
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.errors.stop_signals import SIGNALS
-from diffusion_training.latents.encoders import encode_images, encode_prompts
 from diffusion_training.models import EXACT
 from diffusion_training.order import draw_choices
 

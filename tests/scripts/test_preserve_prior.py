@@ -208,7 +208,7 @@ def test_trigger_is_replaced_in_the_captions(tmp_path, flags, inputs, source, mo
     flags = [flag for flag in flags if flag not in PRIOR and not flag.startswith("--latents_dir")]
     flags += [*data, "--preserve_prior", "--class_prompt=thing", "--max_train_steps=1"]
     encoded = []
-    from diffusion_training.latents import source as module
+    from diffusion_training.data import prompts as module
 
     encode = module.encode_caption
     monkeypatch.setattr(

@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 from diffusion_training.families.recorded import family as recorded
 from diffusion_training.families.recorded.family import Recorded
-from diffusion_training.latents.cache import fingerprint_cache
 from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.settings import fingerprint_cache
 
 # ERNIE-Image's pipeline gives its scheduler a tensor, of which NumPy warns
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -304,6 +304,18 @@ def test_a_pipeline_that_can_not_be_recorded_is_refused_by_name(tmp_path, rank):
     argv = [f"--pretrained_model_name_or_path={tmp_path}", "--latents_dir=x"]
     said = train.refused(*argv, *rank, f"--output_dir={tmp_path}-out")
     assert "is a KandinskyPipeline, which these scripts can't train" in said
+
+
+@pytest.mark.parametrize("file", ["model_index.json", "modular_model_index.json"])
+def test_text_to_image_names_the_script_for_other_pipelines(tmp_path, file):
+    """By the class alone: it imports nothing of recorded pipelines."""
+    (tmp_path / file).write_text('{"_class_name": "Flux2KleinPipeline", "vae": [1, 2, {}]}')
+    if file == "model_index.json":
+        (tmp_path / file).write_text('{"_class_name": "Flux2KleinPipeline"}')
+    argv = [f"--pretrained_model_name_or_path={tmp_path}", "--latents_dir=x"]
+    said = Script("train_text_to_image").refused(*argv, f"--output_dir={tmp_path}-out")
+    sentence = "is a Flux2KleinPipeline, which can't be trained here: try train_flow.py"
+    assert f"{tmp_path} {sentence}" in said
 
 
 @pytest.mark.parametrize(

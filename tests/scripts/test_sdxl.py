@@ -28,14 +28,15 @@ from PIL import Image
 
 import precompute_latents
 import train_text_to_image as script
-from diffusion_training.data.captions import tokenize, transform_row
+from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.data.images import make_time_ids
 from diffusion_training.data.rows import load_rows
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.data.transforms import transform_row
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.cache import fingerprint_cache
-from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.settings import fingerprint_cache
 from diffusion_training.latents.source import open_data
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import step_seed

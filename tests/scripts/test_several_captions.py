@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import train_flow
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.data.texts import list_captions
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import encode_prompts, load_encoders
 from diffusion_training.latents.source import open_data
 from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.order import Order, draw_caption, step_batches

@@ -20,12 +20,12 @@ from test_several_captions import (
 )
 
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.data.flags import weigh_captions
-from diffusion_training.data.texts import choose_caption
+from diffusion_training.data.texts import choose_caption, choose_captions
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import encode_prompts, load_encoders
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.reader import CachedLatents, load_cache
-from diffusion_training.latents.source import choose_captions
 
 train_flow = Script("train_flow")
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -100,7 +100,8 @@ def test_a_cache_of_ids_shuffles_tags_like_the_images(tmp_path, models, family, 
     assert torch.allclose(cache["prompt_embeds"][-7:], plain["prompt_embeds"][-7:], atol=1e-5)
     args = make_args(*weights, *SHUFFLE)
     base = open_base(
-        replace(args, model_family=family, pretrained_model_name_or_path=str(models[family]))
+        replace(args, model_family=family, pretrained_model_name_or_path=str(models[family])),
+        record=record_family,
     )
     encoders, choice = load_encoders(base, torch.float32), make_choice(args)
     rows = [[*pair] for pair in zip(TAGS, LONG, strict=True)] if several else TAGS
@@ -162,7 +163,7 @@ def test_changed_captions_in_a_cache_are_reported_as_damage(tmp_path, models, se
     args = make_args(*SHUFFLE, "--resolution=16", *flags[2:])
     choice = make_choice(args)
     assert choice.weights == ([1.0, 1.0] if several else None)
-    reads = load_encoders(open_base(args), torch.float32).tokenizers, choice
+    reads = load_encoders(open_base(args, record=record_family), torch.float32).tokenizers, choice
     cache = load_cache(tmp_path / "cache")
     dataset = CachedLatents({tmp_path / "cache": cache}, 0, False, choice.weights, reads)
     for row in (0, 5, 6):

@@ -53,11 +53,12 @@ import train_flow as script
 from diffusion_training.batches import Prepared
 from diffusion_training.data import captions
 from diffusion_training.data.captions import tokenize
+from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import encode_images, encode_prompts, load_encoders
+from diffusion_training.families.recording import record_family
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.order import step_seed
 from diffusion_training.training.keeping.checkpoints import load_start
@@ -129,7 +130,9 @@ def open_data(argv):
     """The data of a run."""
     args = script.parse_args([str(arg) for arg in argv])
     launch = script.make_launch(Accelerator(**script.accelerator_options(args)), args)
-    return script.open_data(launch, open_base(args, "train_flow.py"), None, {}, args)
+    return script.open_data(
+        launch, open_base(args, "train_flow.py", record=record_family), None, {}, args
+    )
 
 
 def losses(folder):
@@ -144,7 +147,9 @@ def test_prx_embeddings_equal_the_pipelines_without_padding(tmp_path, cached, mo
     texts = ["A Digit ONE!", "@someone a digit", "", *CAPTIONS]
     pipeline = PRXPipeline(None, None, *load_text(), None)
     embeds, mask, _, _ = pipeline.encode_prompt(texts, do_classifier_free_guidance=False)
-    encoders = load_encoders(open_base(script.parse_args(cached), "train_flow.py"), torch.float32)
+    encoders = load_encoders(
+        open_base(script.parse_args(cached), "train_flow.py", record=record_family), torch.float32
+    )
     with torch.no_grad():
         ours = encode_prompts(encoders, tokenize(encoders.tokenizers, texts))
     assert torch.equal(ours["prompt_mask"], mask) and mask.sum(dim=1).unique().numel() > 3
@@ -185,7 +190,9 @@ def load_text():
 
 
 def test_left_padding_tokenizer_gives_the_same_tokens(cached):
-    encoders = load_encoders(open_base(script.parse_args(cached), "train_flow.py"), torch.float32)
+    encoders = load_encoders(
+        open_base(script.parse_args(cached), "train_flow.py", record=record_family), torch.float32
+    )
     tokenizers = encoders.tokenizers
     right = tokenize(tokenizers, CAPTIONS)
     tokenizers[0].padding_side = "left"

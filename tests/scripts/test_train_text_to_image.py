@@ -41,14 +41,14 @@ from transformers import CLIPTextModel, CLIPTokenizer
 
 import train_text_to_image as script
 from diffusion_training.batches import Prepared
+from diffusion_training.data import captioned_images
 from diffusion_training.data.captioned_images import CaptionedImages
+from diffusion_training.data.encoders import Latents, load_text_encoders
 from diffusion_training.data.rows import load_rows
-from diffusion_training.data.transforms import make_transform
+from diffusion_training.data.texts import choose_captions
+from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents import source
-from diffusion_training.latents.encoders import Latents, load_text_encoders
-from diffusion_training.latents.source import choose_captions
 from diffusion_training.order import step_seed
 from diffusion_training.training.keeping.checkpoints import load_start
 from diffusion_training.training.showing.report import draw_curves
@@ -704,16 +704,16 @@ def test_prompts_are_encoded_in_float32_once_whatever_the_precision(images, monk
         loaded.append(dtype)
         return load_encoders(base, dtype, **more)
 
-    open_data, load_encoders = script.open_data, source.load_encoders
+    open_data, load_encoders = script.open_data, captioned_images.load_encoders
     monkeypatch.setattr(script, "open_data", note_data)
-    monkeypatch.setattr(source, "load_encoders", note_encoders)
+    patch(monkeypatch, "load_encoders", note_encoders)
     flags = ["--validation_prompts", "a digit", "--rank=2", "--preserve_prior", "--class_prompt=b"]
     for precision in ("no", "bf16"):
         with pytest.raises(SystemExit):
             train(*images, *flags, f"--mixed_precision={precision}")
     one, other = (each.prompts[0]["prompt_embeds"] for each in encoded)
     assert torch.equal(one, other)
-    assert loaded == [torch.float32, source.EXACT, torch.bfloat16]
+    assert loaded == [torch.float32, captioned_images.EXACT, torch.bfloat16]
 
 
 def test_odd_captions_and_broken_images_are_reported_once(tmp_path, images, flags, capfd):

@@ -17,7 +17,8 @@ from test_validation_base import aligned, make_speed_lora  # noqa: F401
 
 from diffusion_training.families import transformer_file
 from diffusion_training.families.base import Base
-from diffusion_training.families.opening import open_base
+from diffusion_training.families.recording import record_family
+from diffusion_training.families.trained import open_trained_base
 from diffusion_training.families.transformer_file import unpack_transformer
 from diffusion_training.models import find_weight_files, load_weights, read_precision
 
@@ -235,7 +236,7 @@ def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image, m
     path = tmp_path / "z-turbo-fp8.safetensors"
     save_file(rounded, path)
     args = train.module.parse_args(list_flags(tmp_path, base, path))
-    opened = open_base(args, "train_flow.py")
+    opened = open_trained_base(args, "train_flow.py", record_family)
     assert len(find_weight_files(opened.transformer, "")) > 1
     kind, precision = diffusers.ZImageTransformer2DModel, read_precision(opened.transformer)
     weights = load_weights(kind, opened.transformer, precision).state_dict()
@@ -316,6 +317,6 @@ def test_a_file_that_is_changed_is_unpacked_again(tmp_path, z_image):
     for factor in (1, 1, 2):
         if factor == 2 or not folders:
             save_file({name: factor * x for name, x in weights.items()}, args.transformer_file)
-        folders.append(Path(open_base(args, "train_flow.py").transformer))
+        folders.append(Path(open_trained_base(args, "train_flow.py", record_family).transformer))
     assert folders[0] == folders[1] != folders[2]
     assert [*folders[2].parent.glob("*/")] == [folders[2]]

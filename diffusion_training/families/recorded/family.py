@@ -535,24 +535,3 @@ def name_plain_pipeline(name: str) -> str | None:
     other = OTHER_TASK.sub("", name)
     is_known = other != name and hasattr(diffusers, other)
     return other if is_known and "Control" not in other else None
-
-
-def name_missing_part(index: dict[str, Any]) -> str | None:
-    """What the pipeline of a model_index.json lacks to be recorded, or None."""
-    name = index.get("_class_name")
-    if isinstance(name, list):
-        return f"its class is in {name[0]}.py of its folder, and only classes of diffusers are read"
-    kind = get_pipeline_class(index)
-    if kind is None:
-        return "diffusers has no class of this name"
-    if not is_component(index.get(Recorded.folder)):
-        if is_component(index.get("unet")):
-            return (
-                "its denoiser is a U-Net, and those are trained for Stable Diffusion and SDXL alone"
-            )
-        return "it has no transformer"
-    if not hasattr(kind, "encode_prompt"):
-        return "it has no encode_prompt"
-    if "prompt" not in inspect.signature(kind.__call__).parameters:
-        return "it takes no prompt"
-    return None if is_component(index.get("vae")) else "it has no VAE"

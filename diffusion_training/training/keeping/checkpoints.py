@@ -19,7 +19,7 @@ from diffusion_training import __version__
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import checksum_files, delete, saving
-from diffusion_training.models import is_adapted
+from diffusion_training.models import KEEP, is_adapted
 from diffusion_training.order import KEYS
 from diffusion_training.training.step.optimizers import load_optimizer
 from diffusion_training.training.step.sharding import gather_model, gather_state, load_weights_of
@@ -163,11 +163,7 @@ def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = 
 def save_weights(model: torch.nn.Module, folder: Path) -> None:
     """Save a model for `from_pretrained`, a LoRA as its adapter, other modules as their weights."""
     if is_adapted(model):
-        from diffusion_training.training.lora.lora import (
-            save_adapter,  # here: most runs have no LoRA
-        )
-
-        save_adapter(model, folder)
+        model.adapter.save(model, folder)
     elif hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
     else:
@@ -177,10 +173,10 @@ def save_weights(model: torch.nn.Module, folder: Path) -> None:
 
 def read_weights(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_weights` wrote."""
-    if is_adapted(model) or (folder / "adapter_config.json").is_file():
-        from diffusion_training.training.lora.lora import load_adapter
-
-        load_adapter(model, folder)
+    if is_adapted(model):
+        model.adapter.load(model, folder)
+    elif (folder / "adapter_config.json").is_file():
+        fail(f"{folder} is a LoRA, but without --rank the whole model is trained: {KEEP}")
     elif hasattr(model, "save_pretrained"):
         load_weights_of(model, folder)
     else:

@@ -123,11 +123,9 @@ class Saver:
         described = state.describe()
         scale = get_scale(self.launch.accelerator)
         write_extra = None
-        if any(map(is_adapted, state.models.values())):  # to compare the images of checkpoints
-            from diffusion_training.training.lora.lora import make_lora_files, write_lora_files
-
-            write_extra = partial(write_lora_files, make_lora_files(saved, self.lora_metadata))
-
+        adapters = [model.adapter for model in state.models.values() if is_adapted(model)]
+        if adapters:  # to compare the images of checkpoints
+            write_extra = adapters[0].copy_files(saved, self.lora_metadata)
         snapshot = self.run.writer.writing.get("snapshot")
 
         def write(

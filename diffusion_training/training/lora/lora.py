@@ -4,8 +4,9 @@ import json
 import math
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
@@ -16,6 +17,7 @@ from diffusion_training.errors.sentences import explained, fail, is_local_main
 from diffusion_training.families.base import MAGNITUDE
 from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import (
+    KEEP,
     NOT_FINITE,
     cast_weights,
     is_adapted,
@@ -44,6 +46,26 @@ from diffusion_training.training.lora.lora_files import (
 Merge: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 # {name of a file: (its weights, its header)}
 LoraFiles: TypeAlias = dict[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
+
+
+class Adapter(dict[str, Any]):
+    """The settings of an adapter, as `model.adapter`, and the functions that know such models.
+
+    Code that all trainers share calls them here, so that it imports nothing of LoRAs.
+    """
+
+    def save(self, model: torch.nn.Module, folder: Path) -> None:
+        save_adapter(model, folder)
+
+    def load(self, model: torch.nn.Module, folder: Path) -> None:
+        load_adapter(model, folder)
+
+    def list_b(self, models: Models) -> list[torch.Tensor]:
+        return list_lora_b(models)
+
+    def copy_files(self, models: Models, metadata: dict[str, str] | None) -> Callable[[Path], None]:
+        """Copy the files for other programs. Returns what writes them into a folder."""
+        return partial(write_lora_files, make_lora_files(models, metadata))
 
 
 def add_lora(
@@ -112,7 +134,7 @@ def add_lora(
     for layer in quantized:
         layer.compute_dtype = dtype
     # a checkpoint must agree with this
-    model.adapter = {"peft_type": args.lora_type.upper(), **config, "base_sha256": base}
+    model.adapter = Adapter(peft_type=args.lora_type.upper(), **config, base_sha256=base)
     if quantized:
         model.adapter["quantization"] = quantized[0].quantization
 
@@ -279,11 +301,9 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     """Load what `save_adapter` wrote; stop with an error if base or settings differ."""
     from peft import set_peft_model_state_dict
 
-    advice = "keep base and flags as they were, or choose a new --output_dir"
+    advice = KEEP
     if not (folder / "adapter_config.json").is_file():
         fail(f"{folder} is a whole model, but --rank trains a LoRA: {advice}")
-    if not is_adapted(model):
-        fail(f"{folder} is a LoRA, but without --rank the whole model is trained: {advice}")
     before = json.loads((folder / "adapter_config.json").read_text())
     kind = before["peft_type"]
     if kind != model.adapter["peft_type"]:  # their other settings have other names

@@ -13,7 +13,8 @@ import torch
 from accelerate import Accelerator
 
 from diffusion_training.batches import Models, Objective, Prepared
-from diffusion_training.latents.source import Data, PromptEmbeds
+from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.prompts import PromptEmbeds
 
 
 @dataclass(frozen=True)

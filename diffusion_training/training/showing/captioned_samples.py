@@ -15,10 +15,10 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
+from diffusion_training.data.captioned_data import Data
 from diffusion_training.data.references import choose_reference_size
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.files import hash_values, saving
-from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import place_decoder

@@ -65,26 +65,3 @@ def count_tags(captions: Sequence[str]) -> dict[str, int]:
     tags = (tag.strip().lower() for caption in captions for tag in caption.split(","))
     counts = Counter(filter(None, tags))
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_TAGS])
-
-
-def name_readers(args: Namespace, for_unet: bool) -> str:
-    """A sentence on which program reads which file; empty if there is only a pipeline folder."""
-    flags = vars(args)
-    if not flags.get("rank"):
-        if not flags.get("output_single_file"):
-            return ""
-        return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
-    file = "`pytorch_lora_weights.safetensors`"
-    if not for_unet:
-        if args.use_dora:
-            return f"{file} is for diffusers (ComfyUI leaves out the magnitudes of this DoRA)."
-        return f"{file} is for diffusers, and for ComfyUI if it knows the model."
-    if not args.output_kohya_format:
-        return f"{file} is for diffusers; other programs need --output_kohya_format."
-    programs = "ComfyUI, A1111 and sd-scripts"
-    if args.use_dora or args.lora_type == "lokr":
-        programs = "ComfyUI"
-    return (
-        f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
-        f"{' (A1111 and sd-scripts do not support this DoRA)' if args.use_dora else ''}."
-    )

@@ -1,7 +1,8 @@
-"""Save a pipeline as a folder, and as one file for other programs."""
+"""Save a pipeline as a folder, and as one file for other programs; which program reads what."""
 
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -65,3 +66,26 @@ def save_whole(
         with explained("--output_single_file can't be written; the pipeline was saved"):
             weights = family.merge(pipeline)
         save_single_file(weights, metadata, folder)
+
+
+def name_readers(args: Namespace, for_unet: bool) -> str:
+    """A sentence on which program reads which file; empty if there is only a pipeline folder."""
+    flags = vars(args)
+    if not flags.get("rank"):
+        if not flags.get("output_single_file"):
+            return ""
+        return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
+    file = "`pytorch_lora_weights.safetensors`"
+    if not for_unet:
+        if args.use_dora:
+            return f"{file} is for diffusers (ComfyUI leaves out the magnitudes of this DoRA)."
+        return f"{file} is for diffusers, and for ComfyUI if it knows the model."
+    if not args.output_kohya_format:
+        return f"{file} is for diffusers; other programs need --output_kohya_format."
+    programs = "ComfyUI, A1111 and sd-scripts"
+    if args.use_dora or args.lora_type == "lokr":
+        programs = "ComfyUI"
+    return (
+        f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
+        f"{' (A1111 and sd-scripts do not support this DoRA)' if args.use_dora else ''}."
+    )

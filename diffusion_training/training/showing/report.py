@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jinja2
 import numpy as np
 from PIL import Image
 
@@ -72,6 +73,54 @@ NETWORKS = {
     "metric_image_model": (*SET_METRICS, "dino-i", "copy"),
     "metric_clip_model": CLIP_METRICS,
 }
+
+
+# code that opens a pipeline and draws an image; see `write_usage`
+USAGE = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string("""
+import torch
+from diffusers import {{ classes | sort | join(", ") }}
+{% if num_images %}
+from diffusers.utils import load_image
+{% endif %}
+{% if "load_file(" in parts %}
+from safetensors.torch import load_file
+{% endif %}
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+{% if precision != "float32" %}
+dtype = torch.{{ precision }} if device == "cuda" else torch.float32
+{% endif %}
+{% for line in transformer %}
+{{ line }}
+{% endfor %}
+{% if blocks %}
+blocks = {{ blocks }}()
+{% if can_rewrite %}
+blocks.sub_blocks.pop("prompt_upsampler")  # prompts stay as they are
+{% endif %}
+pipeline = blocks.init_pipeline({{ source }})
+{% if transformer %}
+pipeline.update_components(transformer=transformer)
+{% endif %}
+pipeline.load_components({{ options }})
+pipeline.to(device)
+{% else %}
+{% set part = ", transformer=transformer" if transformer %}
+pipeline = {{ opener }}({{ source }}{{ part }}{{ more }}).to(device)
+{% endif %}
+{% for line in setup %}
+{{ line }}
+{% endfor %}
+{% set yours = ["", "  # your image", "  # your images"][[num_images, 2] | min] %}
+{% if blocks %}
+image = pipeline({{ call }}, output="images")[0]{{ yours }}
+{% else %}
+image = pipeline({{ call }}).images[0]{{ yours }}
+{% endif %}
+{% if "output_type" not in call %}{# not for arrays #}
+image{{ ".resize((256, 256), 0)" if side < 128 }}.save("image.png")
+{% endif %}
+""")
 
 
 @dataclass(frozen=True)
@@ -154,45 +203,26 @@ def write_usage(
     can_rewrite: have these a block that rewrites prompts? dtype_name: see `DTYPE`.
     transformer: lines that load one in place of the pipeline's.
     """
-    enlarge = ".resize((256, 256), 0)" if side < 128 else ""
-    dtype = []
-    if precision != "float32":
-        dtype = [f'dtype = torch.{precision} if device == "cuda" else torch.float32']
-        # modular pipelines have only the newer name
-        more = f", {'dtype' if blocks else dtype_name}=dtype{more}"
-    part = ", transformer=transformer" if transformer else ""
-    opening = [f"pipeline = {opener}({json.dumps(source)}{part}{more}).to(device)"]
-    draw = f"pipeline({call}).images[0]"
-    if blocks:
-        opening = [
-            f"blocks = {blocks}()",
-            *['blocks.sub_blocks.pop("prompt_upsampler")  # prompts stay as they are']
-            * can_rewrite,
-            f"pipeline = blocks.init_pipeline({json.dumps(source)})",
-            *["pipeline.update_components(transformer=transformer)"] * bool(transformer),
-            f"pipeline.load_components({more.removeprefix(', ')})",
-            "pipeline.to(device)",
-        ]
-        draw = f'pipeline({call}, output="images")[0]'
-    loaded = call.count("load_image(")
-    yours = "  # your image" + "s" * (loaded > 1) if loaded else ""
-    classes = [blocks or opener.split(".")[0]]
     parts = "\n".join([*transformer, *setup])
-    classes += {*re.findall(r"= (\w+)\.from_(?:config|single_file)", parts)}
-    return "\n".join([
-        "import torch",
-        f"from diffusers import {', '.join(sorted(classes))}",
-        *["from diffusers.utils import load_image"] * (loaded > 0),
-        *["from safetensors.torch import load_file"] * ("load_file(" in parts),
-        "",
-        'device = "cuda" if torch.cuda.is_available() else "cpu"',
-        *dtype,
-        *transformer,
-        *opening,
-        *setup,
-        f"image = {draw}{yours}",
-        *[f'image{enlarge}.save("image.png")'] * ("output_type" not in call),  # not for arrays
-    ])  # fmt: skip
+    made = re.findall(r"= (\w+)\.from_(?:config|single_file)", parts)
+    if precision != "float32":  # modular pipelines have only the newer name
+        more = f", {'dtype' if blocks else dtype_name}=dtype{more}"
+    return USAGE.render(
+        classes={blocks or opener.split(".")[0], *made},
+        parts=parts,
+        source=json.dumps(source),
+        options=more.removeprefix(", "),
+        num_images=call.count("load_image("),
+        call=call,
+        setup=setup,
+        opener=opener,
+        precision=precision,
+        more=more,
+        side=side,
+        blocks=blocks,
+        can_rewrite=can_rewrite,
+        transformer=transformer,
+    ).strip()
 
 
 def call_pipeline(about: About, side: int, num_steps: int, guidance: dict[str, float]) -> str:

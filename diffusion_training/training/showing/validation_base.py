@@ -22,10 +22,10 @@ from accelerate.utils import convert_outputs_to_fp32
 from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 
+from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_free
 from diffusion_training.models import find_weight_files, is_component, list_scales, put_on_device
@@ -193,7 +193,7 @@ def open_turbo(launch: Launch, base: Base, data: Data, model: Any, args: Namespa
     """The pipeline of --validation_base, which must have the same weights as the base."""
     name = args.validation_base
     flags = dict.fromkeys(OF_BASE) | {"pretrained_model_name_or_path": name}
-    other = open_base(Namespace(**vars(args) | flags))
+    other = open_base(Namespace(**vars(args) | flags), record=base.record)
     if "_class_name" not in other.index:
         fail(f"--validation_base {name} is not a pipeline: it has no model_index.json")
     if other.family.pipeline != base.family.pipeline:

@@ -9,9 +9,9 @@ import torch
 from accelerate import init_empty_weights
 
 from diffusion_training.batches import Models, Predict
+from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
-from diffusion_training.latents.source import Data
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import (

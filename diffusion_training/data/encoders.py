@@ -16,7 +16,6 @@ from diffusion_training.data.captions import tokenize
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
 from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
-from diffusion_training.latents.columns import EMPTY
 from diffusion_training.models import EXACT, compile_model, hash_rules, hash_weights, put_on_device
 
 
@@ -288,16 +287,6 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
         described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer, text)
         rules[f"tokenizer{suffix}"] = hash_rules(tokenizer)
     return described | {"tokenizer_rules": rules}
-
-
-def describe_prompts(encoders: Encoders, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The settings of captions in cache.json. empty_prompt: see `encode_empty_prompt`."""
-    shapes = {
-        f"{name}_shape": list(embeds.shape)
-        for name, embeds in empty_prompt.items()
-        if name in EMPTY
-    }
-    return shapes | encoders.family.describe_empty(empty_prompt)
 
 
 def place_encoders(encoders: Encoders, device: torch.device, compile: str | None) -> None:

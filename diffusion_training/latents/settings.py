@@ -1,0 +1,60 @@
+"""cache.json, which the scripts that make a cache and those that read one have to agree on."""
+
+import math
+from typing import Any
+
+import torch
+
+from diffusion_training.families.base import Encoders
+from diffusion_training.files import find_differences, hash_values
+from diffusion_training.latents.columns import EMPTY
+
+# the record of a shard, which is in unfinished/ until the cache is finished
+RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
+          "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
+
+
+def fingerprint_cache(cache: dict) -> str:
+    """The fingerprint of a cache for `datasets`: a hash of cache.json.
+
+    It also shows whether cache.json has been changed.
+    """
+    return hash_values(cache)
+
+
+def compare_settings(cache: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """The differences of cache.json and the settings that it should have, as sentences.
+
+    "tokenizer_rules" are compared only if the same versions of the libraries wrote them, because
+    another version may write equal rules in another form.
+    """
+    before, now = (each["tokenizer_rules"]["libraries"] for each in (cache, settings))
+    known = dict(settings)
+    if before != now:
+        del known["tokenizer_rules"]
+    return find_differences({name: cache.get(name) for name in known}, known)
+
+
+def describe_prompts(encoders: Encoders, empty_prompt: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The settings of captions in cache.json. empty_prompt: see `encode_empty_prompt`."""
+    shapes = {
+        f"{name}_shape": list(embeds.shape)
+        for name, embeds in empty_prompt.items()
+        if name in EMPTY
+    }
+    return shapes | encoders.family.describe_empty(empty_prompt)
+
+
+def name_shard(number: int, cache: dict[str, Any]) -> str:
+    """Return a shard's file name; it includes the number of shards, except for a stream."""
+    if cache["source"]["rows"] is None:
+        return f"data-{number:05d}.arrow"
+    count = math.ceil(cache["source"]["rows"] / cache["rows_per_shard"])
+    digits = max(5, len(str(count)))  # the same for all shards, since they are sorted by name
+    return f"data-{number:0{digits}d}-of-{count:0{digits}d}.arrow"
+
+
+def count_skipped(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a shard's skipped rows."""
+    not_read = any(entry["reason"].startswith("not read") for entry in entries)
+    return {"skipped": len(entries), "not_read": not_read}
