@@ -264,13 +264,13 @@ from diffusion_training.memory import move
 from diffusion_training.models import compile_model, freeze_on_device, freeze_unreached
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.keeping.saver import Saver, check_free_space
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results, draws_samples
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.saver import Saver, check_free_space
 from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.captioned_card import describe_text_to_image
 from diffusion_training.training.showing.captioned_samples import (

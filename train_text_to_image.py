@@ -206,13 +206,13 @@ from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.keeping.saver import Saver, check_free_space
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results, draws_samples
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.saver import Saver, check_free_space
 from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.captioned_card import describe_text_to_image
 from diffusion_training.training.showing.captioned_samples import (
@@ -613,7 +613,8 @@ def main(args: Namespace) -> None:
                 save_lora(state.list_models(), unfinished, lora_metadata)
         else:
             pipeline = make_pipeline(base, result["unet"], sampler, with_text=True)
-            save_whole(pipeline, base.family, folder, metadata if args.output_single_file else None)
+            header = metadata if args.output_single_file else None
+            save_whole(pipeline, base.family.merge, folder, header)
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",

@@ -180,11 +180,11 @@ from diffusion_training.models import check_shapes, compile_model, freeze_on_dev
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.repositories import fetch_model
 from diffusion_training.training.held_out import hold_out
-from diffusion_training.training.keeping.saver import Saver, check_free_space
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.saver import Saver, check_free_space
 from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.pipelines import save_pipeline
 from diffusion_training.training.showing.report import About, Description, write_usage

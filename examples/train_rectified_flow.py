@@ -63,10 +63,10 @@ from diffusion_training.models import compile_model
 from diffusion_training.order import Order, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.checkpoints import save_weights
-from diffusion_training.training.keeping.saver import Saver, check_free_space
 from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
+from diffusion_training.training.saver import Saver, check_free_space
 from diffusion_training.training.showing.report import Description
 from diffusion_training.training.showing.samples import draw_grid, save_samples
 from diffusion_training.training.state import TrainState, describe_settings, place_models

@@ -35,7 +35,7 @@ from diffusion_training.training.keeping.checkpoints import (
     read_state,
 )
 from diffusion_training.training.keeping.posthoc import prune_snapshots
-from diffusion_training.training.keeping.saver import Writer
+from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.showing.hub import make_repository, upload_run
 
 if TYPE_CHECKING:

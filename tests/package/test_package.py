@@ -279,7 +279,8 @@ COVERED = {
     "training.showing.sample_base": "scripts/test_validation_base.py --validation_base",
     "training.showing.samples": "package/test_run_folder.py",
     "training.lora.training_adapter": "scripts/test_validation_base.py --training_adapter",
-    "training.keeping.saver": "scripts/test_posthoc_ema.py",
+    "training.keeping.writer": "scripts/test_checkpoints_beside.py writer",
+    "training.saver": "scripts/test_posthoc_ema.py",
     "training.results": "scripts/test_save_best.py --save_best",
     "training.state": "scripts/test_replicas.py",
 }

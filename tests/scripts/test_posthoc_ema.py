@@ -22,7 +22,7 @@ from diffusers import DDPMPipeline, UNet2DModel
 from safetensors.torch import load_file, save_file
 
 from diffusion_training.training.keeping import posthoc, saver
-from diffusion_training.training.keeping.saver import check_free_space
+from diffusion_training.training.saver import check_free_space
 
 train = Script("train_unconditional")
 reconstruct = Script("reconstruct_ema")

@@ -3,6 +3,7 @@
 import json
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,6 @@ from diffusers import DiffusionPipeline, ModularPipeline
 from safetensors.torch import save_file
 
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Family
 from diffusion_training.files import saving, sort_header
 from diffusion_training.models import is_finite
 
@@ -58,13 +58,19 @@ def save_single_file(
 
 
 def save_whole(
-    pipeline: DiffusionPipeline, family: Family, folder: Path, metadata: dict[str, str] | None
+    pipeline: DiffusionPipeline,
+    merge: Callable[[DiffusionPipeline], dict[str, torch.Tensor]],
+    folder: Path,
+    metadata: dict[str, str] | None,
 ) -> None:
-    """Write the pipeline. With `metadata`, also write it as one file with that header."""
+    """Write the pipeline. With `metadata`, also write it as one file with that header.
+
+    merge: `Family.merge`, which returns the weights of all parts under the names of such a file.
+    """
     save_pipeline(pipeline, folder)
     if metadata is not None:
         with explained("--output_single_file can't be written; the pipeline was saved"):
-            weights = family.merge(pipeline)
+            weights = merge(pipeline)
         save_single_file(weights, metadata, folder)
 
 

@@ -4,16 +4,15 @@ import math
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import CHANGED, fail, name_command
+from diffusion_training.errors.sentences import fail, name_command
 from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.models import is_adapted
 from diffusion_training.training.keeping.checkpoint_copy import make_checkpoint_copy
@@ -27,36 +26,11 @@ from diffusion_training.training.keeping.checkpoints import (
 )
 from diffusion_training.training.keeping.posthoc import find_snapshot_folders, write_snapshot
 from diffusion_training.training.keeping.replicas import check_replicas
+from diffusion_training.training.records import Records
+from diffusion_training.training.run_folder import RunFolder
+from diffusion_training.training.state import TrainState
 from diffusion_training.training.step.costs import count_disk
 from diffusion_training.training.step.sharding import gather_state
-
-if TYPE_CHECKING:  # rooms above
-    from diffusion_training.training.records import Records
-    from diffusion_training.training.run_folder import RunFolder
-    from diffusion_training.training.state import TrainState
-
-
-class Writer:
-    """A thread of the first process, which writes files while the training goes on."""
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1)
-        self.writing: dict[str, Future[None]] = {}  # the last of each kind
-        CHANGED.callback(self.thread.shutdown)  # a run that fails waits for it, too
-
-    def begin(self, kind: str, write: Callable[[], None]) -> None:
-        """Let the thread call `write`. kind: "checkpoint" or "snapshot"."""
-        self.writing[kind] = self.thread.submit(write)
-
-    def has_failed(self) -> bool:
-        """Whether a file could not be written; False while it is still being written."""
-        return any(each.done() and each.exception() for each in self.writing.values())
-
-    def wait(self, *kinds: str) -> None:
-        """Wait until the last of these kinds is written, of all by default. Raises its error."""
-        for kind in kinds or ("snapshot", "checkpoint"):
-            if kind in self.writing:
-                self.writing[kind].result()
 
 
 class Saver:
@@ -70,9 +44,9 @@ class Saver:
     def __init__(
         self,
         launch: Launch,
-        run: "RunFolder",
-        state: "TrainState",
-        records: "Records",
+        run: RunFolder,
+        state: TrainState,
+        records: Records,
         stop_signal: StopSignal,
         args: Namespace,
         lora_metadata: dict[str, str] | None = None,
