@@ -24,6 +24,8 @@ from conftest import (
 )
 from test_train_text_to_image import EXACT
 
+from diffusion_training.latents import stream
+
 boto3 = pytest.importorskip("boto3", reason="no S3 server: pip install -r requirements-dev.txt")
 precompute = Script("precompute_latents")
 train = Script("train_text_to_image")
@@ -53,7 +55,7 @@ def stored(tmp_path, storage, monkeypatch):
 def in_ranges(monkeypatch):
     """Read caches of any size in ranges: 4 for one process, 2 for each of two."""
     patch(monkeypatch, "MOST_PERMUTED", 0)
-    patch(monkeypatch, "LEAST_RANGES", 4)
+    monkeypatch.setattr(stream, "LEAST_RANGES", 4)
 
 
 def run(flags, out, *argv, **options):

@@ -25,7 +25,10 @@ from conftest import (
 )
 from test_storage import assert_same_end
 
-from diffusion_training.latents import follow  # noqa: F401  a run imports it late, after `patch`
+from diffusion_training.latents import (
+    follow,  # noqa: F401  a run imports it late, after `patch`
+    stream,
+)
 
 precompute = Script("precompute_latents")
 train = Script("train_text_to_image")
@@ -37,7 +40,7 @@ BROKEN = (0, 6, 7, 11)  # images that can't be decoded
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
     """(flags of the cache, flags of the trainer), without their folders."""
-    patch(monkeypatch, "LEAST_RANGES", 4)
+    monkeypatch.setattr(stream, "LEAST_RANGES", 4)
     patch(monkeypatch, "POLL", 0.02)
     make_captioned(tmp_path / "images", NUM_ROWS)
     for number in BROKEN:
