@@ -1,6 +1,7 @@
 """Tiny text-to-image pipelines of diffusers with random weights and all parts of the real ones."""
 
 import importlib
+import inspect
 import string
 import sys
 import tempfile
@@ -165,6 +166,16 @@ def make_gemma2(tokenizer):
     return transformers.Gemma2Model(transformers.Gemma2Config(**make_text_config(tokenizer, 2)))
 
 
+def make_gemma(tokenizer):
+    return transformers.GemmaModel(transformers.GemmaConfig(**make_text_config(tokenizer, 2)))
+
+
+def make_smollm3(tokenizer):
+    config = make_qwen_config(tokenizer, 2) | {"pad_token_id": 0, "bos_token_id": 0}
+    config["vocab_size"] = 128_001  # BRIA's code names the last token
+    return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**config))
+
+
 ROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 SIGHT = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 SEES = "Qwen3VLForConditionalGeneration"
@@ -211,6 +222,14 @@ def make_qwen2_processor(tokenizer, kind="Qwen2VLProcessor"):
     )
 
 
+def make_pixtral_processor(tokenizer):
+    return transformers.PixtralProcessor(
+        transformers.PixtralImageProcessor(patch_size={"height": 16, "width": 16}),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+
+
 def make_qwen3_processor(tokenizer):
     return transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(patch_size=16, size=SEEN),
@@ -244,6 +263,21 @@ def make_z_image_transformer(**options):
         axes_lens=[256, 32, 32],
         **options,
     )
+
+
+def make_bria_fibo2_transformer():
+    module = importlib.import_module("diffusers.models.transformers.transformer_bria_fibo2")
+    return module.BriaFibo2Transformer2DModel(
+        in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2, cap_feat_dim=3 * WIDTH,
+        injection_layer_ids=(0,), perceiver_num_layers=1, min_num_gist_tokens=8,
+        max_num_gist_tokens=16, gist_step=8, axes_dims=AXES,
+    )  # fmt: skip
+
+
+def make_siglip():
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "patch_size": 16, "num_patches": 16}
+    return transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**vision))
 
 
 def make_flux2_transformer(**options):
@@ -293,58 +327,55 @@ refused = partial(pipeline, among=REFUSED)
 of_blocks = partial(pipeline, among=BLOCKS)
 
 
-def make_z_image(folder):
-    """A Z-Image pipeline of 40,000 weights: Qwen3 with a chat template, a VAE that shifts."""
-
-    def make():
-        tokenizer = make_chat_tokenizer(64)
-        return diffusers.ZImagePipeline(
-            tokenizer=tokenizer,
-            text_encoder=make_qwen3(tokenizer),
-            vae=make_vae(scaling_factor=0.5, shift_factor=0.25),
-            transformer=make_z_image_transformer(),
-            scheduler=make_scheduler(6.0),
-        )
-
-    return save(make, folder)
+OF_TOKENIZER = ("tokenizer", "text_encoder", "processor", "text_processor")
 
 
-def make_klein(folder, is_distilled=False):
-    """A FLUX.2 klein pipeline: 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE."""
+def add(name, kind, among=MAKE, length=256, sees=False, **parts):
+    """Add a pipeline of one text encoder to `among`, and return function(folder), which saves it.
 
-    def make():
-        tokenizer = make_chat_tokenizer(64)
-        two = {"num_layers": 2, "num_single_layers": 2, "guidance_embeds": False}
-        return diffusers.Flux2KleinPipeline(
-            tokenizer=tokenizer,
-            text_encoder=make_qwen3(tokenizer, 28, "Qwen3ForCausalLM"),
-            vae=make_flux2_vae(),
-            transformer=make_flux2_transformer(**two),
-            scheduler=make_dynamic_scheduler(max_image_seq_len=4096, max_shift=1.15),
-            is_distilled=is_distilled,
-        )
+    parts: functions, called in this order, or (class, options) of diffusers. Those `OF_TOKENIZER`
+    get the tokenizer: the demo's with a chat template, of a length or with tokens for images.
+    """
 
-    return save(make, folder)
+    def make(**options):
+        tokenizer = make_vision_tokenizer() if sees else make_chat_tokenizer(length)
+        made = {"tokenizer": tokenizer}
+        for part, value in parts.items():
+            if isinstance(value, tuple):
+                made[part] = getattr(diffusers, value[0])(**value[1])
+            else:
+                made[part] = value(tokenizer) if part in OF_TOKENIZER else value()
+        known = inspect.signature(getattr(diffusers, kind)).parameters
+        made = {part: value for part, value in made.items() if part in known}
+        return getattr(diffusers, kind)(**made, **options)
 
-
-def make_qwen_image(folder):
-    """A Qwen-Image pipeline: 2 layers of Qwen2.5-VL, 2 blocks, a scale per channel of the VAE."""
-
-    def make():
-        tokenizer = make_chat_tokenizer()
-        shift = {"max_image_seq_len": 8192, "max_shift": 0.9, "shift_terminal": 0.02}
-        return diffusers.QwenImagePipeline(
-            tokenizer=tokenizer,
-            text_encoder=make_qwen25_vl(tokenizer, 2),
-            vae=make_video_vae(),
-            transformer=make_qwen_transformer(),
-            scheduler=make_dynamic_scheduler(**shift),
-        )
-
-    return save(make, folder)
+    among[name] = partial(save, make)
+    return among[name]
 
 
-MAKE |= {"z_image": make_z_image, "klein": make_klein, "qwen_image": make_qwen_image}
+# Qwen3 with a chat template, a VAE that shifts; 40,000 weights
+make_z_image = add(
+    "z_image", "ZImagePipeline", length=64, text_encoder=make_qwen3,
+    vae=partial(make_vae, scaling_factor=0.5, shift_factor=0.25),
+    transformer=make_z_image_transformer, scheduler=partial(make_scheduler, 6.0),
+)  # fmt: skip
+# 28 layers of Qwen3, 2 + 2 blocks, a scale per channel of the VAE
+make_klein = add(
+    "klein", "Flux2KleinPipeline", length=64,
+    text_encoder=partial(make_qwen3, layers=28, kind="Qwen3ForCausalLM"), vae=make_flux2_vae,
+    transformer=partial(
+        make_flux2_transformer, num_layers=2, num_single_layers=2, guidance_embeds=False
+    ),
+    scheduler=partial(make_dynamic_scheduler, max_image_seq_len=4096, max_shift=1.15),
+)  # fmt: skip
+# 2 layers of Qwen2.5-VL, 2 blocks, a scale per channel of the VAE
+make_qwen_image = add(
+    "qwen_image", "QwenImagePipeline", text_encoder=partial(make_qwen25_vl, layers=2),
+    vae=make_video_vae, transformer=make_qwen_transformer,
+    scheduler=partial(
+        make_dynamic_scheduler, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02
+    ),
+)  # fmt: skip
 
 
 @pipeline
@@ -396,27 +427,18 @@ def make_sd3():
     )
 
 
-@pipeline
-def make_qwen_image_2_1():
-    tokenizer = make_vision_tokenizer()
-    vae = diffusers.AutoencoderKLQwenImage21(
-        base_dim=8,
-        decoder_base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True, True],
-        **STATISTICS,
-    )
-    return diffusers.QwenImage21Pipeline(
-        vae=vae,
-        transformer=diffusers.QwenImage21Transformer2DModel(
-            context_in_dim=WIDTH, axes_dims_rope=AXES, **FOUR, **DOUBLE
-        ),
-        scheduler=make_dynamic_scheduler(),
-        text_encoder=make_qwen3_vl(tokenizer, 2),
-        processor=make_qwen3_processor(tokenizer),
-    )
+add(
+    "qwen_image_2_1", "QwenImage21Pipeline", sees=True,
+    vae=("AutoencoderKLQwenImage21", dict(
+        base_dim=8, decoder_base_dim=8, z_dim=4, dim_mult=[1] * 5, num_res_blocks=1,
+        temperal_downsample=[False, True, True, True], **STATISTICS,
+    )),
+    transformer=("QwenImage21Transformer2DModel", dict(
+        context_in_dim=WIDTH, axes_dims_rope=AXES, **FOUR, **DOUBLE
+    )),
+    scheduler=make_dynamic_scheduler, text_encoder=partial(make_qwen3_vl, layers=2),
+    processor=make_qwen3_processor,
+)  # fmt: skip
 
 
 @pipeline
@@ -452,50 +474,27 @@ LUMINA = {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 2
           "num_attention_heads": 2, "num_kv_heads": 2, "multiple_of": 16}  # fmt: skip
 
 
-@pipeline
-def make_lumina2():
-    tokenizer = make_chat_tokenizer()
-    sizes = {"axes_dim_rope": AXES, "axes_lens": (300, 512, 512), "cap_feat_dim": WIDTH}
-    return diffusers.Lumina2Pipeline(
-        transformer=diffusers.Lumina2Transformer2DModel(num_refiner_layers=1, **LUMINA, **sizes),
-        scheduler=make_scheduler(),
-        vae=make_shifting_vae(depth=4),
-        text_encoder=make_gemma2(tokenizer),
-        tokenizer=tokenizer,
-    )
-
-
-@pipeline
-def make_lumina():
-    tokenizer = make_chat_tokenizer()
-    config = transformers.GemmaConfig(**make_text_config(tokenizer, 2))
-    return diffusers.LuminaPipeline(
-        transformer=diffusers.LuminaNextDiT2DModel(cross_attention_dim=WIDTH, **LUMINA),
-        scheduler=make_scheduler(),
-        vae=make_shifting_vae(depth=4),
-        text_encoder=transformers.GemmaModel(config),
-        tokenizer=tokenizer,
-    )
-
-
-@pipeline
-def make_chroma():
-    tokenizer = make_chat_tokenizer(64)
-    transformer = diffusers.ChromaTransformer2DModel(
-        in_channels=16,
-        **SINGLE,
-        axes_dims_rope=AXES,
-        approximator_num_channels=8,
-        approximator_hidden_dim=16,
-        approximator_layers=1,
-    )
-    return diffusers.ChromaPipeline(
-        transformer=transformer,
-        scheduler=make_scheduler(),
-        vae=make_shifting_vae(),
-        text_encoder=make_t5(tokenizer),
-        tokenizer=tokenizer,
-    )
+add(
+    "lumina2", "Lumina2Pipeline",
+    transformer=("Lumina2Transformer2DModel", dict(
+        num_refiner_layers=1, axes_dim_rope=AXES, axes_lens=(300, 512, 512), cap_feat_dim=WIDTH,
+        **LUMINA,
+    )),
+    scheduler=make_scheduler, vae=partial(make_shifting_vae, depth=4), text_encoder=make_gemma2,
+)  # fmt: skip
+add(
+    "lumina", "LuminaPipeline",
+    transformer=("LuminaNextDiT2DModel", dict(cross_attention_dim=WIDTH, **LUMINA)),
+    scheduler=make_scheduler, vae=partial(make_shifting_vae, depth=4), text_encoder=make_gemma,
+)  # fmt: skip
+add(
+    "chroma", "ChromaPipeline", length=64,
+    transformer=("ChromaTransformer2DModel", dict(
+        in_channels=16, **SINGLE, axes_dims_rope=AXES, approximator_num_channels=8,
+        approximator_hidden_dim=16, approximator_layers=1,
+    )),
+    scheduler=make_scheduler, vae=make_shifting_vae, text_encoder=make_t5,
+)  # fmt: skip
 
 
 @pipeline
@@ -557,171 +556,83 @@ def make_hunyuan_image():
     )
 
 
-@pipeline
-def make_sana():
-    tokenizer = make_chat_tokenizer(512)
-    coder = {}
-    for name in ("encoder", "decoder"):
-        coder[f"{name}_block_types"] = ("ResBlock", "EfficientViTBlock")
-        coder[f"{name}_block_out_channels"] = (8, 8)
-        coder[f"{name}_qkv_multiscales"] = ((), (5,))
-        coder[f"{name}_layers_per_block"] = [1, 1]
-    vae = diffusers.AutoencoderDC(
-        latent_channels=4,
-        attention_head_dim=2,
-        **coder,
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41407,
-    )
-    transformer = diffusers.SanaTransformer2DModel(
-        **FOUR,
-        **DOUBLE,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=16,
-        cross_attention_dim=32,
-        caption_channels=WIDTH,
-        sample_size=8,
-    )
-    return diffusers.SanaPipeline(
-        tokenizer=tokenizer,
-        text_encoder=make_gemma2(tokenizer),
-        vae=vae,
-        transformer=transformer,
-        scheduler=make_scheduler(),
-    )
+SANA = {}  # options of its VAE
+for name in ("encoder", "decoder"):
+    SANA[f"{name}_block_types"] = ("ResBlock", "EfficientViTBlock")
+    SANA[f"{name}_block_out_channels"] = (8, 8)
+    SANA[f"{name}_qkv_multiscales"] = ((), (5,))
+    SANA[f"{name}_layers_per_block"] = [1, 1]
+add(
+    "sana", "SanaPipeline", length=512,
+    vae=("AutoencoderDC", dict(
+        latent_channels=4, attention_head_dim=2, **SANA, downsample_block_type="conv",
+        upsample_block_type="interpolate", decoder_norm_types="rms_norm",
+        decoder_act_fns="silu", scaling_factor=0.41407,
+    )),
+    transformer=("SanaTransformer2DModel", dict(
+        **FOUR, **DOUBLE, num_cross_attention_heads=2, cross_attention_head_dim=16,
+        cross_attention_dim=32, caption_channels=WIDTH, sample_size=8,
+    )),
+    text_encoder=make_gemma2, scheduler=make_scheduler,
+)  # fmt: skip
+add(
+    "auraflow", "AuraFlowPipeline",
+    transformer=("AuraFlowTransformer2DModel", dict(
+        sample_size=8, **FOUR, **HEADS, num_mmdit_layers=1, num_single_dit_layers=1,
+        joint_attention_dim=WIDTH, caption_projection_dim=32, pos_embed_max_size=256 * 256,
+    )),
+    text_encoder=partial(make_t5, kind="UMT5"), vae=partial(make_shifting_vae, shift_factor=None),
+    scheduler=make_scheduler,
+)  # fmt: skip
+add(
+    "ovis_image", "OvisImagePipeline", length=512,
+    transformer=("OvisImageTransformer2DModel", dict(
+        in_channels=16, out_channels=16, axes_dims_rope=AXES, **SINGLE
+    )),
+    scheduler=make_dynamic_scheduler, vae=make_shifting_vae, text_encoder=make_qwen3,
+)  # fmt: skip
+add(
+    "ernie_image", "ErnieImagePipeline", vae=make_flux2_vae,
+    transformer=("ErnieImageTransformer2DModel", dict(
+        hidden_size=32, num_attention_heads=2, num_layers=2, ffn_hidden_size=32, in_channels=16,
+        out_channels=16, text_in_dim=WIDTH, rope_axes_dim=AXES,
+    )),
+    text_encoder=partial(make_mistral3, layers=2, kind="Mistral3Model"), scheduler=make_scheduler,
+)  # fmt: skip
 
 
-@pipeline
-def make_auraflow():
-    tokenizer = make_chat_tokenizer()
-    transformer = diffusers.AuraFlowTransformer2DModel(
-        sample_size=8,
-        **FOUR,
-        **HEADS,
-        num_mmdit_layers=1,
-        num_single_dit_layers=1,
-        joint_attention_dim=WIDTH,
-        caption_projection_dim=32,
-        pos_embed_max_size=256 * 256,
-    )
-    return diffusers.AuraFlowPipeline(
-        tokenizer=tokenizer,
-        text_encoder=make_t5(tokenizer, "UMT5"),
-        vae=make_shifting_vae(shift_factor=None),
-        transformer=transformer,
-        scheduler=make_scheduler(),
-    )
-
-
-@pipeline
-def make_ovis_image():
-    tokenizer = make_chat_tokenizer(512)
-    return diffusers.OvisImagePipeline(
-        transformer=diffusers.OvisImageTransformer2DModel(
-            in_channels=16, out_channels=16, axes_dims_rope=AXES, **SINGLE
-        ),
-        scheduler=make_dynamic_scheduler(),
-        vae=make_shifting_vae(),
-        text_encoder=make_qwen3(tokenizer),
-        tokenizer=tokenizer,
-    )
-
-
-@pipeline
-def make_ernie_image():
-    tokenizer = make_chat_tokenizer()
-    return diffusers.ErnieImagePipeline(
-        vae=make_flux2_vae(),
-        transformer=diffusers.ErnieImageTransformer2DModel(
-            hidden_size=32,
-            num_attention_heads=2,
-            num_layers=2,
-            ffn_hidden_size=32,
-            in_channels=16,
-            out_channels=16,
-            text_in_dim=WIDTH,
-            rope_axes_dim=AXES,
-        ),
-        text_encoder=make_mistral3(tokenizer, 2, "Mistral3Model"),
-        tokenizer=tokenizer,
-        scheduler=make_scheduler(),
-    )
-
-
-@pipeline
-def make_flux2():
-    """FLUX.2 [dev]: a processor with a chat template, and guidance as an input."""
-    tokenizer = make_chat_tokenizer(64)
-    processor = transformers.PixtralProcessor(
-        transformers.PixtralImageProcessor(patch_size={"height": 16, "width": 16}),
-        tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
-    return diffusers.Flux2Pipeline(
-        transformer=make_flux2_transformer(),
-        scheduler=make_dynamic_scheduler(),
-        vae=make_flux2_vae(),
-        text_encoder=make_mistral3(tokenizer, 30, "Mistral3ForConditionalGeneration"),
-        tokenizer=processor,
-    )
-
-
-@pipeline
-def make_nucleus():
-    tokenizer = make_vision_tokenizer()
-    transformer = diffusers.NucleusMoEImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=5,
-        **HEADS,
-        joint_attention_dim=WIDTH,
-        axes_dims_rope=AXES,
-        num_experts=4,
-        mlp_ratio=8.0,
-        moe_intermediate_dim=32,
+# FLUX.2 [dev]: a processor with a chat template, and guidance as an input
+add(
+    "flux2", "Flux2Pipeline", length=64, transformer=make_flux2_transformer,
+    scheduler=make_dynamic_scheduler, vae=make_flux2_vae,
+    text_encoder=partial(make_mistral3, layers=30, kind="Mistral3ForConditionalGeneration"),
+    tokenizer=make_pixtral_processor,
+)  # fmt: skip
+add(
+    "nucleus", "NucleusMoEImagePipeline", sees=True,
+    transformer=("NucleusMoEImageTransformer2DModel", dict(
+        in_channels=16, out_channels=4, num_layers=5, **HEADS, joint_attention_dim=WIDTH,
+        axes_dims_rope=AXES, num_experts=4, mlp_ratio=8.0, moe_intermediate_dim=32,
         capacity_factors=2.0,
-    )
-    return diffusers.NucleusMoEImagePipeline(
-        transformer=transformer,
-        scheduler=make_dynamic_scheduler(),
-        vae=make_video_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, 9),
-        processor=make_qwen3_processor(tokenizer),
-    )
-
-
-@pipeline
-def make_bria():
-    tokenizer = make_chat_tokenizer(128)
-    return diffusers.BriaPipeline(
-        transformer=diffusers.BriaTransformer2DModel(
-            in_channels=16, axes_dims_rope=[*AXES], **SINGLE
-        ),
-        scheduler=make_dynamic_scheduler(),
-        vae=make_shifting_vae(),
-        text_encoder=make_t5(tokenizer),
-        tokenizer=tokenizer,
-    )
-
-
-@refused
-def make_bria_fibo():
-    tokenizer = make_chat_tokenizer(512)
-    config = make_qwen_config(tokenizer, 2) | {"pad_token_id": 0, "bos_token_id": 0}
-    config["vocab_size"] = 128_001  # its code names the last token
-    options = SINGLE | {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH}
-    return diffusers.BriaFiboPipeline(
-        transformer=diffusers.BriaFiboTransformer2DModel(
-            in_channels=4, axes_dims_rope=[*AXES], **options
-        ),
-        scheduler=make_dynamic_scheduler(),
-        vae=make_wan_vae(),
-        text_encoder=transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**config)),
-        tokenizer=tokenizer,
-    )
+    )),
+    scheduler=make_dynamic_scheduler, vae=make_video_vae,
+    text_encoder=partial(make_qwen3_vl, layers=9), processor=make_qwen3_processor,
+)  # fmt: skip
+add(
+    "bria", "BriaPipeline", length=128,
+    transformer=("BriaTransformer2DModel", dict(
+        in_channels=16, axes_dims_rope=[*AXES], **SINGLE
+    )),
+    scheduler=make_dynamic_scheduler, vae=make_shifting_vae, text_encoder=make_t5,
+)  # fmt: skip
+add(
+    "bria_fibo", "BriaFiboPipeline", REFUSED, length=512,
+    transformer=("BriaFiboTransformer2DModel", dict(
+        in_channels=4, axes_dims_rope=[*AXES],
+        **SINGLE | {"joint_attention_dim": 2 * WIDTH, "text_encoder_dim": WIDTH},
+    )),
+    scheduler=make_dynamic_scheduler, vae=make_wan_vae, text_encoder=make_smollm3,
+)  # fmt: skip
 
 
 @pipeline
@@ -741,61 +652,26 @@ def make_longcat(words=()):
     )
 
 
-@refused
-def make_z_image_omni():
-    tokenizer = make_chat_tokenizer()
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    vision |= {"num_hidden_layers": 1, "patch_size": 16, "num_patches": 16}
-    return diffusers.ZImageOmniPipeline(
-        transformer=make_z_image_transformer(siglip_feat_dim=32),
-        scheduler=make_scheduler(),
-        vae=make_shifting_vae(),
-        text_encoder=make_qwen3(tokenizer),
-        tokenizer=tokenizer,
-        siglip=transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**vision)),
-        siglip_processor=transformers.Siglip2ImageProcessor(),
-    )
-
-
-@refused
-def make_bria_fibo2():
-    tokenizer = make_vision_tokenizer()
-    module = importlib.import_module("diffusers.models.transformers.transformer_bria_fibo2")
-    return diffusers.BriaFibo2Pipeline(
-        transformer=module.BriaFibo2Transformer2DModel(
-            in_channels=4,
-            dim=32,
-            n_layers=2,
-            n_refiner_layers=1,
-            n_heads=2,
-            cap_feat_dim=3 * WIDTH,
-            injection_layer_ids=(0,),
-            perceiver_num_layers=1,
-            min_num_gist_tokens=8,
-            max_num_gist_tokens=16,
-            gist_step=8,
-            axes_dims=AXES,
-        ),
-        scheduler=make_dynamic_scheduler(),
-        vae=make_flux2_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, 36),
-        processor=make_qwen3_processor(tokenizer),
-    )
-
-
-@refused
-def make_ideogram4():
-    tokenizer = make_vision_tokenizer()
-    options = {"in_channels": 16, "num_layers": 1, **HEADS, "intermediate_size": 32}
-    options |= {"adaln_dim": 16, "llm_features_dim": 13 * WIDTH, "mrope_section": (4, 2, 2)}
-    return diffusers.Ideogram4Pipeline(
-        scheduler=make_scheduler(),
-        vae=make_flux2_vae(),
-        text_encoder=make_qwen3_vl(tokenizer, 36, "Qwen3VLModel"),
-        tokenizer=tokenizer,
-        transformer=diffusers.Ideogram4Transformer2DModel(**options),
-        unconditional_transformer=diffusers.Ideogram4Transformer2DModel(**options),
-    )
+add(
+    "z_image_omni", "ZImageOmniPipeline", REFUSED,
+    transformer=partial(make_z_image_transformer, siglip_feat_dim=32),
+    scheduler=make_scheduler, vae=make_shifting_vae, text_encoder=make_qwen3,
+    siglip=make_siglip, siglip_processor=transformers.Siglip2ImageProcessor,
+)  # fmt: skip
+add(
+    "bria_fibo2", "BriaFibo2Pipeline", REFUSED, sees=True, transformer=make_bria_fibo2_transformer,
+    scheduler=make_dynamic_scheduler, vae=make_flux2_vae,
+    text_encoder=partial(make_qwen3_vl, layers=36), processor=make_qwen3_processor,
+)  # fmt: skip
+IDEOGRAM = ("Ideogram4Transformer2DModel", dict(
+    in_channels=16, num_layers=1, **HEADS, intermediate_size=32, adaln_dim=16,
+    llm_features_dim=13 * WIDTH, mrope_section=(4, 2, 2),
+))  # fmt: skip
+add(
+    "ideogram4", "Ideogram4Pipeline", REFUSED, sees=True, scheduler=make_scheduler,
+    vae=make_flux2_vae, text_encoder=partial(make_qwen3_vl, layers=36, kind="Qwen3VLModel"),
+    transformer=IDEOGRAM, unconditional_transformer=IDEOGRAM,
+)  # fmt: skip
 
 
 @refused
@@ -1046,35 +922,19 @@ def make_qwen_edit():
     return make_edit(diffusers.QwenImageEditPipeline)
 
 
-@refused
-def make_joy_edit():
-    tokenizer = make_vision_tokenizer()
-    transformer = diffusers.JoyImageEditTransformer3DModel(
-        patch_size=[1, 2, 2],
-        in_channels=4,
-        hidden_size=32,
-        num_attention_heads=2,
-        text_dim=WIDTH,
-        mlp_width_ratio=2.0,
-        num_layers=1,
-        rope_dim_list=[*AXES],
-    )
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False],
+add(
+    "joy_edit", "JoyImageEditPipeline", REFUSED, sees=True,
+    transformer=("JoyImageEditTransformer3DModel", dict(
+        patch_size=[1, 2, 2], in_channels=4, hidden_size=32, num_attention_heads=2,
+        text_dim=WIDTH, mlp_width_ratio=2.0, num_layers=1, rope_dim_list=[*AXES],
+    )),
+    vae=("AutoencoderKLWan", dict(
+        base_dim=8, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False],
         **STATISTICS,
-    )
-    return diffusers.JoyImageEditPipeline(
-        scheduler=make_scheduler(),
-        vae=vae,
-        text_encoder=make_qwen3_vl(tokenizer, 2),
-        tokenizer=tokenizer,
-        processor=make_qwen3_processor(tokenizer),
-        transformer=transformer,
-    )
+    )),
+    scheduler=make_scheduler, text_encoder=partial(make_qwen3_vl, layers=2),
+    processor=make_qwen3_processor,
+)  # fmt: skip
 
 
 @refused

@@ -67,12 +67,8 @@ def trained(tmp_path_factory):
         f"--train_data_dir={folder / 'images'}",
         f"--model_config_name_or_path={make_unet_config(folder)}",
         f"--cache_dir={folder / 'cache'}",
-        "--train_batch_size=4",
-        "--max_train_steps=1",
-        "--learning_rate=0",
-        "--ddpm_num_inference_steps=1",
-        "--holdout=5",
-        "--random_flip",
+        *"--train_batch_size=4 --max_train_steps=1 --learning_rate=0".split(),
+        *"--ddpm_num_inference_steps=1 --holdout=5 --random_flip".split(),
     )
     train_unconditional(*flags)
     return folder
@@ -164,21 +160,15 @@ def test_a_trained_demo_scores_better_than_an_untrained_one(tmp_path, monkeypatc
         train_unconditional(
             *flags,
             f"--output_dir={tmp_path / name}",
-            "--lr_warmup_steps=20",
-            "--holdout=100",
-            "--report_to=none",
-            "--save_images_epochs=1000",
-            "--eval_batch_size=1",
-            "--train_batch_size=32",
+            *"--lr_warmup_steps=20 --holdout=100 --report_to=none".split(),
+            *"--save_images_epochs=1000 --eval_batch_size=1 --train_batch_size=32".split(),
             f"--model_config_name_or_path={tmp_path / 'unet.json'}",
         )
         seen.clear()
         reports[name] = evaluate(
             tmp_path,
             tmp_path / name,
-            "--feature_extractor=digits",
-            "--num_samples=100",
-            "--num_inference_steps=20",
+            *"--feature_extractor=digits --num_samples=100 --num_inference_steps=20".split(),
             "--resamples=30",
         )
     hashes = {row: xxhash.xxh3_64_intdigest(f"0 row {row}".encode()) for row in range(1797)}
@@ -275,10 +265,7 @@ def test_text_to_image_is_evaluated_with_held_out_captions(
         f"--pretrained_model_name_or_path={models}",
         f"--latents_dir={tmp_path / 'cache'}",
         f"--output_dir={tmp_path / 'out'}",
-        "--max_train_steps=1",
-        "--learning_rate=0",
-        "--report_to=none",
-        "--holdout=4",
+        *"--max_train_steps=1 --learning_rate=0 --report_to=none --holdout=4".split(),
         "--guidance_scale=2",
     )
     drawn, draw = [], StableDiffusionPipeline.__call__

@@ -2,9 +2,18 @@
 
 import pytest
 
+import train_text_to_image
 from diffusion_training.arguments import Flags
-from diffusion_training.training.showing.card import describe_for_hub, save_model_card, tabulate
-from diffusion_training.training.showing.report import Description
+from diffusion_training.families.known import load_family
+from diffusion_training.training.showing.card import (
+    describe_for_hub,
+    describe_text_to_image,
+    save_model_card,
+    tabulate,
+)
+from diffusion_training.training.showing.report import Description, name_run
+from diffusion_training.training.showing.sample_base import SampleBase
+from diffusion_training.training.showing.validation_base import OtherBase
 
 OTHER = "license: other\nlicense_name: my-licence\nlicense_link: LICENSE.md"
 
@@ -94,3 +103,26 @@ def test_names_of_folders_bring_no_markup_into_a_card(tmp_path):
     assert "# a\\`&lt;img src=x&gt;!\\[b\\](c) # \\*d\\*" in lines
     assert "On `a'<img src=x>![b](c) # *d*`." in lines
     assert len([line for line in lines if "img" in line]) == 2
+
+
+def test_the_code_loads_the_lora_of_samples_for_their_base_alone(tmp_path):
+    flags = ["--latents_dir=x", "--pretrained_model_name_or_path=base", "--rank=4"]
+    flags += ["--validation_lora=lcm.safetensors", f"--output_dir={tmp_path / 'mine'}"]
+    flags += ["--resolution=64", "--validation_prompts", "one"]
+    args = train_text_to_image.parse_args(flags)
+    family = load_family("sd")
+    own = SampleBase(name="base", family=family, num_inference_steps=20, guidance_scale=7.5)
+    other = OtherBase(
+        name="base", family=family, num_inference_steps=4, guidance_scale=1.0,
+        lora="lcm.safetensors", prefix="turbo-", base=None, scheduler=None,
+        sampler=("LCMScheduler", {}), resolution=64, launch=None, args=args,
+    )  # fmt: skip
+    about = name_run(1, args, local=False)
+    usage = describe_text_to_image(family, "U-Net", False, about, args, bases=[own, other]).usage
+    fast, plain = usage.split("# base, 20 steps, guidance 7.5\n")
+    assert fast.startswith("# base with lcm.safetensors, 4 steps, no guidance\n")
+    trained = 'pipeline.load_lora_weights("mine"'
+    assert f'{trained}, adapter_name="trained")' in fast and f"{trained})" in plain
+    assert 'pipeline.load_lora_weights("lcm.safetensors", adapter_name="speed")' in fast
+    assert "LCMScheduler" in fast and "num_inference_steps=4" in fast
+    assert "lcm" not in plain.lower() and "num_inference_steps=20" in plain

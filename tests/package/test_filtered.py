@@ -42,6 +42,26 @@ def test_rows_chosen_with_datasets_become_a_cache(tmp_path, text_cache):
     assert datasets.load_from_disk(str(tmp_path / "new"))["key"][:] == chosen["key"][:]
 
 
+def test_a_filtered_cache_of_several_shards_refuses_the_same_rows(tmp_path, capfd):
+    make_cache(tmp_path / "cache")
+    make_cache(tmp_path / "other", seed=1)
+    cache, other = (
+        datasets.load_from_disk(str(tmp_path / name), keep_in_memory=True)
+        for name in ("cache", "other")
+    )
+    twice = datasets.concatenate_datasets([cache, cache])
+    twice.save_to_disk(tmp_path / "chosen")
+    before, after = read(tmp_path / "cache"), read(filtered(tmp_path))
+    assert len(load_cache(tmp_path / "new").settings["shards"]["name"]) == 4
+    assert torch.equal(after["latents"], torch.cat([before["latents"]] * 2))
+    shutil.rmtree(tmp_path / "chosen")
+    mixed = datasets.concatenate_datasets([cache, other.select([2]), cache])
+    mixed.save_to_disk(tmp_path / "chosen")
+    with pytest.raises(SystemExit):
+        filtered(tmp_path, "mixed")
+    assert "row 6 is of another cache than" in capfd.readouterr().err
+
+
 def test_rows_mapped_through_torch_become_a_cache(tmp_path):
     """These rows have another precision, and checksums that do not fit."""
     make_cache(tmp_path / "cache")

@@ -151,8 +151,10 @@ def read(*flags):
     return sorted(found)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [form if form == "parquet" else pytest.param(form, marks=pytest.mark.long) for form in FORMS],
+)
 def test_a_data_set_of_the_hub_has_the_rows_of_its_folder(hub, tmp_path, monkeypatch, form):
     files, flags = FORMS[form]
     hub.add("org/data", files, kind="datasets")

@@ -181,7 +181,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
         prompts = encode(encoders, [caption])
         time = torch.tensor([0.5])
         ours.append(family.predict(pipeline.transformer, noise, time, prompts))
-        size = {"height": SIDE} if name in ("ernie_image", "flux2") else {}
+        size = {"height": SIDE} if name in ("ernie_image", "flux2", "klein") else {}
         theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **size)
         assert torch.equal(ours[-1], in_order(family, noise, theirs).float())
     assert not torch.equal(*ours)

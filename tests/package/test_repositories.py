@@ -298,16 +298,14 @@ def take_requests(hub):
     return {name.rpartition("/")[0] for name in downloaded}, downloaded, len(lists)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize(
     "kind, form",
-    [
-        *((kind, "plain") for kind in MAKE),
+    slow_except_first([
+        ("sd", "fp16"), ("recorded", "fp16"), *((kind, "plain") for kind in MAKE),
         *((kind, "sharded") for kind in ("sdxl", "z-image", "modular")),
-        *((kind, "fp16") for kind in ("sd", "recorded")),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_run_by_id_fetches_what_it_needs_and_has_the_bits_of_a_folder(
     hub, tmp_path, monkeypatch, kind, form
 ):

@@ -64,12 +64,19 @@ def test_the_module_runs_a_script_by_its_name(site, tmp_path):
     assert done.returncode == 2 and "--max_train_steps" in done.stderr
 
 
+UNCONDITIONAL = ["train_unconditional", "--max_train_steps=2", "--ddpm_num_inference_steps=1"]
+
+
+@pytest.mark.ci
+def test_a_demo_of_the_wheel_runs_in_an_empty_folder(site, tmp_path):
+    done = run("-m", "diffusion_training", *UNCONDITIONAL, cwd=tmp_path, site=site)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
 @pytest.mark.long
 def test_demos_of_the_wheel_run_in_an_empty_folder(site, tmp_path):
-    unconditional = ["--max_train_steps=2", "--ddpm_num_inference_steps=1"]
     short = ["--max_train_steps=2", "--num_inference_steps=1"]
     for words in (
-        ["train_unconditional", *unconditional],
         ["precompute_latents"],
         ["train_text_to_image", *short],
         ["train_text_to_image", "--rank=2", *short],
@@ -77,7 +84,7 @@ def test_demos_of_the_wheel_run_in_an_empty_folder(site, tmp_path):
         ["train_flow", *short],
         ["precompute_latents_ray", "--output_dir=latents-on-ray"],
         ["download_images"],
-        ["train_on_ray", "--max_workers=1", "--cpu", "train_unconditional.py", *unconditional],
+        ["train_on_ray", "--max_workers=1", "--cpu", "train_unconditional.py", *UNCONDITIONAL[1:]],
     ):
         done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
         assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-3000:])

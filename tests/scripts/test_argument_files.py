@@ -209,7 +209,9 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
         if "2_1" in name:  # of 32
             flags += ["--resolution=64", "--bucket_step=32"]
     if "--transformer_config_name_or_path" in words:
+        # the real base is a pipeline of PRX, the tiny one of Stable Diffusion
         flags += [f"--transformer_config_name_or_path={make_prx(tmp_path / 'prx')}"]
+        flags += ["--model_family=prx"]
     SCRIPTS[script](*flags)
     args = SCRIPTS[script].module.parse_args(flags)
     output = tmp_path / args.output_dir

@@ -96,12 +96,8 @@ def list_flags(inputs, name, base_precision, output_dir, *more):
         f"--latents_dir={inputs / f'cache-{name}'}",
         "--rank=2",
         f"--base_precision={base_precision}",
-        "--mixed_precision=bf16",
-        "--train_batch_size=2",
-        "--max_train_steps=6",
-        "--learning_rate=1e-2",
-        "--lr_warmup_steps=1",
-        "--checkpointing_steps=3",
+        *"--mixed_precision=bf16 --train_batch_size=2 --max_train_steps=6".split(),
+        *"--learning_rate=1e-2 --lr_warmup_steps=1 --checkpointing_steps=3".split(),
         "--num_validation_images=1",
         *more,
     )
@@ -379,10 +375,16 @@ def test_runs_keep_their_base_precision_and_refuse_unsupported_flags(
     assert (tmp_path / "more" / FILE).read_bytes() == (out / FILE).read_bytes()
 
 
-@pytest.mark.long
-def test_an_int8_base_can_be_compiled(tmp_path, inputs):
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.ci),
+        pytest.param("aot_eager", marks=pytest.mark.long),
+    ],
+)
+def test_an_int8_base_can_be_compiled(tmp_path, inputs, backend):
     few = ["--max_train_steps=2", "--checkpointing_steps=2", "--num_validation_images=0"]
-    for name, more in (("plain", []), ("compiled", ["--compile=aot_eager"])):
+    for name, more in (("plain", []), ("compiled", [f"--compile={backend}"])):
         TRAIN["sd"](*list_flags(inputs, "sd", "int8", tmp_path / name, *few, *more))
     plain, compiled = (load_file(tmp_path / name / FILE) for name in ("plain", "compiled"))
     for name, weight in plain.items():

@@ -308,11 +308,8 @@ def test_each_row_of_the_feature_table_trains(tmp_path, run, caches):
             out,
             *caches(run),
             *flags,
-            "--max_train_steps=2",
-            "--learning_rate=1e-2",
-            "--lr_warmup_steps=0",
-            "--num_inference_steps=1",
-            "--num_validation_images=1",
+            *"--max_train_steps=2 --learning_rate=1e-2 --lr_warmup_steps=0".split(),
+            *"--num_inference_steps=1 --num_validation_images=1".split(),
         )
     )
     records = metrics(out)

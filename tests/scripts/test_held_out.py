@@ -40,10 +40,7 @@ def flags(tmp_path):
     return list_unconditional_flags(
         tmp_path,
         12,
-        "--train_batch_size=2",
-        "--max_train_steps=6",
-        "--holdout=4",
-        "--validation_steps=2",
+        *"--train_batch_size=2 --max_train_steps=6 --holdout=4 --validation_steps=2".split(),
         "--random_flip",
     )
 

@@ -63,10 +63,7 @@ def flags(tmp_path, inputs):
     return list_sd_flags(
         inputs,
         tmp_path / "out",
-        "--rank=2",
-        "--train_batch_size=2",
-        "--learning_rate=1e-2",
-        "--max_train_steps=4",
+        *"--rank=2 --train_batch_size=2 --learning_rate=1e-2 --max_train_steps=4".split(),
         "--checkpointing_steps=2",
         f"--metric_clip_model={inputs / 'clip'}",
         f"--metric_image_model={inputs / 'dino'}",

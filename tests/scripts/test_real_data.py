@@ -111,12 +111,8 @@ def test_real_text_encoder_draws_the_digits_of_unseen_phrasings(tmp_path, minilm
         f"--transformer_config_name_or_path={tmp_path / 'prx.json'}",
         f"--latents_dir={tmp_path / 'latents'}",
         f"--output_dir={tmp_path / 'out'}",
-        "--train_batch_size=64",
-        "--max_train_steps=600",
-        "--learning_rate=2e-3",
-        "--lr_scheduler=cosine",
-        "--lr_warmup_steps=100",
-        "--report_to=none",
+        *"--train_batch_size=64 --max_train_steps=600 --learning_rate=2e-3".split(),
+        *"--lr_scheduler=cosine --lr_warmup_steps=100 --report_to=none".split(),
     )
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     prompts = ["a handwritten digit {}", "the number {}", "a picture of a {}"]

@@ -44,12 +44,8 @@ def test_report_shows_the_run_and_skipped_images_at_every_validation(
         tmp_path / HOSTILE,
         f"--train_data_dir={tmp_path / 'images'}",
         f"--model_config_name_or_path={unet_config}",
-        "--train_batch_size=2",
-        "--num_epochs=2",
-        "--eval_batch_size=3",
-        "--save_images_epochs=1",
-        "--lr_warmup_steps=0",
-        "--checkpointing_steps=99",
+        *"--train_batch_size=2 --num_epochs=2 --eval_batch_size=3 --save_images_epochs=1".split(),
+        *"--lr_warmup_steps=0 --checkpointing_steps=99".split(),
     )
     written = []
 

@@ -30,13 +30,8 @@ def flags(tmp_path):
     return list_unconditional_flags(
         tmp_path,
         12,
-        "--train_batch_size=2",
-        "--max_train_steps=6",
-        "--holdout=4",
-        "--validation_steps=1",
-        "--save_best",
-        "--checkpointing_steps=2",
-        "--resume_from_checkpoint=latest",
+        *"--train_batch_size=2 --max_train_steps=6 --holdout=4 --validation_steps=1".split(),
+        *"--save_best --checkpointing_steps=2 --resume_from_checkpoint=latest".split(),
     )
 
 
@@ -166,16 +161,9 @@ def test_best_of_a_lora_is_the_adapter_file(tmp_path, losses):
             tmp_path / "out",
             f"--pretrained_model_name_or_path={tmp_path / 'sd'}",
             f"--train_data_dir={tmp_path / 'images'}",
-            "--rank=2",
-            "--resolution=16",
-            "--train_batch_size=2",
-            "--max_train_steps=4",
-            "--validation_steps=1",
-            "--holdout=2",
-            "--checkpointing_steps=1",
-            "--dataloader_num_workers=0",
-            "--learning_rate=1e-2",
-            "--save_best",
+            *"--rank=2 --resolution=16 --train_batch_size=2 --max_train_steps=4".split(),
+            *"--validation_steps=1 --holdout=2 --checkpointing_steps=1".split(),
+            *"--dataloader_num_workers=0 --learning_rate=1e-2 --save_best".split(),
         )
     )
     file = "pytorch_lora_weights.safetensors"

@@ -52,12 +52,8 @@ def list_flags(bases, tmp_path, base, out, *more):
         tmp_path / out,
         f"--pretrained_model_name_or_path={base}",
         *([] if cached else describe_data(bases, tmp_path)),
-        "--train_batch_size=2",
-        "--max_train_steps=2",
-        "--validation_prompts=a",
-        "--num_validation_images=1",
-        "--learning_rate=1e-2",
-        "--lr_warmup_steps=0",
+        *"--train_batch_size=2 --max_train_steps=2 --validation_prompts=a".split(),
+        *"--num_validation_images=1 --learning_rate=1e-2 --lr_warmup_steps=0".split(),
         *more,
     )
 

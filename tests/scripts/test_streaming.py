@@ -76,10 +76,7 @@ def flags(tmp_path):
         tmp_path / "out",
         f"--train_data_dir={make_shards(tmp_path)}",
         f"--pretrained_model_name_or_path={MODELS}",
-        "--rows_per_shard=2",
-        "--random_flip",
-        "--latents=sample",
-        "--streaming",
+        *"--rows_per_shard=2 --random_flip --latents=sample --streaming".split(),
     )
 
 

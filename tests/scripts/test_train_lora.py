@@ -64,13 +64,8 @@ def flags(tmp_path, inputs):
     return list_sd_flags(
         inputs,
         tmp_path / "out",
-        "--rank=2",
-        "--train_batch_size=2",
-        "--learning_rate=1e-2",
-        "--lr_warmup_steps=1",
-        "--lr_scheduler=cosine",
-        "--checkpointing_steps=2",
-        "--num_validation_images=1",
+        *"--rank=2 --train_batch_size=2 --learning_rate=1e-2 --lr_warmup_steps=1".split(),
+        *"--lr_scheduler=cosine --checkpointing_steps=2 --num_validation_images=1".split(),
     )
 
 
@@ -414,7 +409,6 @@ def test_find_lr_and_auto_batch_size_work_with_a_lora(tmp_path, flags):
     assert args["train_batch_size"] == 7
 
 
-@pytest.mark.ci
 @pytest.mark.long
 def test_lora_training_works_with_compile(tmp_path, flags):
     """A compiled run trains the same weights as one that is not compiled."""

@@ -25,11 +25,8 @@ def flags(tmp_path):
     return list_unconditional_flags(
         tmp_path,
         12,
-        "--train_batch_size=2",
-        "--max_train_steps=2",
-        "--learning_rate=1e-4",
-        "--lr_warmup_steps=0",
-        "--lr_scheduler=constant",
+        *"--train_batch_size=2 --max_train_steps=2 --learning_rate=1e-4".split(),
+        *"--lr_warmup_steps=0 --lr_scheduler=constant".split(),
     )
 
 
@@ -174,9 +171,7 @@ def test_auto_batch_size_works_with_captions(tmp_path, monkeypatch):
             f"--pretrained_model_name_or_path={MODELS}",
             f"--train_data_dir={tmp_path / 'images'}",
             f"--unet_config_name_or_path={tmp_path / 'unet'}",
-            "--resolution=16",
-            "--dataloader_num_workers=0",
-            "--train_batch_size=auto",
+            *"--resolution=16 --dataloader_num_workers=0 --train_batch_size=auto".split(),
             "--max_train_steps=1",
         )
     )

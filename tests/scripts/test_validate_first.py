@@ -28,13 +28,8 @@ def flags(tmp_path, inputs):
     return list_sd_flags(
         inputs,
         tmp_path / "out",
-        "--rank=2",
-        "--holdout=3",
-        "--validation_prompts=a",
-        "--validation_steps=2",
-        "--checkpointing_steps=2",
-        "--max_train_steps=4",
-        "--lr_warmup_steps=0",
+        *"--rank=2 --holdout=3 --validation_prompts=a --validation_steps=2".split(),
+        *"--checkpointing_steps=2 --max_train_steps=4 --lr_warmup_steps=0".split(),
         "--num_validation_images=2",
     )
 
@@ -150,9 +145,7 @@ def test_validate_first_applies_to_pretrained_models_only(tmp_path, inputs, unet
                 folder,
                 model,
                 f"--train_data_dir={inputs / 'images'}",
-                "--holdout=2",
-                "--train_batch_size=2",
-                "--max_train_steps=1",
+                *"--holdout=2 --train_batch_size=2 --max_train_steps=1".split(),
                 "--lr_warmup_steps=0",
             )
         )

@@ -4,6 +4,7 @@ And --training_adapter, with which the samples' base is not the one that is trai
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -510,6 +511,20 @@ def test_steps_and_guidance_are_those_of_the_name_or_the_pipeline():
     assert choose("FLUX.1-dev", lora="Hyper-8steps", **dev) == (8, 3.5)
 
 
+def test_the_scheduler_is_the_second_bases_or_as_the_fast_lora_needs_it():
+    own = diffusers.DDIMScheduler(beta_end=0.5, prediction_type="v_prediction")
+    turbo = diffusers.EulerDiscreteScheduler(beta_end=0.25)
+    values = dict.fromkeys(field.name for field in dataclasses.fields(OtherBase))
+    make = lambda **options: OtherBase(**values | options).make_scheduler(own)
+    assert make() is own
+    made = make(sampler=("LCMScheduler", {"timestep_spacing": "linspace"}))
+    assert type(made) is diffusers.LCMScheduler and made.config.timestep_spacing == "linspace"
+    assert (made.config.beta_end, made.config.prediction_type) == (0.5, "v_prediction")
+    made = make(scheduler=turbo, sampler=("LCMScheduler", {}))
+    assert type(made) is diffusers.EulerDiscreteScheduler and made is not turbo
+    assert made.config.beta_end == 0.25
+
+
 def test_parts_that_differ_from_the_bases_are_named(tmp_path):
     base = Base(None, "base", str(tmp_path / "base"), {})
     index = {"vae": ["diffusers", "AutoencoderKL"], "text_encoder": ["transformers", "T5"]}
@@ -548,10 +563,13 @@ def merge(base, lora, folder):
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name, more", [
-    ("z-image", []), ("z-image", ["--base_precision=int8", "--mixed_precision=bf16"]),
-    ("sdxl", ["--blocks_to_swap=all"]), ("flux", []),
+    pytest.param("z-image", [], marks=pytest.mark.ci), *(
+        pytest.param(*case, marks=pytest.mark.long) for case in (
+            ("z-image", ["--base_precision=int8", "--mixed_precision=bf16"]),
+            ("sdxl", ["--blocks_to_swap=all"]), ("flux", []),
+        )
+    ),
 ])  # fmt: skip
 def test_a_training_adapter_is_part_of_the_base_in_training_alone(
     tmp_path, bases, monkeypatch, name, more
