@@ -58,7 +58,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.blocks import compute_in_float32, list_blocks, list_outer_blocks
+from diffusion_training.blocks import compute_in_float32, list_outer_blocks, list_segments
 from diffusion_training.families.base import Family, Prompts
 from diffusion_training.families.known import load_family
 from diffusion_training.families.recorded.family import Recorded
@@ -350,10 +350,7 @@ class QwenImage21(Family):
         for block in model.transformer_blocks:
             given = (hidden, modulation, places, None, is_image, None, None, None)
             given += ([(0, tokens, True)], None)
-            if model.gradient_checkpointing:
-                hidden = model._gradient_checkpointing_func(block, *given)
-            else:
-                hidden = block(*given)
+            hidden = block(*given)
         output = model.proj_out(model.norm_out(hidden, embedded, is_image))
         return from_sequence(output[:, tokens:], noisy).float()
 
@@ -718,20 +715,25 @@ class Blocks:
         self.inputs: list[Any] = []
         self.largest = 0  # bytes that a block keeps for its backward pass
 
-    def checkpoint(self, block: Any, *args: Any, **options: Any) -> Any:
-        """Replaces torch's checkpoint: keeps the inputs of a block."""
-        block = getattr(block, "__self__", block)  # some models pass block.__call__
-        self.inputs.append((args, options))
-        return self.call(block, block.forward, *args, **options)
-
     @contextlib.contextmanager
-    def without_graph(self, model: torch.nn.Module) -> Iterator[None]:
-        """Let `model` call its blocks by this object, for samples."""
+    def calling(self, model: torch.nn.Module, checkpointed: bool) -> Iterator[None]:
+        """Let `model` call its blocks by this object.
+
+        checkpointed: as with gradient checkpointing, or without a graph, for samples.
+        """
+        call = self.checkpoint if checkpointed else self.call
         with contextlib.ExitStack() as stack:
-            for block in list_blocks(model).values() if self.alike else ():
-                forward = partial(self.call, block, block.forward)
+            for block in list_segments(model).values() if checkpointed or self.alike else ():
+                forward = partial(call, block, block.forward)
                 stack.enter_context(patch.object(block, "forward", forward))
             yield
+
+    def checkpoint(
+        self, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Replaces torch's checkpoint: keeps the inputs of a block."""
+        self.inputs.append((args, options))
+        return self.call(block, forward, *args, **options)
 
     def call(
         self, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **options: Any
@@ -807,16 +809,14 @@ def count_activations(
         denoiser.train()
         alike = isinstance(denoiser, UNet2DConditionModel) and not rank
         blocks = Blocks(memory, alike)
-        if gradient_checkpointing:
-            denoiser.enable_gradient_checkpointing(blocks.checkpoint)
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, images)
-        enabled = mixed_precision == "bf16"
-        with torch.autocast("cuda", torch.bfloat16, enabled, cache_enabled):
+        autocast = torch.autocast(
+            "cuda", torch.bfloat16, mixed_precision == "bf16", cache_enabled=cache_enabled
+        )
+        is_called = blocks.calling(denoiser, True)
+        with autocast, is_called if gradient_checkpointing else contextlib.nullcontext():
             prediction = predict(family, denoiser, latents, times, prompts)
-        if gradient_checkpointing:  # the model is kept, but nothing of this call
-            denoiser.enable_gradient_checkpointing(None)
-            denoiser.disable_gradient_checkpointing()
         in_backward = memory.held + blocks.largest
         assert prediction.requires_grad
         return max(memory.peak, in_backward) - before
@@ -839,7 +839,7 @@ def count_samples(
             latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
             autocast = torch.autocast("cuda", torch.bfloat16, cache_enabled=cache_enabled)
             alike = isinstance(denoiser, UNet2DConditionModel)
-            with autocast, Blocks(memory, alike).without_graph(denoiser):
+            with autocast, Blocks(memory, alike).calling(denoiser, False):
                 predict(family, denoiser, latents, times, prompts)
             most = memory.peak - before
         vae = make_vae(model).eval()

@@ -1,8 +1,13 @@
-"""The repeated blocks of a model: in 16 bits where it computes in float32, compiled one for all."""
+"""The repeated blocks of a model: checkpointed, compiled one for all, in 16 bits on the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from diffusion_training.batches import Models
+from diffusion_training.errors.sentences import fail
 
 
 def compute_in_float32(model: torch.nn.Module) -> bool:
@@ -58,8 +63,12 @@ def narrow(block: torch.nn.Module, inputs: Any, output: Any) -> None:
 
 def list_blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return {name: block} of a model's repeated blocks."""
-    kinds = getattr(model, "_repeated_blocks", ())
-    blocks = {name: block for name, block in model.named_modules() if type(block).__name__ in kinds}
+    kinds = {*getattr(model, "_repeated_blocks", ())}
+    blocks = {
+        name: block
+        for name, block in model.named_modules()
+        if kinds & {kind.__name__ for kind in type(block).__mro__}  # --shard makes subclasses
+    }
     if not blocks:  # diffusers does not name their classes, as those of Stable Diffusion 3 and PRX
         for name, child in model.named_children():
             if isinstance(child, torch.nn.ModuleList):
@@ -80,3 +89,59 @@ def list_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
     inside = {id(weight): weight.numel() for block in blocks for weight in block.parameters()}
     total = sum(weight.numel() for weight in model.parameters())
     return blocks if sum(inside.values()) > 0.9 * total else []
+
+
+def list_segments(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """{name: module}: what is checkpointed and swapped one at a time. None is inside another one.
+
+    These are a transformer's repeated blocks, and a U-Net's ResNets and attentions. An attention of
+    several blocks, as SDXL has, counts as its blocks: they need less memory one at a time.
+    """
+    blocks = list_blocks(model)
+    segments = {}
+    for name, module in model.named_modules():
+        if name.split(".")[-2:-1] in (["resnets"], ["attentions"]):  # the lists of a U-Net's levels
+            own = {key: block for key, block in blocks.items() if key.startswith(f"{name}.")}
+            segments |= own if len(own) > 1 else {name: module}
+    return segments or blocks
+
+
+class Checkpointed:
+    """A segment's `forward` with gradient checkpointing: the backward pass calls it again.
+
+    The forward pass keeps only the inputs, which reach the segment as the model passes them. The
+    switches of the models themselves are not used, because theirs may differ: in diffusers 0.42,
+    Chroma's leaves out the mask of padding.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        # Named arguments as a positional one: only there does torch look for the devices whose
+        # random numbers, of dropout, it has to draw again.
+        return checkpoint(self.compute, kwargs, *args, use_reentrant=False)
+
+    def compute(self, kwargs: dict[str, Any], *args: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def checkpoint_gradients(models: Models) -> None:
+    """Turn on gradient checkpointing. Stops with an error if no model has segments.
+
+    Those of --blocks_to_swap have it already.
+    """
+    segments = [segment for model in models.values() for segment in list_segments(model).values()]
+    if not segments:
+        names = " and ".join(type(model).__name__ for model in models.values())
+        fail(f"--gradient_checkpointing: {names} has no repeated blocks: leave it out")
+    for segment in segments:
+        if not isinstance(segment.forward, Checkpointed):
+            segment.forward = Checkpointed(segment.forward)
+
+
+def list_checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The segments of a model that have gradient checkpointing."""
+    return [each for each in model.modules() if isinstance(each.forward, Checkpointed)]

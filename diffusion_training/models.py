@@ -9,12 +9,10 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from diffusers import ModelMixin
@@ -239,19 +237,6 @@ def freeze_on_device(models: Models, accelerator: Accelerator) -> Models:
         put_on_device(model.eval().requires_grad_(False), accelerator.device)
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     return models
-
-
-def checkpoint_gradients(models: Models) -> None:
-    """Turn on gradient checkpointing. Stops with an error if a model of diffusers has none.
-
-    The blocks of --blocks_to_swap have it already.
-    """
-    # diffusers' default, but with the named arguments that HunyuanImage passes
-    function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    for model in models.values():
-        if hasattr(model, "enable_gradient_checkpointing") and not is_swapped(model):
-            with explained("--gradient_checkpointing can't be used"):
-                model.enable_gradient_checkpointing(function)
 
 
 def compile_model(model: torch.nn.Module, backend: str, num_shapes: int = 1) -> None:

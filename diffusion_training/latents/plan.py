@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
-import diffusers
 import fsspec
 
 from diffusion_training.arguments import list_values
@@ -101,9 +100,7 @@ class PlannedCache:
         if self.flags["max_sequence_length"]:
             words += ["--max_sequence_length", str(self.flags["max_sequence_length"])]
         if self.family.suggests_lora:
-            words += ["--rank", "16", "--train_batch_size", "1"]
-            if getattr(diffusers, self.family.model)._supports_gradient_checkpointing:
-                words.append("--gradient_checkpointing")
+            words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
         if self.family.reads_references:
             words += ["--caption_dropout", "0"]
         return shlex.join(words)

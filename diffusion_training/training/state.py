@@ -10,14 +10,9 @@ import torch
 from accelerate import Accelerator
 
 from diffusion_training.batches import Models, TrainingData
+from diffusion_training.blocks import checkpoint_gradients
 from diffusion_training.launch import Launch
-from diffusion_training.models import (
-    AveragedWeights,
-    checkpoint_gradients,
-    put_on_device,
-    start_average,
-    update_ema,
-)
+from diffusion_training.models import AveragedWeights, put_on_device, start_average, update_ema
 from diffusion_training.training.held_out import describe_held_out
 from diffusion_training.training.keeping.checkpoints import load_checkpoint, load_start
 from diffusion_training.training.keeping.posthoc import PosthocEma, check_snapshots

@@ -14,18 +14,14 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
+from diffusion_training.blocks import checkpoint_gradients
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.files import saving
 from diffusion_training.launch import Launch
 from diffusion_training.memory import find_largest
-from diffusion_training.models import (
-    checkpoint_gradients,
-    copy_trained,
-    put_on_device,
-    start_average,
-)
+from diffusion_training.models import copy_trained, put_on_device, start_average
 from diffusion_training.order import Order
 from diffusion_training.training.progress import NextStep, Progress
 from diffusion_training.training.run_folder import RunFolder

@@ -5,7 +5,6 @@ import argparse
 import numpy as np
 import pyarrow as pa
 import pytest
-from diffusers import PRXTransformer2DModel
 
 from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.known import load_family
@@ -106,9 +105,7 @@ def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
     expected += " --pretrained_model_name_or_path base --model_family prx --max_sequence_length 64"
     assert planned.suggest_training() == expected
     monkeypatch.setattr(type(family), "suggests_lora", True)
-    lora = " --rank 16 --train_batch_size 1"
-    assert planned.suggest_training() == f"{expected}{lora} --gradient_checkpointing"
-    monkeypatch.setattr(PRXTransformer2DModel, "_supports_gradient_checkpointing", False)
-    assert planned.suggest_training() == expected + lora  # as Lumina's
+    lora = " --rank 16 --train_batch_size 1 --gradient_checkpointing"
+    assert planned.suggest_training() == expected + lora
     flags |= {"pretrained_model_name_or_path": None, "vae_name_or_path": "vae"}
     assert "--transformer_config_name_or_path configs/prx_163m.json" in planned.suggest_training()

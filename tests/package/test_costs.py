@@ -18,6 +18,7 @@ from test_lora import adapted
 import train_text_to_image as script
 import train_unconditional
 from diffusion_training.batches import Objective, Prepared
+from diffusion_training.blocks import checkpoint_gradients, list_checkpointed
 from diffusion_training.launch import Launch
 from diffusion_training.models import list_parameters, start_average
 from diffusion_training.training.keeping import saver
@@ -159,19 +160,18 @@ def test_operations_of_4_bit_layers_count_as_those_of_frozen_layers(monkeypatch)
 
 
 def test_memory_of_shard_has_bf16_copies_unless_gradients_are_checkpointed(base, capsys):
-    model = unet_of(base)
     for precision, checkpointed, said in (
         ("bf16", False, True),
         ("bf16", True, False),
         ("no", False, False),
         ("no", True, False),
     ):
-        model.enable_gradient_checkpointing() if checkpointed else None
+        model = unet_of(base)
+        checkpoint_gradients({"unet": model}) if checkpointed else None
         launch = Launch(Accelerator(cpu=True), 1, precision, None, 1, True)
         objective = objective_of(loss_of(call_unet))
         Costs(launch, {"unet": model}, {}, objective, "adamw", False)
         assert ("copies in bf16" in capsys.readouterr().out) == said
-        model.disable_gradient_checkpointing()
 
 
 def test_operations_of_a_convolution_follow_the_closed_form():
@@ -210,8 +210,8 @@ def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
     of_one = lambda model: count({"unet": model}, loss, images)
     once = of_one(model)
     assert count({"a": model, "b": unet_of(base)}, loss, images) == 2 * once
-    model.enable_gradient_checkpointing()
-    assert of_one(model) == once and model.is_gradient_checkpointing  # only off in the copy
+    checkpoint_gradients({"unet": model})
+    assert of_one(model) == once and list_checkpointed(model)  # only off in the copy
     model.compile(backend="aot_eager")
     assert of_one(Accelerator(cpu=True, mixed_precision="bf16").prepare(model)) == once
     exact, half = (of_one(adapted(base, dtype)) for dtype in (torch.float32, torch.bfloat16))

@@ -219,7 +219,6 @@ def test_every_module_has_a_docstring():
 COVERED = {
     "__main__": "package/test_wheel.py -m",
     "batches": "package/test_records.py",
-    "blocks": "package/test_encoders.py",
     "data.captioned_data": "package/test_stream.py",
     "data.captioned_images": "package/test_references.py",
     "data.class_names": "scripts/test_classes.py",

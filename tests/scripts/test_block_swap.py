@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from test_edits import MAKE as MAKE_EDITING
 from test_edits import SIDE, make_pairs
 
+from diffusion_training.blocks import list_segments
 from diffusion_training.models import copy_trained, put_on_device, start_average
 from diffusion_training.training.lora import block_swap, quantization
-from diffusion_training.training.lora.block_swap import BlockSwap, list_swappable
+from diffusion_training.training.lora.block_swap import BlockSwap
 from diffusion_training.training.lora.lora import add_lora, list_lora_b
 from diffusion_training.training.step import denoiser
 from diffusion_training.training.step.costs import count_memory
@@ -270,9 +271,9 @@ def test_an_average_calls_its_own_blocks():
 def test_all_blocks_of_a_u_net_are_swapped(bases):
     _, base = bases("sd")
     unet = UNet2DConditionModel.from_pretrained(base[0].partition("=")[2], subfolder="unet")
-    blocks = list_swappable(unet)
+    blocks = list_segments(unet)
     names = {type(block).__name__ for block in blocks.values()}
-    assert names == {"BasicTransformerBlock", "ResnetBlock2D"}
+    assert names == {"Transformer2DModel", "ResnetBlock2D"}
     inside = sum(weight.numel() for block in blocks.values() for weight in block.parameters())
     assert inside > 0.6 * sum(weight.numel() for weight in unet.parameters())
 
@@ -302,7 +303,7 @@ def test_bad_numbers_of_blocks_and_too_little_memory_end_in_a_sentence(
         m.setenv("LOCAL_WORLD_SIZE", "2")
         assert "0.001 GB in each of 2 processes" in trainer.refused(*swap)
     with monkeypatch.context() as m:
-        m.setattr(block_swap, "list_blocks", lambda model: {})
+        m.setattr(block_swap, "list_segments", lambda model: {})
         said = trainer.refused(*swap)
         assert "FluxTransformer2DModel has no repeated blocks: leave it out" in said
     with monkeypatch.context() as m:

@@ -117,12 +117,7 @@ def test_a_lora_is_read_by_the_pipeline_and_changes_its_images(made, monkeypatch
     flags = [*base, *list_flags(name, folder), f"--output_dir={folder / 'lora'}", "--rank=2"]
     flags += ["--learning_rate=0.1", "--max_train_steps=3", "--lora_layers=all"]
     flags.append("--use_dora" if name == NEW else "--no-use_ema")
-    if name == "lumina":
-        said = train.refused(*flags, "--gradient_checkpointing")
-        assert "LuminaNextDiT2DModel does not support gradient checkpointing" in said
-    else:
-        flags.append("--gradient_checkpointing")
-    train(*flags)
+    train(*flags, "--gradient_checkpointing")
     pipeline = DiffusionPipeline.from_pretrained(folder / "base")
     pipeline.set_progress_bar_config(disable=True)
     side = SIDES.get(name, 16)

@@ -4,16 +4,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
-from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils.checkpoint import checkpoint
 
-from diffusion_training.blocks import list_blocks
+from diffusion_training.blocks import Checkpointed, list_segments
 from diffusion_training.errors.sentences import fail
 from diffusion_training.launch import Launch
 from diffusion_training.memory import BLOCK, HostMemory, is_gpu, measure_free
@@ -35,7 +33,7 @@ class BlockSwap:
     Copies of the model (`copy_trained`), which have the same frozen weights, share this object.
 
     weights: of each block those on the host; none for a block that stays on the device.
-    device: where the blocks compute. On meta they are called as they are.
+    device: where the blocks compute.
     """
 
     def __init__(self, model: torch.nn.Module, number: int | str, device: torch.device) -> None:
@@ -43,7 +41,7 @@ class BlockSwap:
 
         number: of blocks to swap, the first ones; all if it is larger, or "all".
         """
-        blocks = list_swappable(model)
+        blocks = list_segments(model)
         if not blocks:
             fail(f"--blocks_to_swap: {type(model).__name__} has no repeated blocks: leave it out")
         names = list(blocks)[: None if number == "all" else int(number)]
@@ -63,7 +61,7 @@ class BlockSwap:
                 for key, weight in block.named_parameters(remove_duplicate=False)
                 if name in names and not weight.requires_grad and id(weight) not in staying
             }
-            block.forward = partial(self.call, block, len(self.weights))
+            block.forward = Checkpointed(partial(self.compute, block, len(self.weights)))
             self.weights.append(weights)
         pin(self.list_weights(), device)
         model.block_swap = self
@@ -75,12 +73,6 @@ class BlockSwap:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockSwap":
         return self
-
-    def on_meta(self) -> "BlockSwap":
-        """For a copy of the model without values."""
-        copied = copy(self)
-        copied.device = torch.device("meta")
-        return copied
 
     def list_weights(self) -> list[torch.Tensor]:
         """All weights on the host, each once."""
@@ -116,16 +108,8 @@ class BlockSwap:
         for parameters, name, weight in hidden:
             parameters[name] = weight
 
-    def call(self, block: torch.nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
-        """The block's `forward`."""
-        if self.device.type == "meta":
-            return type(block).forward(block, *args, **kwargs)
-        compute = partial(self.compute, block, number)
-        if torch.is_grad_enabled():
-            return checkpoint(compute, *args, use_reentrant=False, **kwargs)
-        return compute(*args, **kwargs)
-
     def compute(self, block: torch.nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Call the block with copies of its weights."""
         copies = self.take(number) if self.weights[number] else {}
         with _reparametrize_module(block, copies):
             return type(block).forward(block, *args, **kwargs)
@@ -178,15 +162,6 @@ class BlockSwap:
 def get_stream(device: torch.device) -> Any:
     """The stream of copies to a device."""
     return torch.get_device_module(device).Stream(device)
-
-
-def list_swappable(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """{name: block}: a model's repeated blocks, and a U-Net's ResNets, which list_blocks lacks."""
-    blocks = list_blocks(model)
-    for name, module in model.named_modules():
-        if type(module).__name__ == "ResnetBlock2D":
-            blocks[name] = module
-    return blocks
 
 
 def pin(weights: list[torch.Tensor], device: torch.device) -> None:
@@ -252,7 +227,7 @@ def check_memory(
     elif is_gpu(launch.device) and base_precision != "nf4":
         gpu = torch.get_device_module(launch.device)
         total = gpu.get_device_properties(launch.device).total_memory
-        sizes = [measure(block, name) for name, block in list_swappable(model).items()]
+        sizes = [measure(block, name) for name, block in list_segments(model).items()]
         if needed < 0.9 * total or not sizes:
             return
         rest = needed + sum(sorted(sizes)[-2:])

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models, Objective, Prepared
+from diffusion_training.blocks import list_checkpointed
 from diffusion_training.errors.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_memory
@@ -77,7 +78,7 @@ class Costs:
         others = [*objective.frozen.values(), *objective.encoders]
         sizes = count_memory(models, averaged, others, launch.num_processes, optimizer)
         if launch.shard:
-            checkpointed = any(map(is_checkpointed, models.values()))
+            checkpointed = any(map(list_checkpointed, models.values()))
             keeps_copies = launch.mixed_precision == "bf16" and not checkpointed
             sizes = share_memory(sizes, models, launch.num_processes, keeps_copies)
         self.most = 0.0
@@ -224,10 +225,6 @@ def count_memory(
     }
 
 
-def is_checkpointed(model: torch.nn.Module) -> bool:
-    return getattr(model, "is_gradient_checkpointing", False)
-
-
 def count_disk(models: Models, num_averages: int, optimizer: str) -> tuple[int, int]:
     """Return the bytes of (a checkpoint, the result).
 
@@ -267,8 +264,6 @@ def copy_shapes(
             empty[id(weight)] = torch.nn.Parameter(shape, weight.requires_grad)
         for buffer in module.buffers():
             empty[id(buffer)] = torch.empty_like(buffer, device="meta")
-        if is_swapped(module):
-            empty[id(module.block_swap)] = module.block_swap.on_meta()
         if is_sharded(module):
             empty[id(module)] = copy_empty(module)
         for layer in () if with_norms else module.modules():
@@ -281,8 +276,8 @@ def copy_shapes(
     copied = {name: copy.deepcopy(model, empty) for name, model in models.items()}
     for model in copied.values():
         # checkpointing repeats the forward pass, which is not counted as work of the model
-        if is_checkpointed(model):
-            model.disable_gradient_checkpointing()
+        for segment in list_checkpointed(model):
+            del segment.forward
     return copy.deepcopy(value, empty)  # `empty` holds the copies that were made above
 
 
