@@ -198,7 +198,7 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     precision = accelerator.mixed_precision
     if precision == "fp16" and device.type == "cpu":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
-    backend = args.compile
+    backend = vars(args).get("compile")
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
     if backend:

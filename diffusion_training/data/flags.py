@@ -265,12 +265,7 @@ def add_image_flags(add: Add, trains: bool = True) -> None:
         default=0,
         help="skip images with a side shorter than this many pixels",
     )
-    add(
-        "--dataloader_num_workers",
-        type=number(0, 1024, int),
-        help="processes that decode images (default: one less than the CPU cores per launched "
-        "process, at most 8)",
-    )
+    add_worker_flag(add)
     if trains:
         add(
             "--prefetch_factor",
@@ -338,6 +333,16 @@ def check_plain_images(parser: ArgumentParser, args: Namespace) -> None:
             "--cache_images can't be combined with --streaming or --preserve_input_precision: it "
             "stores all images, with 8 bits"
         )
+
+
+def add_worker_flag(add: Add) -> None:
+    """Add the flag that `Launch.choose_workers` takes."""
+    add(
+        "--dataloader_num_workers",
+        type=number(0, 1024, int),
+        help="processes that decode images (default: one less than the CPU cores per launched "
+        "process, at most 8)",
+    )
 
 
 def add_transform_flags(add: Add) -> None:

@@ -43,6 +43,11 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
             help="use only deterministic GPU kernels: slower, but a resumed run ends with the same "
             "bits as one that never stopped",
         )
+    add_precision_flag(add)
+
+
+def add_precision_flag(add: Add) -> None:
+    """Add the flag that `accelerator_options` reads."""
     add(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],

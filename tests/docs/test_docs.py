@@ -34,6 +34,7 @@ SHORT = {
     "--num_validation_images 1 --report_to none",
     "precompute_latents.py": "--max_train_samples 400",
     "reconstruct_ema.py": "",
+    "caption_images.py": "--overwrite",
     "precompute_latents_ray.py": "--dry_run",  # its own tests start Ray
 }
 
