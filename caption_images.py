@@ -157,9 +157,9 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from diffusion_training.data.folders import get_source
-from diffusion_training.data.images import decode_image, name_image
+from diffusion_training.data.images import decode_image, explain_row, name_image
 from diffusion_training.data.rows import ImageRows, load_rows, read_items
-from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
@@ -187,12 +187,14 @@ class ImageBatches(torch.utils.data.Dataset):
         items = read_items(self.images.rows, [(0, row) for row in rows])
         for row, item in zip(rows, items, strict=True):
             try:
-                pictures.append(to_pil_image(decode_image(item[self.images.column], channels=3)))
+                source = item[self.images.column]
+                pixels = decode_image(source, channels=3, allowed=self.images.allowed)
+                pictures.append(to_pil_image(pixels))
                 used.append(row)
             except Exception as error:
                 if is_machines_fault(error):
                     raise
-                skipped[row] = explain(error)
+                skipped[row] = explain_row(error, item[self.images.column])
         inputs = {}
         if pictures:
             texts = {} if self.text is None else {"text": [self.text] * len(pictures)}

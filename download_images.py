@@ -299,7 +299,7 @@ from tqdm.auto import tqdm
 
 from diffusion_training.csv_files import get_suffix
 from diffusion_training.errors.faults import explain
-from diffusion_training.errors.printing import hide_secrets
+from diffusion_training.errors.printing import hide_secrets, name_address
 from diffusion_training.errors.sentences import CHANGED, explained, fail, in_one_sentence
 from diffusion_training.files import find_differences, lock_folder
 from diffusion_training.remote import has_file, open_folder, reading, remove, writing
@@ -419,7 +419,7 @@ def download_shard(
                     remove(record_path)  # before the shard changes: they must never disagree
             failed = [failures[row] for row in sorted(failures.keys() - images.keys())]
             for failure in failed:
-                failure["url"] = (failure.get("url") or "")[:MAX_URL]
+                failure["url"] = name_address(failure.get("url") or "")[:MAX_URL]
             source = hide_secrets(item["table"])
             record = {"images": len(images), **digest, "table": source, "failures": failed}
             with writing(record_path) as unfinished:

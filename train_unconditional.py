@@ -169,9 +169,9 @@ from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Pre
 from diffusion_training.data.arrays import load_images
 from diffusion_training.data.folders import get_source
 from diffusion_training.data.image_cache import cache_images
-from diffusion_training.data.images import decode_image, name_image, shrink
+from diffusion_training.data.images import decode_image, explain_row, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
-from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
@@ -235,7 +235,8 @@ class ImageDataset(RowDataset):
                 if is_machines_fault(error):
                     raise
                 weight[i] = 0.0  # so it adds nothing to the gradient
-                skipped.append((name_image(key[1], item[self.column]), explain(error)))
+                image = item[self.column]
+                skipped.append((name_image(key[1], image), explain_row(error, image)))
         batch: ImageBatch = {"pixel_values": pixel_values, "weight": weight, "skipped": skipped}
         return batch
 
@@ -244,7 +245,9 @@ class ImageDataset(RowDataset):
         args = self.args
         y, x, flip, _ = draw_choices(args.seed, epoch, row)
         keep_precision = args.preserve_input_precision
-        image = decode_image(item[self.column], self.channels, keep_precision, args.min_size)
+        image = decode_image(
+            item[self.column], self.channels, keep_precision, args.min_size, self.allowed
+        )
         image = shrink(image, args.resolution, (0.5, 0.5) if args.center_crop else (y, x))
         return image.flip(-1) if args.random_flip and flip < 0.5 else image
 
@@ -573,7 +576,7 @@ def main(args: Namespace) -> None:
     if args.cache_images:
         workers = min(8, launch.cores)
         rows, num_left_out = cache_images(images.rows, images.column, channels, workers, args)
-        images = ImageRows(rows, images.column)
+        images = images._replace(rows=rows)
     num_workers = launch.choose_workers(args.dataloader_num_workers)
     dataset = ImageDataset(images, channels, num_left_out, args)
     train_rows, held_out = hold_out(accelerator, dataset, args.holdout, args.seed)

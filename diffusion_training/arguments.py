@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion_training.errors.printing import hide_secrets, note_secrets
+from diffusion_training.errors.printing import hide_secrets, note_secrets, shorten
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -41,6 +41,13 @@ def clean_path(text: str) -> str:
 
 
 PATH = clean_path
+
+
+def local_path(text: str) -> str:
+    """An argparse type: a path that must be on a disk."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is an address: give a local folder")
+    return clean_path(text)
 
 
 def is_address(path: str | Path) -> bool:
@@ -128,11 +135,15 @@ class Parser(argparse.ArgumentParser):
             if found := find_advice(name, self.folder / "docs"):
                 advice = f": {found}"
             self.error(f"there is no flag {typo}{advice}")
+        for name, value in vars(parsed).items():
+            for each in list_values(value):
+                if isinstance(each, str) and re.search(r"://\S*(\?\*{3}|\*{3}@)", each):
+                    self.error(f"--{name} {each} lacks its password or query: give it in full")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and one line, without passwords in addresses."""
-        super().error(hide_secrets(message, printed=True))
+        super().error(shorten(hide_secrets(message, printed=True)))
 
     def freeze(self, args: argparse.Namespace, **defaults: Any) -> "Flags":
         """The parsed flags, read-only. defaults: values that depend on other flags."""

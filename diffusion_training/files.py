@@ -17,6 +17,8 @@ from diffusion_training.arguments import list_values
 from diffusion_training.errors.faults import explain, is_loaders_end, name_finally
 from diffusion_training.errors.sentences import Refused, explained, fail, status_of
 
+NOT_WRITTEN = ("iostream error", "inline_container.cc")  # all that torch says of a failed write
+
 
 @contextlib.contextmanager
 def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> Iterator[Path]:
@@ -56,6 +58,8 @@ def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> I
         # torch.save does not report a full disk
         full = folder.is_dir() and shutil.disk_usage(folder).free < 2**20
         reason = "the disk is full" if full else explain(error)
+        if not full and any(words in reason for words in NOT_WRITTEN):
+            reason = "the system lets it write no more: see `ulimit -f` and your quota"
         shutil.rmtree(unfinished, ignore_errors=True)
         sentence = (
             f"{name_finally(str(what))} could not be saved ({reason}); "
@@ -216,8 +220,13 @@ def digest_file(path: Path) -> str | None:
 def fits(value: Any, form: Any) -> bool:
     """Whether a value from a JSON file has the types that `form` describes.
 
-    form: a type, [the form of each item], or {key: the form of its value}.
+    form: a type, None, [the form of each item], {key: the form of its value}, or a tuple of forms
+    of which it has one.
     """
+    if isinstance(form, tuple):
+        return any(fits(value, each) for each in form)
+    if form in (None, bool):
+        return value is None if form is None else isinstance(value, bool)
     if isinstance(form, dict):
         return isinstance(value, dict) and all(
             key in value and fits(value[key], form[key]) for key in form

@@ -2,12 +2,14 @@
 
 import contextlib
 import fnmatch
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -154,10 +156,28 @@ def open_folder(url: str | Path) -> tuple[AbstractFileSystem, str, str]:
 def read_bytes(path: str) -> bytes:
     """Return the content of a small file. At an address, reading is retried."""
     if not is_address(path):
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"{path} is not a file")  # a pipe might never end
         return Path(path).read_bytes()
     # a retry does not help against these errors
     hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
     return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
+
+
+def find_hub_fault(address: str) -> str | None:
+    """Why a file is missing at an address of the hub; None if its repository can be read."""
+    match = re.match(r"hf://(datasets/|spaces/|)([^/@]+/[^/@]+)(?:@([^/]+))?", address)
+    if not match:
+        return None
+    from huggingface_hub import repo_info  # here: the workers of a download don't need it
+
+    kind, name, revision = match.groups()
+    revision = revision and unquote(revision)
+    try:
+        repo_info(name, revision=revision, repo_type=kind.removesuffix("s/") or None)
+    except Exception as error:
+        return explain(error)
+    return None
 
 
 def persist(

@@ -10,10 +10,9 @@ import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -23,6 +22,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tqdm.auto import tqdm
 
 from diffusion_training.errors.sentences import fail
+from diffusion_training.files import digest_file
 
 # at the root of a repository with a pipeline, a model or a tokenizer is one of them
 MODEL_FILES = ("model_index.json", "config.json", "tokenizer_config.json")
@@ -35,7 +35,16 @@ WEIGHTS = (
 )
 # configs and vocabularies; what else a repository may hold are weights, pictures and code
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab", ".spm")
+SHA256 = 64  # digits; small files have a digest of git
 SHOWN = 10**8  # bytes from which on a download is announced, with a bar
+
+
+class HubFile(NamedTuple):
+    size: int  # bytes
+    digest: str  # its name among the cache's blobs
+
+
+UNKNOWN = HubFile(0, "-")
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Repository:
     name: str
     folder: Path
     cache_dir: str | None
-    files: list[str] | None  # None: the hub can't be reached, and the cache must do
+    files: dict[str, HubFile] | None  # None: the hub can't be reached, and the cache must do
 
     def fetch(
         self, subfolder: str = "", variant: str | None = None, with_weights: bool = True
@@ -59,7 +68,7 @@ class Repository:
         names = self.files
         if names is None:
             found = (path for path in (self.folder / subfolder).rglob("*") if path.is_file())
-            names = [path.relative_to(self.folder).as_posix() for path in found]
+            names = dict.fromkeys(path.relative_to(self.folder).as_posix() for path in found)
         small = [name for name in names if is_small(name, prefix)]
         self.download(small)
         if with_weights:
@@ -78,24 +87,44 @@ class Repository:
             missing = self.list_missing(paths)
             if not missing:
                 return
-            fetch = partial(
-                snapshot_download,
-                self.name,
-                revision=self.folder.name,
-                cache_dir=self.cache_dir,
-                allow_patterns=[escape(path) for path in missing],
-            )
-            # without files that another commit has
-            plan = fetch(dry_run=True, tqdm_class=make_bars(False))
-            size = sum(each.file_size or 0 for each in plan if each.will_download)
+            size = sum(self.measure(path) for path in missing)
             self.check_room(size)
             is_shown = size >= SHOWN
             if is_shown:
                 print(f"Downloading {size / 1e9:.3g} GB of {self.name} to {repository}", flush=True)
-            fetch(tqdm_class=make_bars(is_shown))
+            snapshot_download(
+                self.name,
+                revision=self.folder.name,
+                cache_dir=self.cache_dir,
+                allow_patterns=[escape(path) for path in missing],
+                tqdm_class=make_bars(is_shown),
+            )
+            for path in missing:
+                self.check_digest(path, self.folder / path)
+
+    def check_digest(self, path: str, fetched: Path) -> None:
+        """Delete a large file that is not the one which the hub lists, and stop with an error.
+
+        The client compares sizes only. A mirror or a proxy may give another file.
+        """
+        expected = (self.files or {}).get(path, UNKNOWN).digest
+        if len(expected) == SHA256 and digest_file(fetched) != expected:
+            fetched.resolve().unlink()
+            fetched.unlink(missing_ok=True)
+            fail(
+                f"{path} of {self.name} has another SHA-256 than the hub lists, so it was deleted: "
+                "run the command again; if that does not help, look at HF_ENDPOINT and the proxy",
+                alone=True,
+            )
 
     def list_missing(self, paths: Collection[str]) -> list[str]:
         return [path for path in paths if not (self.folder / path).exists()]
+
+    def measure(self, path: str) -> int:
+        """How many bytes of a file are to be downloaded; 0 if another commit had the same file."""
+        file = (self.files or {}).get(path, UNKNOWN)
+        is_stored = (self.folder.parent.parent / "blobs" / file.digest).is_file()
+        return 0 if is_stored else file.size
 
     def check_room(self, size: int) -> None:
         """Stop with an error if the disk of the cache has no room for so many bytes."""
@@ -157,18 +186,21 @@ def fetch_first(
     raise unknown or FileNotFoundError(f"it has no {' or '.join(paths)}")
 
 
-def list_repository_files(name: str, folder: Path) -> list[str] | None:
+def list_repository_files(name: str, folder: Path) -> dict[str, HubFile] | None:
     """The files of a commit, or None if the hub does not list them and the cache has some.
 
     folder: of the commit in the cache. Raises the client's errors if it has only one file.
     """
     try:
-        found = model_info(name, revision=folder.name).siblings or []
+        found = model_info(name, revision=folder.name, files_metadata=True).siblings or []
     except Exception:
         if len(os.listdir(folder)) > 1:
             return None
         raise
-    return [each.rfilename for each in found]
+    return {
+        each.rfilename: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else each.blob_id or "")
+        for each in found
+    }
 
 
 def is_small(path: str, prefix: str) -> bool:

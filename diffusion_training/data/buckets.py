@@ -3,14 +3,14 @@
 import functools
 import io
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
-import fsspec
 import numpy as np
 from accelerate import Accelerator
 
-from diffusion_training.data.images import open_image
+from diffusion_training.data.images import open_file, open_image
 from diffusion_training.data.transform_settings import Transform
 from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.pillow import read_orientation
@@ -58,7 +58,7 @@ def choose_size(height: int, width: int, transform: Transform) -> tuple[int, ...
     )
 
 
-def read_sizes(batch: dict[str, list], column: str) -> dict[str, list]:
+def read_sizes(batch: dict[str, list], column: str, allowed: Sequence[str] = ()) -> dict[str, list]:
     """The displayed height and width of a batch's images, from their headers.
 
     An image that can't be read gets (1, 1).
@@ -67,7 +67,7 @@ def read_sizes(batch: dict[str, list], column: str) -> dict[str, list]:
     for source in batch[column]:
         data = source["bytes"]
         try:
-            with fsspec.open(source["path"]) if data is None else io.BytesIO(data) as file:
+            with open_file(source["path"], allowed) if data is None else io.BytesIO(data) as file:
                 image = open_image(file)
                 # orientations above 4 are turned by 90 degrees
                 sizes.append(image.size if read_orientation(image) > 4 else image.size[::-1])
@@ -93,7 +93,7 @@ def choose_sizes(
             read_sizes,
             batched=True,
             batch_size=64,
-            fn_kwargs={"column": transform.image_column},
+            fn_kwargs={"column": transform.image_column, "allowed": transform.allowed},
             desc="Reading sizes",
             remove_columns=rows.column_names,
             features=SIZES,

@@ -6,7 +6,16 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OneOrMore, is_address, number
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    Add,
+    OneOrMore,
+    is_address,
+    local_path,
+    number,
+)
 
 REFERENCE_FLAGS = (
     "conditioning_image_column",
@@ -44,7 +53,7 @@ def add_reference_flags(add: Callable[..., Any]) -> None:
     add(
         "--conditioning_data_dir",
         nargs="+",
-        type=PATH,
+        type=local_path,
         help="folder of references with the names of the images, or several folders",
     )
     add(
@@ -178,6 +187,13 @@ def add_array_flags(add: Callable[..., Any]) -> None:
     )
 
 
+def list_allowed(args: Namespace) -> tuple[str, ...]:
+    """The addresses below which rows may name files: --allow_addresses, and a data set's own."""
+    flags = vars(args)
+    own = [f"hf://datasets/{flags['dataset_name']}"] if flags.get("dataset_name") else []
+    return *(flags.get("allow_addresses") or ()), *own
+
+
 def is_array(source: str | None) -> bool:
     """Whether a source of images is an .npy file."""
     return source is not None and source.lower().endswith(".npy") and os.path.isfile(source)
@@ -227,8 +243,16 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         "at an address (default: all)",
     )
     add(
+        "--allow_addresses",
+        nargs="+",
+        metavar="PREFIX",
+        help="rows may name files below these addresses, such as s3://my-bucket/images or "
+        "http://10.0.0.5 (default: rows name only files on the disk, and http or https addresses "
+        "of public hosts)",
+    )
+    add(
         "--cache_dir",
-        type=PATH,
+        type=local_path,
         help="folder for downloads and prepared data sets (default: the Hugging Face libraries' "
         "own)",
     )

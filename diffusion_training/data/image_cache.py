@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -12,9 +13,10 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from diffusion_training.data.flags import list_allowed
 from diffusion_training.data.folders import name_shared_folder
-from diffusion_training.data.images import decode_image, name_image, shrink
-from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.data.images import decode_image, explain_row, name_image, shrink
+from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import checksum_files, delete, hash_values, saving
 
@@ -29,6 +31,7 @@ def cache_batch(
     center_crop: bool,
     channels: int,
     min_size: int,
+    allowed: Sequence[str] = (),
 ) -> dict[str, list]:
     """Decode and resize a batch of rows for `cache_images`.
 
@@ -40,12 +43,13 @@ def cache_batch(
     torch.set_num_threads(1)
     for row, source in zip(indices, batch[column], strict=True):
         try:
-            image = decode_image(source, channels, min_size=min_size)
+            image = decode_image(source, channels, min_size=min_size, allowed=allowed)
             image = shrink(image, resolution, (0.5, 0.5) if center_crop else None)
         except Exception as error:
             if is_machines_fault(error):
                 raise
-            tqdm.write(f"Skipped {name_image(row, source)} ({explain(error)})", file=sys.stderr)
+            reason = explain_row(error, source)
+            tqdm.write(f"Skipped {name_image(row, source)} ({reason})", file=sys.stderr)
             continue
         images.append(
             {"bytes": image.numpy().tobytes(), "path": source["path"], "size": list(image.shape)}
@@ -110,7 +114,7 @@ def cache_images(
                 batched=True,
                 batch_size=64,
                 writer_batch_size=64,
-                fn_kwargs=settings,
+                fn_kwargs=settings | {"allowed": list_allowed(args)},
                 features=datasets.Features({column: image}),
                 cache_file_name=str(folder / "rows.arrow"),
                 new_fingerprint=key,

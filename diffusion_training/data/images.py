@@ -4,18 +4,19 @@ import contextlib
 import importlib.metadata
 import io
 import os
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import IO, Any
 
-import fsspec
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision.transforms.v2.functional as TF
 from PIL import Image, ImageOps
 
-from diffusion_training.errors.printing import printable
+from diffusion_training.errors.faults import explain
+from diffusion_training.errors.printing import hide_secrets, name_address, printable
 from diffusion_training.pillow import (
     check_scans,
     is_deep_grey,
@@ -31,6 +32,8 @@ except (ImportError, OSError, RuntimeError):  # not installed, or not made for t
 
 # Apple's GPUs. For SDXL's sizes and crops, float32 is as exact up to 8192 pixels
 WITHOUT_FLOAT64 = {"mps"}
+# A picture as text, which is no path
+BASE64 = re.compile(r"data:.*|[A-Za-z0-9+/\r\n]{256,}={0,2}\s*", re.DOTALL)
 
 
 def describe_decoder() -> str:
@@ -48,14 +51,33 @@ def open_image(file: IO[bytes]) -> Image.Image:
     return Image.open(file, formats=[name for name in formats if name in Image.OPEN])
 
 
+def open_file(path: str, allowed: Sequence[str]) -> contextlib.AbstractContextManager[IO[bytes]]:
+    """Open the file that a row names. allowed: see `list_allowed`.
+
+    Raises ValueError if a row may not name it.
+    """
+    if "://" in path:
+        from diffusion_training.addresses import opening  # here: few data sets have addresses
+
+        return opening(path, allowed)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("it is not a file")  # a pipe or a device might never end
+    return open(path, "rb")
+
+
 def decode_image(
-    source: dict[str, Any] | None, channels: int, keep_precision: bool = False, min_size: int = 0
+    source: dict[str, Any] | None,
+    channels: int,
+    keep_precision: bool = False,
+    min_size: int = 0,
+    allowed: Sequence[str] = (),
 ) -> torch.Tensor:
     """Decode an image to a tensor [channels, height, width].
 
     The tensor is uint8, or float32 in [0, 1] with `keep_precision`. `source` is the {"bytes",
     "path"} of an undecoded `datasets.Image`. If it has a "size" too, the bytes are those of such a
-    tensor; if it has "pixels", they are the tensor. `channels` is 1 or 3.
+    tensor; if it has "pixels", they are the tensor. `channels` is 1 or 3. `allowed`: the addresses
+    that "path" may be, see `list_allowed`.
 
     EXIF rotation is applied, transparent images are put on white, 16 bits are scaled to 8, and the
     first frame of an animation is taken. Raises ValueError if a side has less than `min_size`
@@ -69,9 +91,9 @@ def decode_image(
     if "size" in source:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(source["size"])
     if data is None:
-        if os.path.exists(source["path"]) and not os.path.isfile(source["path"]):
-            raise ValueError("it is not a file")  # a pipe or a device might never end
-        with fsspec.open(source["path"]) as file:
+        if BASE64.fullmatch(source["path"]):
+            raise ValueError("it is text, such as base64: store the bytes of the image")
+        with open_file(source["path"], allowed) as file:
             data = file.read(2**30 + 1)
     if len(data) > 2**30:
         raise ValueError("it has more than 1 GiB")
@@ -181,11 +203,22 @@ def name_image(row: int, image: dict[str, Any] | None, source: str = "") -> str:
     """The name of an image in messages and records: its path, or the number of its row.
 
     In a local folder `source`, paths are relative to it, also those of archives, so that the name
-    is the same wherever the folder is, and on each system.
+    is the same wherever the folder is, and on each system. A name has no secrets of an address: see
+    `name_address`.
     """
-    name = (image and image["path"]) or f"row {row}"
+    name = (image and image["path"]) or ""
+    if not name or BASE64.fullmatch(name):
+        return f"row {row}"
     if os.path.isabs(source):
         if os.path.isabs(name):
             name = PurePath(os.path.relpath(name, source)).as_posix()
         name = name.replace(f"::{source}{os.sep}", "::")  # zip://photo.jpg::photos.zip
-    return printable(name)
+    return printable(name_address(name))
+
+
+def explain_row(error: Exception, *images: dict[str, Any] | None) -> str:
+    """Describe an error of a row in one line, without the secrets in addresses of its images."""
+    reason = explain(error)
+    for image in images:
+        reason = hide_secrets(reason, address=(image and image["path"]) or "")
+    return reason

@@ -118,7 +118,7 @@ def choose_reference_size(height: int, width: int, side: int, multiple: int) -> 
 def read_reference(path: str, side: int, multiple: int, interpolation: str) -> Image.Image:
     """A file as a reference that is only resized. Stops with an error if it can't be decoded."""
     with explained(f"--validation_images: {path} can't be used"):
-        pixels = decode_image({"bytes": None, "path": path}, 3)
+        pixels = decode_image({"bytes": None, "path": path}, 3, allowed=[path])
     height, width = pixels.shape[-2:]
     size = choose_reference_size(height, width, side, multiple)
     mode = TF.InterpolationMode(interpolation)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import datasets
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,7 @@ from huggingface_hub import DatasetCard, dataset_info
 
 from diffusion_training.arguments import is_address, list_values
 from diffusion_training.csv_files import find_csv_fault
+from diffusion_training.data.flags import list_allowed
 from diffusion_training.data.folders import (
     MASK,
     REFERENCE,
@@ -38,7 +38,7 @@ from diffusion_training.data.folders import (
     resolve,
     split_suffix,
 )
-from diffusion_training.data.images import name_image
+from diffusion_training.data.images import name_image, open_file
 from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors.faults import suppressing_row_errors
 from diffusion_training.errors.printing import amount, print_once
@@ -60,6 +60,15 @@ AddReferences: TypeAlias = Callable[[Rows, Sequence[str], Namespace], tuple[Rows
 # Files that hold many images
 PACKED = (".parquet", ".arrow", ".tar", ".h5", ".hdf5", ".lance", ".vortex")
 
+# Flags that name a column
+ROLES = (
+    "image_column",
+    "caption_column",
+    "class_column",
+    "mask_column",
+    "conditioning_image_column",
+)
+
 # Archives that `datasets` unpacks
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".7z", ".rar")
 
@@ -70,6 +79,7 @@ class ImageRows(NamedTuple):
     rows: Rows
     column: str  # the column of images
     mask_column: str | None = None
+    allowed: Sequence[str] = ()  # see `list_allowed`
 
 
 def load_rows(
@@ -96,7 +106,7 @@ def load_rows(
     if add_references:
         rows, references = add_references(rows, listed, args)
     names = [*others, mask_column or [], *references]
-    wanted = [*dict.fromkeys(name for values in names for name in list_values(values))]
+    wanted = [name for values in names for name in list_values(values)]
     if has_captions and caption_column in wanted:
         if caption_column in rows.features:
             fail(
@@ -125,8 +135,11 @@ def load_rows(
     )
     image_columns = list_image_columns(features)
     with explained(f"column {column!r} of {source} can't be read as images"):
-        for name in dict.fromkeys([column, *wanted]):
+        for name in [column, *wanted]:
             if name in (column, mask_column, *references, *image_columns):
+                inner = getattr(features[name], "feature", None)
+                if isinstance(inner, datasets.Value):  # a cast would take them for a line of pixels
+                    raise ValueError("it has lists of numbers: store the bytes of an image file")
                 # Plain bytes and paths become images too. This must not change the fingerprint,
                 # because existing caches refer to it.
                 keep = not streaming and name not in image_columns
@@ -145,7 +158,7 @@ def load_rows(
         )
     elif len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
-    return ImageRows(rows, column, mask_column)
+    return ImageRows(rows, column, mask_column, list_allowed(args))
 
 
 def limit_rows(rows: Rows, args: Namespace) -> Rows:
@@ -360,6 +373,12 @@ def choose_image_column(
     for name in wanted:
         if name in columns and name in caption_columns:
             fail(f"column {name!r} of {source} holds images: choose another --caption_column")
+        if [column, *wanted].count(name) > 1:
+            given = [f"--{flag}" for flag in ROLES if name in list_values(vars(args).get(flag))]
+            fail(
+                f"column {name!r} of {source} can't have two roles: choose another with "
+                f"{' or '.join(given)}"
+            )
         if name not in features:
             advice = advise_captions(listed, extension)
             if name == mask_column:
@@ -505,7 +524,7 @@ class RowDataset(torch.utils.data.Dataset):
     holds = "images"  # what `digest` covers
 
     def __init__(self, images: ImageRows, source: str, shuffle_buffer: int = 0) -> None:
-        self.rows, self.column, _ = images
+        self.rows, self.column, _, self.allowed = images
         self.source = source  # see `get_source`
         self.shuffle_buffer = shuffle_buffer  # for a stream
         self.fingerprint = self.rows._fingerprint
@@ -536,6 +555,6 @@ class RowDataset(torch.utils.data.Dataset):
         # the file may be gone, or the path may be only a name for the bytes
         with suppressing_row_errors():
             if data is None or "size" in image:
-                with fsspec.open(image["path"]) as file:
+                with open_file(image["path"], self.allowed) as file:
                     data = file.read()
         return xxhash.xxh3_128_hexdigest(data or repr(image["path"]).encode())

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from diffusion_training.data.flags import list_allowed
 from diffusion_training.data.folders import get_source
 
 
@@ -12,6 +13,7 @@ from diffusion_training.data.folders import get_source
 class Transform:
     """How a row becomes an image and a caption. Fields are named like the flags."""
 
+    allowed: tuple[str, ...]  # see `list_allowed`
     source: str  # see `get_source`; keys of images are relative to it
     image_column: str
     mask_column: str | None
@@ -46,6 +48,7 @@ def make_transform(
 ) -> Transform:
     """Make the transform from the flags, and from values that depend on the rows and models."""
     known: dict[str, Any] = {
+        "allowed": list_allowed(args),
         "source": get_source(args),
         "image_column": image_column,
         "mask_column": mask_column,

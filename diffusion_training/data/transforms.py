@@ -9,11 +9,11 @@ import torchvision.transforms.v2.functional as TF
 from PIL import Image
 
 from diffusion_training.data.buckets import choose_size
-from diffusion_training.data.images import decode_image, name_image, plan_crop, shrink
+from diffusion_training.data.images import decode_image, explain_row, name_image, plan_crop, shrink
 from diffusion_training.data.references import choose_reference_size
 from diffusion_training.data.texts import Text, draw_text, list_captions
 from diffusion_training.data.transform_settings import Transform
-from diffusion_training.errors.faults import explain, is_machines_fault
+from diffusion_training.errors.faults import explain, is_a, is_machines_fault
 from diffusion_training.order import draw_choices
 
 
@@ -47,7 +47,10 @@ def transform_row(
         text = read_text(row, epoch, item, transform)
         position = (0.5, 0.5) if transform.center_crop else (y, x)
         image = decode_image(
-            item[transform.image_column], transform.channels, min_size=transform.min_size
+            item[transform.image_column],
+            transform.channels,
+            min_size=transform.min_size,
+            allowed=transform.allowed,
         )
         original_size = height, width = tuple(image.shape[-2:])
         target = target or choose_size(height, width, transform)
@@ -59,7 +62,7 @@ def transform_row(
         )
         mask = None
         if mask_column:
-            mask = decode_mask(item[mask_column], original_size)
+            mask = decode_mask(item[mask_column], original_size, transform.allowed)
             mask = shrink(mask, target, position, "bilinear")
         reason = None
     except Exception as error:  # a placeholder keeps the batch in shape
@@ -72,8 +75,10 @@ def transform_row(
         crop = (0, 0)
         references, is_aligned = make_placeholders(transform), True
         mask = image[:1]
-        reason = explain(error)
-        if isinstance(error, OSError) and error.errno is not None:  # it may be readable later
+        names = (transform.image_column, mask_column, *transform.reference_columns)
+        reason = explain_row(error, *(item.get(name) for name in names if name))
+        # it may be readable later
+        if is_a(error, "Unreached") or isinstance(error, OSError) and error.errno is not None:
             reason = f"not read: {reason}"
     return {
         "row": row,
@@ -109,12 +114,16 @@ def decode_ahead(item: dict, transform: Transform) -> dict:
     for name, channels, min_size in images:
         # `transform_row` will get the same error, and handles it
         with contextlib.suppress(Exception):
-            pixels = decode_image(item[name], channels, min_size=min_size)
+            pixels = decode_image(
+                item[name], channels, min_size=min_size, allowed=transform.allowed
+            )
             decoded[name] = {**item[name], "pixels": pixels}
     return item | decoded
 
 
-def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
+def decode_mask(
+    source: dict | None, size: Sequence[int], allowed: Sequence[str] = ()
+) -> torch.Tensor:
     """Decode a mask to uint8 [1, *size]: the loss counts where it is white.
 
     It is all white for an image without a mask. Raises ValueError for a mask that can't be decoded,
@@ -123,9 +132,9 @@ def decode_mask(source: dict | None, size: Sequence[int]) -> torch.Tensor:
     if source is None or source["bytes"] is source["path"] is None:
         return torch.full((1, *size), 255, dtype=torch.uint8)
     try:
-        mask = decode_image(source, 1)
+        mask = decode_image(source, 1, allowed=allowed)
     except Exception as error:
-        if is_machines_fault(error):
+        if is_machines_fault(error) or is_a(error, "Unreached"):
             raise
         raise ValueError(f"its mask can't be used: {explain(error)}") from error
     if tuple(mask.shape[-2:]) != tuple(size):
@@ -157,9 +166,11 @@ def transform_references(
         if source is None or source["bytes"] is source["path"] is None:
             continue
         try:
-            pixels.append(decode_image(source, 3, min_size=transform.min_size))
+            pixels.append(
+                decode_image(source, 3, min_size=transform.min_size, allowed=transform.allowed)
+            )
         except Exception as error:
-            if is_machines_fault(error):
+            if is_machines_fault(error) or is_a(error, "Unreached"):
                 raise
             raise ValueError(f"its reference can't be used: {explain(error)}") from error
     is_aligned = all(tuple(each.shape[-2:]) == tuple(original_size) for each in pixels)

@@ -78,7 +78,7 @@ def explain_hub(error: BaseException) -> str | None:
         reason = str(error) or type(error).__name__
         return f"the hub can't be reached ({reason}): check the network, then run it again"
     if is_a(error, "DatasetNotFoundError"):  # `datasets` has dropped the hub's own error
-        match = re.match(r"Dataset '(.+?)' (is a gated|doesn't exist)(.*)", str(error))
+        match = re.match(r"Dataset '([^']+)' (is a gated|doesn't exist)(.*)", str(error))
         if not match:
             return None
         if match[2] == "is a gated":
@@ -98,8 +98,16 @@ def explain_hub(error: BaseException) -> str | None:
     if is_a(error, "RevisionNotFoundError"):
         return f"{name} has no such revision: see the branches and tags on its page"
     said = getattr(error, "server_message", None) or response.reason_phrase
+    has_token = "authorization" in response.request.headers
+    if status == 401 and not has_token:
+        return f"the hub needs your token ({said}): run `hf auth login`"
     if status == 401:
         return f"the hub refuses your token ({said}): run `hf auth login`, or unset HF_TOKEN"
+    if status == 403 and not has_token:  # of the storage, which is sent no token, or of a firewall
+        return (
+            f"{response.request.url.host} refuses the request ({said}), because of a firewall or "
+            "of an address that has expired: run it again"
+        )
     if status == 403:
         return f"your token lacks the right to do this ({said}): make one that has it"
     if status == 429:
@@ -159,7 +167,12 @@ def is_machines_fault(error: BaseException) -> bool:
         return True
     if is_a(error, "HfHubHTTPError"):  # the hub, or the right to read it, unless a file is missing
         return not is_a(error, "EntryNotFoundError")
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in FILE_ERRORS
+    # fsspec's FileNotFoundError has a text there
+    return (
+        isinstance(error, OSError)
+        and isinstance(error.errno, int)
+        and error.errno not in FILE_ERRORS
+    )
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What a run prints: without secrets and control characters, to streams that may break."""
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -9,20 +10,80 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-# In the text of a sentence: a user's name with a password, which may hold any character, also a
-# blank or @; a token in the place of a name; and a query or fragment, but not the ? of a pattern of
-# names. The limits keep a long text of addresses quick.
-PASSWORD = re.compile(
-    r"(?<=://)[^\s/@:]*:(?!:|\d+(?:[/\s'\")]|$))[^@\n]{0,300}@(?:[^\s@]{0,300}@)*"
-)
-TOKEN = re.compile(r"(?<=://)[^/\s@]+@")
-QUERY = re.compile(r"(://[^\s?#]{0,2000})(?:\?(?=\S*=|[^\s./?'\")]{6})|#(?=\S*=))(\S*)")
-# The same in an address alone, whose end is known. A number before the first slash is a port.
-USER = re.compile(r"(?![^/:@]*:\d+(?:/|$))(?:[^/:]*:.*|[^/]*)@", re.DOTALL)
-SIGNATURE = re.compile(r"(?:\?(?=.*=|[^./?]{6})|#(?=.*=)).*", re.DOTALL)
+# The rest of an address in a text, after "://" and not in an archive or on a disk: user and
+# password, which may hold any character, also a blank, if an @ follows soon; all up to a blank.
+OUTSIDE = "".join(f"(?<!{name})" for name in "zip tar bz2 xz lz4 zstd archive file local".split())
+ADDRESS = re.compile(OUTSIDE + r"://((?:[^\s/@:]*:(?!:|\d+(?:[/\s'\")]|$))[^@\n]{0,300}@)?\S*)")
+# The place of user, password, host and port in such a rest, which may hold another address
+HOST = re.compile(r"://(?:\[[^]/@]*\])?([^/]*?)(?=::|/|\Z)")
 
+MOST = 2000  # characters of a sentence: a value of the user or of the data may have millions
 SECRETS: dict[str, str] = {}  # of the addresses on the command line, and what is shown for each
 PARTS: set[str] = set()  # of these secrets: a library's error may repeat only a part
+
+
+def split_address(rest: str) -> tuple[str, str, str]:
+    """Split an address, without its scheme, into a secret, what can be shown, and a secret.
+
+    The first is a user, perhaps with a password, and ends in @. The last begins with the first ?, #
+    or ;. Where it is not clear which @ ends a password, nothing is shown.
+    """
+    start = re.search(r"[?#;]|\Z", rest).start()  # type: ignore[union-attr]
+    head = rest[:start]
+    last_at = head.rfind("@")
+    shown = 0
+    for host in HOST.finditer(f"://{head}"):
+        name, colon, port = host[1].partition(":")
+        first = host.start(1) - len("://")
+        if not colon:
+            shown = first + name.rfind("@") + 1 if "@" in name else shown
+        elif "@" in rest[start:]:
+            return "", "", rest
+        elif last_at >= first:
+            shown = last_at + 1
+            break
+        elif not re.fullmatch(r"\d{0,5}", port):  # a password whose @ is written as %40
+            start = first + len(name)
+            break
+    return rest[:shown], rest[shown:start], rest[start:]
+
+
+def join_address(user: str, shown: str, query: str) -> str:
+    return f"{user and '***@'}{shown}{query and '?***'}"
+
+
+def name_address(address: str) -> str:
+    """An address without secrets, as a name: a hash of all of it is in the place of a query."""
+    match = re.search(OUTSIDE + "://", address)
+    if not match:
+        return address
+    scheme = address[: match.end()]
+    _, shown, query = split_address(address[match.end() :])
+    if not query:
+        return scheme + shown
+    content = f"{scheme}{shown}{query}".encode(errors="surrogatepass")
+    return f"{scheme}{shown}~{hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def find_secrets(address: str) -> tuple[dict[str, str], set[str]]:
+    """The secrets of an address with what is shown for each, and the parts of these secrets."""
+    match = re.search(OUTSIDE + "://", address)
+    rest = address[match.end() :] if match else ""
+    user, shown, query = split_address(rest)
+    secrets = {rest: join_address(user, shown, query)} if user or query else {}
+    if user:
+        secrets[user] = "***@"
+    if len(query) > 5:
+        secrets[query] = "?***"
+    name, _, password = user[:-1].partition(":")
+    if not password and len(name) >= 8:  # a token in the place of a name
+        password = name
+    parts = {password, *re.split(r"[@/?#:\s'\"]", f"{password}@{unquote(password)}")}
+    if query and query[0] not in "?#;":  # it has the password, too
+        parts.update(re.split(r"[@/?#:;=&\s]", f"{query}@{unquote(query)}"))
+    for text in (query, unquote(query)):
+        parts.update(re.findall(r"[?#;=&]([^=&;?#]+)(?=[&;?#]|$)", text))
+    return secrets, {part for part in parts if len(part) >= 4}
 
 
 def note_secrets(words: Iterable[str]) -> None:
@@ -30,44 +91,35 @@ def note_secrets(words: Iterable[str]) -> None:
     SECRETS.clear()
     PARTS.clear()
     for address in (part for word in words for part in re.split(r"::(?=\w+://)", word)):
-        rest = address.partition("://")[2]
-        user = USER.match(rest)
-        query = SIGNATURE.search(rest, user.end() if user else 0)
-        if user:
-            SECRETS[user[0]] = "***@"
-            password = user[0][:-1].partition(":")[2]
-            PARTS.update(re.split(r"[@/?#:\s]", f"{password}@{unquote(password)}"), [password])
-        if query:
-            SECRETS[query[0]] = "?***"
-            PARTS.update(re.findall(r"[=?#]([^=&;?#]+)(?=[&;?#]|$)", query[0]))
-    PARTS.difference_update([part for part in PARTS if len(part) < 4])
+        secrets, parts = find_secrets(address)
+        SECRETS.update(secrets)
+        PARTS.update(parts)
 
 
-def hide_secrets(value: Any, printed: bool = False) -> Any:
-    """Cut passwords and queries, such as signatures, out of the addresses in a text or in texts.
+def hide_secrets(value: Any, printed: bool = False, address: str = "") -> Any:
+    """Cut what may be secret out of the addresses in a text or in texts: see `split_address`.
 
     All that a run prints or records goes through this. printed: also parts of the secrets on the
     command line. Values that are recorded keep them, as a folder may have the name of a password.
+    address: one of the data, whose secrets and parts are cut, too.
     """
     if isinstance(value, list | tuple):
-        return type(value)(hide_secrets(each, printed) for each in value)
+        return type(value)(hide_secrets(each, printed, address) for each in value)
     if not isinstance(value, str):
         return value
-    for secret, shown in SECRETS.items():
+    secrets, parts = find_secrets(address)
+    for secret, shown in (SECRETS | secrets).items():
         value = value.replace(secret, shown)
-    if printed and PARTS:
-        parts = "|".join(map(re.escape, sorted(PARTS, key=len, reverse=True)))
-        value = re.sub(rf"(?<!\w)(?:{parts})(?!\w)", "***", value)
-    if "://" not in value:
-        return value
-    value = TOKEN.sub("***@", PASSWORD.sub("***@", value))
-    return QUERY.sub(hide_query, value)
+    if parts := parts | PARTS if printed else parts:
+        words = "|".join(map(re.escape, sorted(parts, key=len, reverse=True)))
+        value = re.sub(rf"(?<!\w)(?:{words})(?!\w)", "***", value)
+    return ADDRESS.sub(hide_address, value)
 
 
-def hide_query(match: re.Match[str]) -> str:
-    """An address without its query, and the punctuation of the sentence after it."""
-    end = match[2][len(match[2].rstrip("'\")],.;:")) :]
-    return f"{match[1]}?***{end}"
+def hide_address(match: re.Match[str]) -> str:
+    """An address without secrets, and the punctuation of the sentence after it."""
+    rest = match[1].rstrip("'\")],.;:?!}>")
+    return f"://{join_address(*split_address(rest))}{match[1][len(rest) :]}"
 
 
 class LastingStream:
@@ -122,12 +174,20 @@ def amount(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
-def printable(text: str) -> str:
+def printable(text: str, kept: str = "") -> str:
     """Text from the data, safe to print: unprintable characters become question marks.
 
-    Otherwise a file's name could send commands to the terminal.
+    Otherwise a file's name could send commands to the terminal. kept: such characters that stay.
     """
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return "".join(each if each.isprintable() or each in kept else "?" for each in text)
+
+
+def shorten(sentence: str) -> str:
+    """A sentence that is safe to print, without the middle of a very long one."""
+    half = MOST // 2
+    if len(sentence) > MOST:
+        sentence = f"{sentence[:half]} ... {sentence[-half:]}"
+    return printable(sentence, kept="\n")
 
 
 def print_once(sentence: str | None) -> None:

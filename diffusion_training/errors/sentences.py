@@ -21,11 +21,13 @@ from diffusion_training.errors.faults import (
     is_peers_end,
     lacks_memory,
 )
-from diffusion_training.errors.printing import outlasting_the_terminal
+from diffusion_training.errors.printing import outlasting_the_terminal, shorten
 from diffusion_training.errors.stop_signals import SIGNALS, end_at_once, end_if_stopped, handling
 
 # the folder of a repository in the hub's cache, which users know by its id
-REPOSITORY = re.compile(r"[^\s'\"]*models--([\w.-]+?)--([\w.-]+)[/\\]snapshots[/\\][0-9a-f]{40}")
+REPOSITORY = re.compile(
+    r"(?<![^\s'\"])[^\s'\"]*models--([\w.]++(?:-[\w.]++)*+)--([\w.-]{1,96}+)[/\\]snapshots[/\\][0-9a-f]{40}"
+)
 # Exit status of a process that ends only because another one of its group has ended.
 PEER_ENDED = 75
 UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is anything to keep
@@ -44,7 +46,7 @@ class Refused(SystemExit):
     """
 
     def __init__(self, sentence: str, alone: bool = False, status: int = 1) -> None:
-        super().__init__(REPOSITORY.sub(r"\1/\2", sentence))
+        super().__init__(REPOSITORY.sub(r"\1/\2", shorten(sentence)))
         self.alone = alone
         self.status = status
 
@@ -159,6 +161,7 @@ def in_one_sentence(
                 raise
         except Exception as error:
             sentence = describe_expected(error, args)
+            sentence = sentence and shorten(sentence)
             alone = True
             status = status_of(error)
             if sentence is None and not SIGNALS:

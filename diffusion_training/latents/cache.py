@@ -35,12 +35,16 @@ from diffusion_training.latents.columns import name_empty_files
 from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import PlannedCache
 from diffusion_training.latents.settings import (
+    FINISHED,
     RECORD,
+    SETTINGS,
+    check_form,
     compare_settings,
     count_skipped,
     fingerprint_cache,
     name_shard,
 )
+from diffusion_training.remote import read_bytes
 
 # Size of a record batch. A trainer opens all batches; the script that writes them holds one.
 BATCH_BYTES = 2**26
@@ -56,7 +60,7 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
     could not be read}}). `list_skipped` has the rows themselves, which may be too many to hold.
     Raises ValueError if cache.json has been changed.
     """
-    cache = json.loads((output_dir / "cache.json").read_text())
+    cache = json.loads(read_bytes(f"{output_dir}/cache.json"))
     state = output_dir / "state.json"
     if state.exists() and json.loads(state.read_text())["_fingerprint"] != fingerprint_cache(cache):
         raise ValueError("cache.json has changed since it was written")
@@ -78,8 +82,8 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
 
 def read_shard_record(path: Path) -> dict[str, Any] | None:
     """Read the record of a shard; None if it is not there, or not whole."""
-    with contextlib.suppress(ValueError, FileNotFoundError):
-        record = json.loads(path.read_text())
+    with contextlib.suppress(ValueError, FileNotFoundError, RecursionError):
+        record = json.loads(read_bytes(str(path)))
         if fits(record, RECORD):
             return record
     return None
@@ -223,7 +227,7 @@ class OpenCache(NamedTuple):
 def list_flags(planned: PlannedCache) -> dict[str, Any]:
     """The flags that a cache records."""
     return {
-        flag: value
+        flag: hide_secrets(value)
         for flag, value in planned.flags.items()
         if value is not None and flag not in UNRECORDED_FLAGS
     }
@@ -278,6 +282,7 @@ def open_cache(
     accelerator.wait_for_everyone()
     try:
         cache, records = read_cache(output_dir)
+        check_form(cache, SETTINGS | (FINISHED if "shards" in cache else {}))
         differences = compare_settings(cache, settings)
     except Exception as error:
         fail(
@@ -285,7 +290,10 @@ def open_cache(
             "delete it, or choose another --output_dir"
         )
     if differences:
-        flags = find_differences(cache["made_with"], list_flags(planned), "--")
+        # the twin in minimal/ records fewer flags, and all as text
+        before = {name: str(value) for name, value in cache["made_with"].items()}
+        now = {name: str(value) for name, value in list_flags(planned).items() if name in before}
+        flags = find_differences(before, now, "--")
         reason = "; ".join(", ".join(names) for names in (flags, differences) if names)
         fail(f"{name} holds another cache ({reason}): choose another --output_dir")
     about = {"made_with": list_flags(planned)}

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from diffusion_training.arguments import PATH, Add, is_address, number, size
+from diffusion_training.arguments import PATH, Add, is_address, local_path, number, size
 from diffusion_training.data.flags import (
     add_bucket_flags,
     add_flip_flag,
@@ -49,7 +49,7 @@ def add_storage_flags(add: Add) -> None:
     """
     add(
         "--shards_dir",
-        type=PATH,
+        type=local_path,
         help="if --latents_dir is an address (s3://...): local folder for copies of the cache's "
         "files (shards)",
     )

@@ -105,7 +105,7 @@ class FollowedShards(Shards):
         """Read a JSON file of the cache; None if it is not there."""
         try:
             return json.loads(read_bytes(f"{self.folder}/{name}"))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
 
     def find(self, number: int) -> bool:

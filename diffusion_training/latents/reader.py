@@ -32,10 +32,10 @@ from diffusion_training.latents.columns import (
     list_features,
     name_empty_files,
 )
-from diffusion_training.latents.settings import fingerprint_cache
+from diffusion_training.latents.settings import FINISHED, SETTINGS, check_form, fingerprint_cache
 from diffusion_training.latents.shards import OpenShard, Shards, name_repair
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
-from diffusion_training.remote import read_bytes
+from diffusion_training.remote import find_hub_fault, read_bytes
 
 CHOOSE = "diffusion_training.latents.filtered"
 FEW_SHARDS = 1000  # a local cache with at most these is checked whole at the start
@@ -83,12 +83,13 @@ def load_cache(
                 fail(f"{folder} is not finished: to finish it, run the command that made it")
         if state and state["_fingerprint"] != fingerprint_cache(cache):
             raise ValueError("cache.json has changed since it was written")
-        missing = damaged = name_repair(folder)
         if cache["format_version"] != FORMAT_VERSION:
             fail(
                 f"{folder} has format {cache['format_version']}, but this version reads "
                 f"{FORMAT_VERSION}: make the cache again"
             )
+        check_form(cache, SETTINGS | (FINISHED if follow is None else {}))
+        missing = damaged = name_repair(folder)
         if unknown := set(cache["features"]) - list_features():
             names = printable(", ".join(sorted(unknown)))
             fail(f"{folder} holds {names}, which this version can't read: install a newer one")
@@ -118,6 +119,8 @@ def load_cache(
                 f"if its rows were chosen from a cache, run python -m {CHOOSE} {folder} --like "
                 "CACHE --output_dir NEW"
             )
+        if reason := find_hub_fault(folder):
+            fail(f"{folder} can't be read ({reason})")
         fail(f"{error.filename or error} is missing: {missing}")
     except Exception as error:
         fail(f"{folder} is damaged ({error}): {damaged}")

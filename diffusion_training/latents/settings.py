@@ -6,12 +6,48 @@ from typing import Any
 import torch
 
 from diffusion_training.families.base import Encoders
-from diffusion_training.files import find_differences, hash_values
+from diffusion_training.files import find_differences, fits, hash_values
 from diffusion_training.latents.columns import EMPTY
 
 # the record of a shard, which is in unfinished/ until the cache is finished
 RECORD = {"rows": int, "sha256": str, "checksums": str, "encoded_again": int, "captions_cut": int,
           "skipped": [{"row": int, "key": str, "reason": str}]}  # fmt: skip
+
+
+# What cache.json of any cache holds, and of one that is finished. Others are compared with what the
+# models give, and so refused if they have another form.
+SETTINGS = {
+    "features": [str],
+    "latents": str,
+    "latents_shape": [int],
+    "text_cache": str,
+    "vae": dict,
+    "text_encoder": dict,
+    "tokenizer": {"model_max_length": int},
+    "tokenizer_rules": {"libraries": str},
+    "transform": {
+        "resolution": int,
+        "random_flip": bool,
+        "bucket_step": (int, None),
+        "caption_weights": (None, [(int, float)]),
+    },
+    "source": {"rows": (int, None)},
+    "rows_per_shard": int,
+}
+FINISHED = {
+    "rows": int,
+    "skipped": int,
+    "captions_cut": int,
+    "shards": {"name": [str], "rows": [int], "sha256": [str], "checksums": [str]},
+}
+
+
+def check_form(cache: Any, form: dict[str, Any]) -> None:
+    """Raise ValueError if cache.json lacks an entry, or has one of another type than in `form`."""
+    if not isinstance(cache, dict):
+        raise ValueError("cache.json is no JSON object")
+    if wrong := [name for name in form if name not in cache or not fits(cache[name], form[name])]:
+        raise ValueError(f"cache.json has no valid {', '.join(wrong)}")
 
 
 def fingerprint_cache(cache: dict) -> str:

@@ -106,6 +106,13 @@ class Shards:
                 digest.update(batch["checksum"].to_numpy())
             if digest.hexdigest() != self.checksums[number].decode():
                 raise ValueError("it has changed since it was written")
+            known = {name for each in self.all_columns for name in (each.name, each.checksum)}
+            names = batches[0].schema.names if batches else []
+            if further := [name for name in names if name not in known | {"text", "key"}]:
+                remedy = (
+                    f"it has a further column {', '.join(further)}, which the checksum of a row "
+                    "must not cover, or which belongs in `EXTRA_COLUMNS` (docs/changing.md)"
+                )
             return OpenShard(path, batches, self.columns, remedy)
         except FileNotFoundError:
             fail(f"{path} is missing: {name_repair(self.folder)}", alone)

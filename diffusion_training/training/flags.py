@@ -13,6 +13,7 @@ from diffusion_training.arguments import (
     Add,
     check_package,
     is_address,
+    local_path,
     number,
     steps_or_share,
 )
@@ -331,7 +332,12 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         default=tracker_project_name,
         help="name of the project in the trackers",
     )
-    add("--logging_dir", default="logs", help="folder in --output_dir for the logs of tensorboard")
+    add(
+        "--logging_dir",
+        type=local_path,
+        default="logs",
+        help="folder in --output_dir for the logs of tensorboard",
+    )
     add(
         "--validate_first",
         **SWITCHED_ON,

@@ -144,14 +144,16 @@ def choose_batch_size(
             fits = largest_batch(launch, models, objective, train_step, batch, most, args)
         batch_size = next(n for n in range(fits, 0, -1) if not total or per_process % n == 0)
     if total:
-        batch_size = min(batch_size, per_process or 1)
+        given, batch_size = batch_size, min(batch_size, per_process or 1)
         if accumulation_steps != 1:
             fail(
                 "--total_batch_size sets --gradient_accumulation_steps itself: remove one of them, "
                 "here or in `accelerate config`"
             )
         if rest or per_process % batch_size:
-            each = f"--train_batch_size {batch_size} x {num_processes} processes"
+            each = f"{num_processes} processes"
+            if given == batch_size:
+                each = f"--train_batch_size {given} x {each}"
             fail(f"--total_batch_size {total} is not a multiple of {each}: choose another")
         accumulation_steps = per_process // batch_size
     images = batch_size * accumulation_steps * num_processes

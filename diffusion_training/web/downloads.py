@@ -5,9 +5,7 @@ import collections
 import email.utils
 import errno
 import functools
-import ipaddress
 import random
-import socket
 import threading
 import time
 from argparse import Namespace
@@ -19,14 +17,10 @@ from typing import IO, Any
 import aiohttp
 from yarl import URL
 
+from diffusion_training.addresses import PrivateAddress, open_socket
+from diffusion_training.errors.printing import hide_secrets
 from diffusion_training.web.pictures import THREADS, Failure, store_image
 
-# Addresses that Python calls global, though they are private: the service address that Azure has in
-# each of its networks, and old and local forms of IPv6.
-NOT_PUBLIC = [
-    ipaddress.ip_network(network) for network in ("168.63.129.16", "fec0::/10", "64:ff9b:1::/48")
-]
-NAT64 = ipaddress.ip_network("64:ff9b::/96")
 # The reason of a failed request, by the first matching type. {0} is the type of the error, {1} its
 # message.
 ERRORS = {
@@ -50,43 +44,6 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 # X-Robots-Tag directives that have a value after a colon
 WITH_VALUE = ("unavailable_after", "max-snippet", "max-image-preview", "max-video-preview")
 COMPRESSED = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
-
-
-class PrivateAddress(OSError):
-    """A connection to an address that is not on the public internet.
-
-    It is an OSError because aiohttp expects that when a socket can't be made.
-    """
-
-
-def check_address(address: str, allowed: list[str] | None) -> None:
-    """Raise PrivateAddress for an IP address, as the socket library writes it, that is not public.
-
-    `allowed` lists the private networks that may be reached: None allows none, [] allows all. If an
-    IPv6 address contains an IPv4 address (mapped, NAT64, 6to4, Teredo), the latter counts.
-    """
-    ip = ipaddress.ip_address(address.split("%")[0])
-    if ip.version == 6:
-        if ip in NAT64:
-            ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        else:
-            ip = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]) or ip
-    reserved = ip.is_multicast or ip.is_reserved or any(ip in network for network in NOT_PUBLIC)
-    if allowed == [] or (ip.is_global and not reserved):
-        return
-    if not any(ip in ipaddress.ip_network(network) for network in allowed or ()):
-        # The text is the same for all addresses of a host, so aiohttp need not merge several texts.
-        raise PrivateAddress("private address")
-
-
-def open_socket(address_info: tuple, allowed: list[str] | None) -> socket.socket:
-    """Make the socket for an address of `getaddrinfo`. Raises PrivateAddress.
-
-    The name is not looked up again, so the checked address is the one that is connected to.
-    """
-    family, kind, protocol, _, address = address_info
-    check_address(address[0], allowed)
-    return socket.socket(family, kind, protocol)
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
@@ -150,7 +107,7 @@ class Downloads:
             except Failure as failure:
                 wait = failure.wait
                 if wait is None or wait > self.args.timeout or tries > self.args.retries:
-                    return {"reason": str(failure), "tries": tries}
+                    return {"reason": hide_secrets(str(failure), address=url), "tries": tries}
             backoff = min(60, 2 ** (tries - 2)) * random.uniform(0.5, 1.5)
             # outside of `fetch`, so it does not occupy a connection
             await asyncio.sleep(max(wait, backoff))

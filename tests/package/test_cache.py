@@ -399,6 +399,22 @@ def test_a_cache_made_with_other_flags_is_refused(tmp_path):
         )
 
 
+def test_equal_flags_of_a_twins_cache_are_not_listed_as_differences(tmp_path):
+    """minimal/precompute_latents.py records only the flags that it has, and as text."""
+    make_cache(tmp_path / "out")
+    path = tmp_path / "out/cache.json"
+    (tmp_path / "out/state.json").unlink()
+    cache = json.loads(path.read_text())
+    kept = ("resolution", "batch_size", "seed", "train_data_dir", "random_flip")
+    recorded = {name: str(cache["made_with"][name]) for name in kept if name in cache["made_with"]}
+    assert len(recorded) > 3
+    path.write_text(json.dumps(cache | {"made_with": recorded}))
+    refused(
+        r"holds another cache \(--seed 0 -> 3; transform.seed 0 -> 3\): choose another",
+        make_args(tmp_path / "out", "--seed=3"),
+    )
+
+
 def test_shard_records_are_stored_as_columns_and_read_back(tmp_path):
     cache = make_cache(tmp_path / "out")
     whole = read_files(tmp_path / "out")

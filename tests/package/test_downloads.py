@@ -25,6 +25,7 @@ import psutil  # noqa: E402
 from multidict import CIMultiDict  # noqa: E402
 
 import download_images as script  # noqa: E402
+from diffusion_training import addresses  # noqa: E402
 from diffusion_training.web import downloads as module  # noqa: E402
 
 
@@ -247,24 +248,24 @@ def test_find_opt_out_reads_x_robots_tag_headers(values, found):
     "64:ff9b::a9fe:a9fe 2002:7f00:1:: 2002:a00:1:: 2001:0:0:0:0:0:80ff:fffe".split(),
 )
 def test_private_addresses_are_refused(address):
-    with pytest.raises(module.PrivateAddress):
-        module.check_address(address, None)
-    module.check_address(address, [])  # all are allowed
-    with pytest.raises(module.PrivateAddress):
-        module.check_address(address, ["192.168.77.0/24"])
+    with pytest.raises(addresses.PrivateAddress):
+        addresses.check_address(address, None)
+    addresses.check_address(address, [])  # all are allowed
+    with pytest.raises(addresses.PrivateAddress):
+        addresses.check_address(address, ["192.168.77.0/24"])
 
 
 @pytest.mark.parametrize(
     "address", ["93.184.216.34", "8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
 )
 def test_public_addresses_are_allowed(address):
-    module.check_address(address, None)
+    addresses.check_address(address, None)
 
 
 def test_allow_private_addresses_accepts_given_networks():
-    module.check_address("192.168.77.5", ["192.168.77.0/24", "fd00::/8"])
-    module.check_address("fd00::1", ["192.168.77.0/24", "fd00::/8"])
-    module.check_address("::ffff:192.168.77.5", ["192.168.77.0/24"])
+    addresses.check_address("192.168.77.5", ["192.168.77.0/24", "fd00::/8"])
+    addresses.check_address("fd00::1", ["192.168.77.0/24", "fd00::/8"])
+    addresses.check_address("::ffff:192.168.77.5", ["192.168.77.0/24"])
 
 
 HOSTS = [
@@ -596,9 +597,9 @@ def spell(ip):
 @given(st.sampled_from(PRIVATE).flatmap(lambda network: st.ip_addresses(network=network)))
 def test_private_addresses_are_refused_in_every_spelling(ip):
     for address in spell(ip):
-        with pytest.raises(module.PrivateAddress):
-            module.check_address(address, None)
-        module.check_address(address, [])
+        with pytest.raises(addresses.PrivateAddress):
+            addresses.check_address(address, None)
+        addresses.check_address(address, [])
 
 
 @law(300)
@@ -606,4 +607,4 @@ def test_private_addresses_are_refused_in_every_spelling(ip):
 def test_public_addresses_are_allowed_in_every_spelling(ip):
     assume(ip.is_global and not any(ip in network for network in PRIVATE if network.version == 4))
     for address in spell(ip):
-        module.check_address(address, None)
+        addresses.check_address(address, None)

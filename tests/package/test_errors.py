@@ -1,14 +1,18 @@
 """Errors: an expected one ends the program with one sentence; others keep their traceback."""
 
 import argparse
+import ast
 import contextlib
 import errno
+import importlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import datasets
 import pytest
@@ -17,9 +21,9 @@ from conftest import ROOT
 from diffusers import DDPMScheduler
 from transformers import AutoModel
 
-from diffusion_training.arguments import Flags
+from diffusion_training.arguments import Flags, make_parser
 from diffusion_training.errors.faults import explain, is_machines_fault
-from diffusion_training.errors.printing import printable
+from diffusion_training.errors.printing import hide_secrets, note_secrets, printable
 from diffusion_training.errors.sentences import (
     PEER_ENDED,
     UNDO,
@@ -276,6 +280,70 @@ def test_explained_wraps_errors_but_passes_refusals():
     assert passed.value is killed
 
 
+def list_patterns():
+    """The regular expressions of errors/: compiled ones, and those in calls of `re`."""
+    calls = [f"re.{name}" for name in "compile search match fullmatch sub split findall".split()]
+    for path in sorted((ROOT / "diffusion_training/errors").glob("*.py")):
+        module = importlib.import_module(f"diffusion_training.errors.{path.stem}")
+        yield from (value for value in vars(module).values() if isinstance(value, re.Pattern))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
+                with contextlib.suppress(ValueError):  # it is made of other values
+                    yield re.compile(ast.literal_eval(node.args[0]))
+
+
+# what a word of a megabyte may be made of
+PIECES = [
+    "a", ".", "/", "?", ":", "=", "[", " ", "\n", "://", "::", "://a:", "://a:b ", "://@", "://[",
+    "a@", "models--", "models--a--b", "models--a--b/snapshots/", "--", "-a", "/a/resolve/",
+    "/a/b/resolve/c/", "Dataset 'a' ", ".tmp-", ".tmp-0123456789a", "?a=b&", " <_io", "iVBORw0K/",
+]  # fmt: skip
+
+
+@pytest.mark.ci
+def test_no_pattern_of_errors_takes_more_than_a_second_for_a_megabyte():
+    patterns = [*list_patterns()]
+    assert len(patterns) > 8
+    for piece in PIECES:
+        text = piece * (10**6 // len(piece))
+        for pattern in patterns:
+            begin = time.process_time()
+            pattern.sub("", text)
+            took = time.process_time() - begin
+            assert took < 2, f"{pattern.pattern} takes {took:.1f} s for {piece!r}"
+    note_secrets(["--checkpoints_to=s3://me:PASSWORD@host/run?sig=SIGNATURE"])
+    for piece in PIECES:
+        text = piece * (10**6 // len(piece))
+        begin = time.process_time()
+        with pytest.raises(SystemExit) as refused:
+            fail(f"{text} is no image ({explain(ValueError(text))})")
+        hide_secrets(f"https://{text}", printed=True, address=f"s3://{text}")
+        took = time.process_time() - begin
+        assert took < 8 and len(str(refused.value)) < 2100, f"{took:.1f} s for {piece!r}"
+    note_secrets([])
+
+
+def test_a_sentence_shows_no_control_character_and_not_all_of_a_long_value(capsys):
+    value = "\x1b[31m" + "word " * 1000 + "end"
+    parser = make_parser("train.py", "Train.")
+    parser.add_argument("--seed", type=int)
+    for refuse in (
+        lambda: in_one_sentence(lambda args: fail(f"no {value}: give\nanother"))(None),
+        lambda: in_one_sentence(raise_error)(argparse.Namespace()),
+        lambda: parser.parse_args([f"--seed={value}"]),
+        lambda: parser.parse_args([f"--train_data_dir={value}"]),
+    ):
+        with pytest.raises(SystemExit):
+            refuse()
+        said = capsys.readouterr().err
+        assert "\x1b" not in said and len(said) < 2300 and "end" in said
+        assert "?[31m" in said or r"\x1b[31m" in said
+
+
+def raise_error(args):
+    raise OSError("no file \x1b[31m end")
+
+
 def test_printable_replaces_control_characters():
     assert printable("a\x1b[31mb\nc\u202ed é.png") == "a?[31mb?c?d é.png"
 
@@ -310,6 +378,7 @@ def test_main_runs_twice_in_a_thread_with_read_only_args():
     (IsADirectoryError(errno.EISDIR, "folder"), False),
     (OSError("image file is truncated"), False), (ValueError("a bad header"), False),
     (SyntaxError("not PNG"), False),
+    (FileNotFoundError("%s not found. The URL contains glob", "http://host/a?b"), False),
 ])  # fmt: skip
 def test_is_machines_fault_separates_machine_faults_from_bad_rows(error, machines):
     assert is_machines_fault(error) is machines

@@ -3,9 +3,13 @@
 import argparse
 import errno
 import os
+import resource
 import shutil
+import signal
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from diffusion_training.files import (
     check_output_dir,
@@ -175,6 +179,30 @@ def test_a_disk_error_while_saving_leaves_the_old_files_complete(tmp_path, monke
             set(tree(tmp_path / "out").values()) == {"old", "mine"}
             and len(tree(tmp_path / "out")) == 4
         )
+
+
+@pytest.mark.parametrize("save", [
+    lambda path: torch.save(torch.zeros(100_000), path),
+    lambda path: torch.save(torch.zeros(100_000), path, _use_new_zipfile_serialization=False),
+    lambda path: save_file({"a": torch.zeros(100_000)}, path),
+    lambda path: path.write_bytes(bytes(400_000)),
+])  # fmt: skip
+def test_a_limit_of_file_sizes_is_named_in_plain_words(tmp_path, save):
+    """torch says "basic_ios::clear: iostream error"."""
+    (tmp_path / "weights").write_text("before")
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.SIG_IGN
+    handler = signal.signal(signal.SIGXFSZ, ignored)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with (
+            pytest.raises(SystemExit, match="could not be saved .*(ulimit -f|File too large)"),
+            saving(tmp_path, "the weights") as unfinished,
+        ):
+            save(unfinished / "weights")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert tree(tmp_path) == {"weights": "before"}
 
 
 def test_saving_replaces_links_and_keeps_their_targets(tmp_path):

@@ -28,7 +28,7 @@ def read(folder, captions=False, streaming=False, **flags):
 
 def load(folder, **flags):
     """(names and captions of the rows, their fingerprint)."""
-    rows, column, _ = read(folder, captions=True, **flags)
+    rows, column, *_ = read(folder, captions=True, **flags)
     assert rows[column][:] == [rows[i][column] for i in range(len(rows))]
     names = [image["path"].removeprefix(f"{folder}/") for image in rows[column][:]]
     return list(zip(names, rows["text"][:], strict=True)), rows._fingerprint
@@ -233,7 +233,7 @@ def test_masks_may_be_any_image_format_and_in_archives(tmp_path, suffix, archive
         (tmp_path / "archive").mkdir()
         shutil.make_archive(str(tmp_path / "archive/photos"), "zip", folder)
         folder = tmp_path / "archive"
-    rows, column, mask_column = read(folder)
+    rows, column, mask_column, _ = read(folder)
     assert len(rows) == 3 and mask_column == "mask"
     name = f"1.mask.{suffix}"
     path = f"zip://{name}::{folder}/photos.zip" if archived else f"{folder}/{name}"

@@ -1,5 +1,6 @@
 """Models and data by their ids on a hub, with the real client."""
 
+import functools
 import importlib
 import json
 import re
@@ -31,6 +32,8 @@ from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.families import opening
+from diffusion_training.latents.reader import load_cache
+from diffusion_training.training.showing import hub as module
 from diffusion_training.training.showing.hub import upload_run
 
 UNCONDITIONAL = [
@@ -91,6 +94,56 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     said, is_machines = fault_of(download, "org/open", endpoint="http://127.0.0.1:9")
     assert re.fullmatch(r"the hub can't be reached \(.*\): check the network.*", said)
     assert is_machines
+
+
+def test_a_storage_that_refuses_is_not_taken_for_a_token_without_rights(hub):
+    hub.add("org/big", {"model.safetensors": b"0" * 1000})
+    hub.fail("/lfs/*", status=403, times=100)
+    said, is_machines = fault_of(download, "org/big", "model.safetensors")
+    assert said.startswith("localhost refuses the request (Forbidden), because of a firewall or of")
+    assert is_machines
+    hub.faults.clear()
+    hub.fail("*", status=401, times=100)
+    said, _ = fault_of(download, "org/big", "config.json", token=False)
+    assert said.endswith("): run `hf auth login`") and said.startswith("the hub needs your token (")
+
+
+@pytest.mark.parametrize("address, reason", [
+    ("hf://datasets/org/latents", "the hub has no org/latents, or it is private and your token"),
+    ("hf://datasets/org/unknown/part", "the hub has no org/unknown, or it is private and your tok"),
+    ("hf://datasets/org/open@v2", "org/open has no such revision: see the branches"),
+    ("hf://datasets/org/open", None),
+])  # fmt: skip
+def test_a_cache_on_the_hub_that_can_not_be_read_is_not_called_missing(hub, address, reason):
+    hub.tokens["hf_org"] = Token("org")
+    hub.add("org/latents", {"cache.json": b"{}"}, kind="datasets", private=True)
+    hub.add("org/open", {"other.json": b"{}"}, kind="datasets")
+    with pytest.raises(SystemExit) as refused:
+        load_cache(address)
+    expected = f"{address} can't be read ({reason}" if reason else "is missing: make the cache"
+    assert expected in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_push_is_tried_again_where_the_hub_has_a_fault(hub, tmp_path, monkeypatch):
+    hub.tokens["hf_me"] = Token("me")
+    monkeypatch.setenv("HF_TOKEN", "hf_me")
+    monkeypatch.setattr(module, "WAITS", (0, 0, 0))
+    (tmp_path / "README.md").write_text("card")
+    hub.add("me/run", {})
+    for step, status in enumerate((503, 412, 500)):
+        (tmp_path / "loss.png").write_text(f"step {step}")
+        hub.fail("*/commit/*", method="POST", status=status, times=2)
+        upload_run("me/run", str(tmp_path), [])
+        assert hub.files("me/run")["loss.png"] == f"step {step}".encode()
+    for status, tries in ((403, 1), (503, 4)):
+        hub.requests.clear()
+        (tmp_path / "loss.png").write_text(f"{status}")
+        hub.fail("*/commit/*", method="POST", status=status, times=tries)
+        with pytest.raises(SystemExit, match="the upload to me/run failed; everything is in"):
+            upload_run("me/run", str(tmp_path), [])
+        assert len([each for each in hub.requests if "/commit/" in each.path]) == tries
+        hub.faults.clear()
 
 
 def test_the_client_reads_on_after_a_cut_and_sends_no_token_to_the_storage(hub):
@@ -172,10 +225,11 @@ def test_a_folder_of_images_on_the_hub_is_streamed_undecoded(hub, tmp_path):
     opened = load_rows(args, streaming=True)
     found = [item[opened.column] for item in opened.rows]
     assert {type(image) for image in found} == {dict}
-    pixels = {decode_image(image, 3).permute(1, 2, 0).numpy().tobytes() for image in found}
+    decode = functools.partial(decode_image, channels=3, allowed=opened.allowed)
+    pixels = {decode(image).permute(1, 2, 0).numpy().tobytes() for image in found}
     assert pixels == {np.asarray(Image.open(path)).tobytes() for path in images.iterdir()}
     hub.fail("*.png", status=503, times=100)
-    _, is_machines = fault_of(decode_image, found[0], 3)
+    _, is_machines = fault_of(decode, found[0])
     assert is_machines  # the row is not skipped as a bad one
 
 

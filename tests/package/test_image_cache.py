@@ -28,13 +28,13 @@ def args(tmp_path, monkeypatch):
 
 
 def make(args, channels=3, num_workers=1):
-    rows, column, _ = load_rows(args)
+    rows, column, *_ = load_rows(args)
     cached, left_out = cache_images(rows, column, channels, num_workers, args)
     return [decode_image(row[column], channels) for row in cached], left_out
 
 
 def test_cached_images_equal_decoded_images(args, tmp_path):
-    rows, column, _ = load_rows(args)
+    rows, column, *_ = load_rows(args)
     expected = [shrink(decode_image(row[column], 3), 16, (0.5, 0.5)) for row in rows]
     pixels, left_out = make(args)
     assert left_out == 0 and all(
@@ -138,7 +138,7 @@ def test_cache_batch_names_and_skips_rows_without_an_image(capfd):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_disk_that_takes_no_more_ends_in_a_sentence(args, num_workers):
-    rows, column, _ = load_rows(args)
+    rows, column, *_ = load_rows(args)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # bytes of a file
     try:

@@ -20,6 +20,7 @@ from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents import reader as module
 from diffusion_training.latents import shards
+from diffusion_training.latents.cache import read_shard_record
 from diffusion_training.latents.source import (
     check_family,
     load_matching_encoders,
@@ -431,6 +432,84 @@ def test_a_shard_that_is_a_pipe_is_refused(cache):
     shard.unlink()
     os.mkfifo(shard)
     refused(cache, f"{shard} is damaged (it is not a file)")
+
+
+@pytest.mark.parametrize("path, values", [
+    ("rows", ["6", None, [], True, {}]), ("captions_cut", [None, "0"]), ("skipped", ["1", []]),
+    ("shards", [None, [], "x"]), ("shards.name", ["x", None, [1], {}]),
+    ("shards.rows", ["x", ["1"], [[]]]), ("shards.sha256", [3]), ("shards.checksums", [[None]]),
+    ("tokenizer_rules", [None, True, [], {}]), ("tokenizer_rules.libraries", [None, 3]),
+    ("text_encoder", ["x", None, []]), ("vae", ["x", None]), ("tokenizer", [[], {}]),
+    ("tokenizer.model_max_length", ["77", None]), ("text_cache", [None, []]), ("latents", [3]),
+    ("latents_shape", ["x", None, ["8"]]), ("features", ["masks", None, [1], {}]),
+    ("transform", [None, "x", []]), ("transform.resolution", ["16", [16], None, True]),
+    ("transform.caption_weights", [-1, "x", ["x"]]), ("transform.random_flip", [None, "x"]),
+    ("transform.bucket_step", ["x", True]), ("source", [None, []]), ("source.rows", ["7", []]),
+    ("rows_per_shard", ["3", None]),
+])  # fmt: skip
+def test_a_forged_cache_json_is_refused_in_one_sentence(cache, path, values):
+    *outer, name = path.split(".")
+    for value in [*values, "gone"]:
+
+        def forge(content, value=value):
+            for key in outer:
+                content = content[key]
+            content.pop(name)
+            if value != "gone":
+                content[name] = value
+
+        before = (cache / "cache.json").read_text()
+        rewrite(cache, forge)
+        said = f"cache.json has no valid {path.split('.')[0]}"
+        refused(cache, f"{cache} is damaged ({said}", "make the cache again")
+        if path != "shards" or value != "gone":  # else it counts as begun
+            with pytest.raises(SystemExit, match=f"{cache} is damaged .*: delete it, or choose"):
+                make_cache(cache)
+        rewrite(cache, lambda content, before=before: content.update(json.loads(before)))
+
+
+def test_a_pipe_or_too_deep_a_file_in_place_of_cache_json_is_refused(cache):
+    (cache / "cache.json").write_text("[" * 100_000)
+    refused(cache, f"{cache} is damaged (")
+    (cache / "cache.json").unlink()
+    os.mkfifo(cache / "cache.json")
+    refused(cache, f"{cache} is damaged (", "cache.json is not a file)")
+    with pytest.raises(SystemExit, match="cache.json is not a file"):
+        make_cache(cache)
+
+
+def test_a_record_that_is_a_pipe_or_too_deep_counts_as_missing(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("[" * 100_000)
+    assert read_shard_record(path) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert read_shard_record(path) is None
+
+
+def test_a_further_column_that_a_checksum_covers_is_named(cache):
+    """As one adds it in minimal/precompute_latents.py."""
+    shard = next(cache.glob("data-*.arrow"))
+    batches = [*pa.ipc.open_stream(pa.memory_map(str(shard)))]
+    further = []
+    for batch in batches:
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        columns["score"] = pa.array(np.arange(len(batch), dtype=np.float32))
+        columns["checksum"] = pa.array(np.arange(len(batch), dtype=np.uint64))
+        further.append(pa.RecordBatch.from_pydict(columns))
+    digest = xxhash.xxh3_128()
+    for batch in further:
+        digest.update(batch["checksum"].to_numpy())
+    write_rows(shard, further, further[0].schema)
+    number = sorted(cache.glob("data-*.arrow")).index(shard)
+    rewrite(
+        cache,
+        lambda content: content["shards"]["checksums"].__setitem__(number, digest.hexdigest()),
+    )
+    rows = open_caches(cache)
+    first = int(rows.starts[number])
+    with pytest.raises(OSError, match="further column score, which the checksum of a row must not"):
+        rows[[(0, first, 1.0)]]
 
 
 def test_names_of_unknown_features_are_printable(cache):

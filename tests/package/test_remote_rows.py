@@ -44,7 +44,7 @@ def test_remote_rows_equal_rows_on_a_disk(folder, tmp_path):
         "--pretrained_model_name_or_path=sd",
         f"--cache_dir={tmp_path / 'hub'}",
     ]
-    local, column, _ = load_rows(precompute_latents.parse_args(argv), others=["text"])
+    local, column, *_ = load_rows(precompute_latents.parse_args(argv), others=["text"])
     assert len(rows) == len(local) == COUNT and rows.column_names == (column, "text") == (
         "image",
         "text",

@@ -1,8 +1,10 @@
 """Models by their ids on a hub: what is asked for, and what is fetched."""
 
 import collections
+import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -95,6 +97,22 @@ def test_one_set_of_weights_is_fetched_without_other_files(hub, held, variant, w
     repository.fetch("part", variant)
     assert count_requests(hub) == asked
     assert (repository.folder / "part/config.json").read_bytes() == b"part/config.json"
+
+
+def test_weights_of_another_digest_than_the_hub_lists_are_deleted(hub):
+    """A mirror may give another file of the same size."""
+    content = bytes(1000)
+    hub.add("org/base", {"model_index.json": b"{}", "unet/model.safetensors": content})
+    stored = {hashlib.sha256(content).hexdigest(): b"\1" + content[1:]}
+    hub.fail("/lfs/*", method="GET", times=2, then=lambda: hub.stored.update(stored))
+    repository = open_base_repository()
+    path = repository.folder / "unet/model.safetensors"
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="unet/model.safetensors of org/base has another SHA"):
+            repository.fetch("unet")
+        assert not path.exists() and not os.path.lexists(path)
+    repository.fetch("unet")
+    assert path.read_bytes() == content
 
 
 def test_a_warm_start_asks_twice_and_all_files_are_of_one_commit(hub):

@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import MODELS, Script, finish, make_captioned, make_images, start
@@ -98,7 +100,7 @@ def test_load_rows_reads_every_kind_of_folder(tmp_path, load):
         decode_image({"bytes": data, "path": None}, 3).float().mean().item() for data in png
     )
     for name in ("images", "classes", "captions", "parquet", "plain", "tars"):
-        rows, column, _ = load(tmp_path / name)
+        rows, column, *_ = load(tmp_path / name)
         assert len(rows) == 6 and rows.column_names == [column], name
         assert (
             sorted(decode_image(row[column], 3).float().mean().item() for row in rows) == reference
@@ -115,7 +117,7 @@ def test_max_train_samples_draws_by_seed_or_takes_the_first_of_a_stream(tmp_path
     ]
     assert len(drawn[0]) == 4 and drawn[0] == drawn[1] != drawn[2]
     assert len(load(tmp_path / "images", max_train_samples=99).rows) == 6
-    rows, column, _ = load(tmp_path / "images", streaming=True, max_train_samples=3)
+    rows, column, *_ = load(tmp_path / "images", streaming=True, max_train_samples=3)
     assert [Path(row[column]["path"]).name for row in rows] == ["0.png", "1.png", "2.png"]
 
 
@@ -410,3 +412,50 @@ def test_caption_column_refuses_images_and_rows_may_lack_a_file(tmp_path, load):
         "".join(json.dumps(line) + "\n" for line in lines)
     )
     assert len(load(tmp_path / "images").rows) == 2  # the second is skipped when it is read
+
+
+def make_table(folder, **columns):
+    """A parquet file without what `datasets` writes of its features."""
+    folder.mkdir()
+    pq.write_table(pa.table(columns), folder / "train.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("column, flags, advice", [
+    ("text", {"image_column": "text"}, "--image_column or --caption_column"),
+    ("image", {"caption_column": "image"}, "--caption_column"),
+    ("image", {"class_column": "image"}, "--class_column"),
+    ("text", {"mask_column": "text"}, "--caption_column or --mask_column"),
+    ("image", {"mask_column": "image"}, "--mask_column"),
+    ("mask", {"conditioning_image_column": ["mask"], "mask_column": "mask"},
+     "--mask_column or --conditioning_image_column"),
+    ("image", {"conditioning_image_column": ["image"]}, "--conditioning_image_column"),
+])  # fmt: skip
+def test_a_column_has_one_role(tmp_path, column, flags, advice):
+    make_images(tmp_path / "images", 2)
+    png = [path.read_bytes() for path in sorted((tmp_path / "images").iterdir())]
+    folder = make_table(tmp_path / "table", image=png, text=["a", "b"], mask=png)
+    args = argparse.Namespace(
+        **dict.fromkeys(["dataset_name", "dataset_config_name", "max_train_samples"]),
+        **{"train_data_dir": str(folder), "dataset_split": "train", "seed": 0},
+        **{"cache_dir": str(tmp_path / "cached"), "caption_extension": "txt"},
+        **{"instance_prompt": None, "folder_repeats": False, "allow_missing_conditioning": True},
+        **{"image_column": None, "caption_column": "text", "mask_column": None}
+        | {"conditioning_image_column": None, "conditioning_data_dir": None}
+        | flags,
+    )
+    others = [flags.get("class_column") or args.caption_column]
+    with pytest.raises(SystemExit) as refused:
+        load_rows(args, others=others, with_references=True)
+    assert f"column {column!r} of {folder} can't have two roles: choose another with {advice}" in (
+        f"{refused.value}\n"
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_as_lists_of_numbers_are_no_pixels(tmp_path, load, streaming):
+    make_images(tmp_path / "images", 2)
+    files = [list(path.read_bytes()) for path in sorted((tmp_path / "images").iterdir())]
+    folder = make_table(tmp_path / "table", image=pa.array(files, pa.list_(pa.uint8())))
+    with pytest.raises(SystemExit, match="can't be read as images .it has lists of numbers: store"):
+        load(folder, streaming)

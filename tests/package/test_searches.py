@@ -237,8 +237,10 @@ def test_total_batch_size_sets_accumulation_and_a_found_size_is_kept(capsys):
     assert found == (2, 4) and device.tried == []  # a resumed run keeps its batch size
     with pytest.raises(SystemExit, match="--total_batch_size 9 is not a multiple of --train"):
         choose(2, 9)
-    with pytest.raises(SystemExit, match="multiple of --train_batch_size 1 x 4 processes: choose"):
-        choose(2, 2, num_processes=4)
+    for size, total, count in ((2, 2, 4), (16, 7, 2)):  # the sentence names no size that none gave
+        said = f"--total_batch_size {total} is not a multiple of {count} processes: choose another"
+        with pytest.raises(SystemExit, match=said):
+            choose(size, total, num_processes=count)
     with pytest.raises(SystemExit, match="multiple of --train_batch_size 2 x 2 processes: choose"):
         choose(2, 6, num_processes=2)
     with pytest.raises(

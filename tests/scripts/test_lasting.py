@@ -1,6 +1,8 @@
 """A run outlives its terminal and its trackers; folders and addresses keep what is not a run's."""
 
+import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ from conftest import (
 )
 from fsspec.implementations.local import LocalFileSystem
 
-from diffusion_training.errors.printing import hide_secrets, note_secrets
+from diffusion_training.errors.printing import hide_secrets, name_address, note_secrets
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train = Script("train_unconditional")
@@ -248,7 +250,7 @@ def test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing(tmp_pat
     ("s3://bucket/run", "s3://bucket/run"),
     ("see https://host/a.png?sig=SECRET&x=1 (404)", "see https://host/a.png?*** (404)"),
     ("zip://a.jpg::https://PASSWORD@host/a.zip?t=SECRET", "zip://a.jpg::https://***@host/a.zip?***"),
-    ("s3://bucket/part-??.parquet", "s3://bucket/part-??.parquet"),
+    ("s3://bucket/part-??.parquet", "s3://bucket/part-?***"),
     ("hf://datasets/me/photos@main/a.zip", "hf://datasets/me/photos@main/a.zip"),
     ("me@host.org, what = 1?", "me@host.org, what = 1?"),
     (["https://PASSWORD@host", 3], ["https://***@host", 3]),
@@ -259,7 +261,9 @@ def test_a_picture_of_the_user_among_the_samples_stays_and_harms_nothing(tmp_pat
     ("(https://host/run?sig=a'SECRET')", "(https://host/run?***')"),
     ("https://host/run#token=SECRET.", "https://host/run?***."),
     ("http://1.1.1.1:90/a is down, ask me@x.org", "http://1.1.1.1:90/a is down, ask me@x.org"),
-    ("s3://bucket/photos#1/0?.tar", "s3://bucket/photos#1/0?.tar"),
+    ("s3://bucket/photos#1/0?.tar", "s3://bucket/photos?***"),
+    ("zip://what?#1@2x.jpg::/data/a;b.zip", "zip://what?#1@2x.jpg::/data/a;b.zip"),
+    ("http://[::1]:9000/x?y", "http://[::1]:9000/x?***"),
 ])  # fmt: skip
 def test_hide_secrets_cuts_passwords_and_queries(text, hidden):
     assert hide_secrets(text) == hidden
@@ -271,7 +275,7 @@ def test_hide_secrets_cuts_passwords_and_queries(text, hidden):
     ("ftp://me:PASS/WORD@host/run", "ftp://***@host/run", "no integer value: 'PASS'"),
     ("ftp://me:1%2FPASSWORD@host/run", "ftp://***@host/run", "'1/PASSWORD' is no password"),
     ("s3://me:a\nPASSWORD@host/run", "s3://***@host/run", "PASSWORD"),
-    ("https://me:a?PASSWORD@host/x?q=SECRET", "https://***@host/x?***", "SECRET"),
+    ("https://me:a?PASSWORD@host/x?q=SECRET", "https://?***", "SECRET"),
     ("https://host/a b?sig=c d=SECRET", "https://host/a b?***", "url: /a b?sig=c d=SECRET"),
     ("https://host/x.tar?SECRET", "https://host/x.tar?***", "no x.tar?SECRET"),
     ("https://host/x#t=a&key=SECRET", "https://host/x?***", "the key SECRET"),
@@ -290,15 +294,92 @@ def test_secrets_of_the_command_line_are_hidden_wherever_they_are_repeated(
 
 
 @pytest.mark.parametrize("address", [
-    "http://localhost:9000/bucket/photo@2x.tar",
+    "http://localhost:9000/bucket/photo-2x.tar",
     "hf://datasets/me/photos@main/a:b",
-    "s3://bucket/{0..9}?.tar",
-    "s3://bucket/photos#1",
+    "s3://bucket/{0..9}*.tar",
+    "zip://a#1;2@3.jpg::photos.zip",
     "gs://bucket/a:b@c/d",
 ])  # fmt: skip
 def test_addresses_without_secrets_stay(address):
     note_secrets([address])
     assert hide_secrets(f"saved to {address}", printed=True) == f"saved to {address}"
+
+
+SPELLINGS = [  # of the part after ://, X is a secret
+    "me:X@host/a", "me:X@host:90/a", "me:X@[::1]:90/a", "X@host/a", "me@corp.org:X@host/a",
+    "me:b@X@host/a", "me:b/X@host/a", "me:b?X@host/a", "me:b#X@host/a", "me:b;X@host/a",
+    "me:b:X@host/a", "me:b::X@host/a", "me:12 X@host/a", "me:83749261/X@host", "me:80/X@host/a",
+    "me:80?X@host", "me:b c X@host/a", "me:b%40X@host/a", "me:b%40X%40host/a", "me:X%40host/a",
+    "me:'X'@host/a", "me:\"X\"@host/a", ":X@host/a", "me%3AX@host/a", "me:X@host", "X:@host/a",
+    "host/a?sig=X", "host/a?X", "host/a?a.X", "host/a?a/X", "host/a?/X", "host/a?.X", "host/?X",
+    "host?X", "host/a?x=1&sig=X", "host/a?x=1;sig=X", "host/a?sig=X#b", "host/a#X", "host/a#sig=X",
+    "host/a#a.X", "host/a#/X", "host/a;token=X", "host/a;X", "host/a;X/b", "host/a;X?b", "host;X",
+    "host:90/a?X", "host:90/a#X", "host:90/a;X", "host:90?X", "[::1]:90/a?X", "[::1]/a;X",
+    "host/a?u=me@corp.org&sig=X", "me:b@host/a?u=me@corp.org&sig=X", "host:90/a?u=a@b&sig=X",
+    "host/https://me:X@other/a", "host/https://other/a?X", "me:X@host/https://other/a",
+    "host/a::s3://me:X@other/a", "host/a::s3://other/a?X", "host/a%3Fb?X", "host/a??X", "host/a?#X",
+    "host/a?q=b c X", "host/a?=X", "me:b://X@host/a", "host/a?u=https://me:X@other",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["https", "s3", "zip://a.jpg::ftp", "simplecache::memory"])
+def test_no_spelling_of_an_address_shows_its_secret(scheme):
+    secret = "8rV7qZu2"
+    for spelling in SPELLINGS:
+        rest = spelling.replace("X", secret)
+        address = f"{scheme}://{rest}"
+        # what a library may repeat of it: the value of a query, or the password
+        part = re.search(r"(?<=[?#;=&])[^?#;=&@]*X[^?#;=&@]*|X", spelling)[0].replace("X", secret)
+        note_secrets([f"--checkpoints_to={address}"])
+        texts = [
+            hide_secrets(address),
+            hide_secrets(f"{address} is full ({rest}; {part})", printed=True),
+            name_address(address),
+        ]
+        note_secrets([])
+        texts += [
+            hide_secrets(f"can't read {rest}, or {part}", address=address),
+            hide_secrets(f"'{address}'"),
+            hide_secrets(json.dumps({"url": address})),
+        ]
+        if " " in spelling:  # the end of an address in a text can't be seen
+            texts = texts[:4]
+        assert len(SPELLINGS) >= 60 and not [text for text in texts if secret in text], spelling
+        assert hide_secrets(texts[0]) == texts[0], spelling
+
+
+def test_names_of_addresses_stay_distinct_and_names_without_a_query_stay():
+    addresses = [f"https://me:PASSWORD@host/photo.png?id={number}" for number in range(1000)]
+    names = {*map(name_address, addresses)}
+    assert len(names) == 1000
+    assert all(re.fullmatch(r"https://host/photo\.png~[0-9a-f]{16}", name) for name in names)
+    for name in (
+        "dogs/one#1?.png",
+        "row 3",
+        "https://host:80/a b.png",
+        "zip://a?b.jpg::b.zip",
+        "hf://datasets/me/photos@main/a.png",
+        "C:/a;b.png",
+        "s3://bucket/a&b=c.png",
+    ):
+        assert name_address(name) == name
+
+
+def test_an_address_that_was_recorded_without_its_secret_must_be_given_again(tmp_path, capfd):
+    (tmp_path / "run.args").write_text("--checkpoints_to='s3://***@host/run?***'")
+    with pytest.raises(SystemExit):
+        train.module.parse_args([f"@{tmp_path}/run.args"])
+    assert "s3://***@host/run?*** lacks its password or query" in capfd.readouterr().err
+    args = train.module.parse_args([f"@{tmp_path}/run.args", "--checkpoints_to=s3://me:b@host/run"])
+    assert args.checkpoints_to == "s3://me:b@host/run"
+
+
+@pytest.mark.parametrize("flag", ["logging_dir", "cache_dir"])
+def test_folders_of_this_machine_are_no_addresses(flag, capfd):
+    with pytest.raises(SystemExit):
+        train.module.parse_args([f"--{flag}=https://me:PASSWORD@host/x"])
+    said = capfd.readouterr().err
+    assert "https://***@host/x is an address: give a local folder" in said
 
 
 class SecretFiles(LocalFileSystem):

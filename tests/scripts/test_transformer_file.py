@@ -309,6 +309,16 @@ def test_unsuitable_files_end_in_a_sentence(tmp_path, z_image):
             unpack_transformer(str(path), opened, str(tmp_path / "kept"))
 
 
+def test_a_file_with_a_weight_that_is_not_finite_is_named(tmp_path, z_image):
+    base, path = z_image
+    weights = load_file(path)
+    next(iter(weights.values())).view(-1)[0] = torch.nan
+    save_file(weights, tmp_path / "nan.safetensors")
+    said = train.refused(*list_flags(tmp_path, base, tmp_path / "nan.safetensors"))
+    named = f"{tmp_path / 'nan.safetensors'} holds no ZImageTransformer2DModel (1 weights with NaN"
+    assert named in said
+
+
 def test_a_file_that_is_changed_is_unpacked_again(tmp_path, z_image):
     base, path = z_image
     args = train.module.parse_args(list_flags(tmp_path, base, tmp_path / "z.safetensors"))

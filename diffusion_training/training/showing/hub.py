@@ -1,13 +1,17 @@
 """Make the repository of --push_to_hub, and upload a run to it."""
 
+import time
 from argparse import Namespace
 from pathlib import Path
 
 from huggingface_hub import create_repo, get_paths_info, repo_info, upload_folder
 
+from diffusion_training.errors.faults import is_a
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.training.showing.pipelines import name_source
 
+# seconds between tries: the hub may have a fault, or another commit came between (412)
+WAITS = (1, 4, 16)
 TITLE = "Upload a training run"  # of commits; one with another title has changed a card by hand
 
 
@@ -39,6 +43,18 @@ def upload_run(repository: str | None, output_dir: str, files: list[str]) -> Non
                 f"{repository} keeps its README.md, because it was changed there: "
                 f"the card of this run is {output_dir}/README.md"
             )
-        upload_folder(
-            repo_id=repository, folder_path=output_dir, allow_patterns=files, commit_message=TITLE
-        )
+        for wait in (*WAITS, None):
+            try:
+                upload_folder(
+                    repo_id=repository,
+                    folder_path=output_dir,
+                    allow_patterns=files,
+                    commit_message=TITLE,
+                )
+                break
+            except Exception as error:
+                status = getattr(getattr(error, "response", None), "status_code", 0)
+                is_passing = status >= 500 or status in (412, 429) or is_a(error, "TransportError")
+                if wait is None or not is_passing:
+                    raise
+                time.sleep(wait)

@@ -365,7 +365,7 @@ def save_report(
             path = Path(folder) / "skipped.jsonl"
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             for row in map(json.loads, text.splitlines()):
-                skipped[row["key"]] = row["reason"]
+                skipped[hide_secrets(row["key"])] = hide_secrets(row["reason"])
         flags = {name: value for name, value in vars(args).items() if value is not None}
         given = {name: flags[name] for name in args.given if name in flags}
         typed = [""]
