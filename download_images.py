@@ -80,7 +80,7 @@ from diffusion_training.arguments import (
 )
 from diffusion_training.cluster.connection import (
     Gauges,
-    check_kept,
+    check_ray_args,
     connect,
     list_own_modules,
     run_tasks,
@@ -254,7 +254,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
         needed = "--output_dir and one of --input and --dataset_name are needed"
         parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
-    check_kept(parser, args.output_dir)
+    check_ray_args(parser, args.address, args.output_dir)
     address = args.address or os.environ.get("RAY_ADDRESS", "local")
     if args.num_cpus is not None and address != "local":
         parser.error(

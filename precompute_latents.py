@@ -131,9 +131,10 @@ from diffusion_training.data.encoders import (
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import add_references, list_reference_columns
-from diffusion_training.data.rows import ImageRows, load_rows, read_items
+from diffusion_training.data.rows import ImageRows, load_rows, name_rows, read_items
 from diffusion_training.data.streams import StreamedRows
 from diffusion_training.data.transforms import decode_ahead, transform_row
+from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
@@ -143,6 +144,7 @@ from diffusion_training.latents.cache import (
     OpenCache,
     check_skipped,
     describe_damage,
+    describe_rows,
     find_begun,
     finish_cache,
     open_cache,
@@ -156,7 +158,12 @@ from diffusion_training.latents.columns import (
 )
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
 from diffusion_training.latents.plan import PlannedCache, plan_caches
-from diffusion_training.latents.published import check_published, open_published, read_row
+from diffusion_training.latents.published import (
+    check_published,
+    name_published,
+    open_published,
+    read_row,
+)
 from diffusion_training.latents.settings import describe_prompts, name_shard
 from diffusion_training.launch import Launch, Meeting, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between, work_ahead
@@ -217,6 +224,15 @@ class TransformedRows(torch.utils.data.Dataset):
             for index, of_cache in items.items():
                 of_cache.append(self.transform_row(row, epoch, item, self.caches[index].transform))
         return {"batches": [self.collate(index, of_cache) for index, of_cache in items.items()]}
+
+    def name_rows(self, numbers: range) -> list[str]:
+        """The keys that consecutive rows have in a cache. No image is read."""
+        if hasattr(self.rows, "name_rows"):  # at an address
+            return self.rows.name_rows(numbers)
+        if self.transform_row is read_row:
+            return name_published(self.rows, numbers)
+        transform = self.caches[0].transform
+        return name_rows(self.rows, transform.image_column, transform.source, numbers)
 
     def collate(self, index: int, items: list[dict]) -> RowBatch:
         # a group has images of one size, and references of one size
@@ -568,7 +584,7 @@ def make_arrow_rows(
         arrays[checksum] = pa.array(checksums, pa.uint64())
     counts = {"encoded_again": encoded_again, "captions_cut": sum(batch["cut"][i] for i in good)}
     record_batch = pa.RecordBatch.from_pydict(arrays)
-    return LatentRows(batch["cache_index"], batch["row"][0], record_batch, skipped, counts)
+    return LatentRows(batch["cache_index"], batch["row"], record_batch, skipped, counts)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -598,16 +614,25 @@ def show_progress(
 
 
 def find_missing(
-    shards: range, caches: list[PlannedCache], opened: list[OpenCache], show_bar: bool
+    rows: dict[int, range],
+    dataset: TransformedRows,
+    opened: list[OpenCache],
+    is_stream: bool,
+    show_bar: bool,
 ) -> dict[int, dict[int, Path]]:
-    """Find missing or damaged shards: {shard: {index of a cache that lacks it: its file}}."""
+    """Find missing or damaged shards: {shard: {index of a cache that lacks it: its file}}.
+
+    rows: {shard: its rows}.
+    """
     missing: dict[int, dict[int, Path]] = {}
-    for shard in tqdm(shards, "Checking", disable=not show_bar, leave=False):
+    caches = dataset.caches
+    for shard, numbers in tqdm(rows.items(), "Checking", disable=not show_bar, leave=False):
+        names = None if is_stream else functools.partial(dataset.name_rows, numbers)
         for index, (cache, open_one) in enumerate(zip(caches, opened, strict=True)):
             folder = Path(cache.output_dir)
             path = folder / name_shard(shard, cache.settings)
             records = open_one.records
-            if damage := describe_damage(path, records):
+            if damage := describe_damage(path, records, names):
                 print(f"{path} {damage}: making it again", flush=True)
                 del records[path.name]
             if path.name not in records:
@@ -617,8 +642,9 @@ def find_missing(
 
 
 def write_each(
-    writing: Callable[[Any], AbstractContextManager[tuple[dict[str, Any], Callable[..., None]]]],
+    writing: Callable[..., AbstractContextManager[tuple[dict[str, Any], Callable[..., None]]]],
     paths: dict[int, Any],
+    numbers: range,
     encoded: Iterable[LatentRows],
 ) -> dict[int, dict[str, Any]]:
     """Write the rows of one shard, for each cache into its own file. Returns the shards' records.
@@ -626,10 +652,12 @@ def write_each(
     A shard is an Arrow stream, which `datasets` opens. It gets its name when it is complete.
 
     writing: `writing_shard`, or on Ray `writing_shard_to`.
-    paths: {index of the cache: file}.
+    paths: {index of the cache: file}. numbers: of the shard's rows in the source.
     """
     with contextlib.ExitStack() as stack:
-        shards = {index: stack.enter_context(writing(path)) for index, path in paths.items()}
+        shards = {
+            index: stack.enter_context(writing(path, numbers)) for index, path in paths.items()
+        }
         for item in encoded:
             _, write = shards[item.cache_index]
             write(item)
@@ -710,11 +738,13 @@ def main(args: Namespace) -> None:
     for cache in caches:
         sentence = describe_size(cache.settings, lengths, compare=args.dry_run)
         accelerator.print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
-    if args.dry_run:
-        return
-    place_encoders(encoders, device, launch.compile)
     read = read_row if args.import_latents else transform_row
     dataset = TransformedRows(images.rows, encoders.tokenizers, caches, read)
+    if args.dry_run:
+        for cache in caches if launch.is_main else ():
+            print_once(describe_rows(cache, dataset.name_rows))
+        return
+    place_encoders(encoders, device, launch.compile)
     if args.batch_size == "auto":  # an existing cache keeps its batch size
         size = find_begun(Path(cache.output_dir) for cache in caches)
         size = size or try_batch_sizes(accelerator, device, dataset, encoders, encode)
@@ -734,8 +764,9 @@ def main(args: Namespace) -> None:
     per_shard, per_batch = args.rows_per_shard, caches[0].rows_per_batch
     shards = range(rank, math.ceil(num_rows / per_shard), num_processes)
     has_records = any(open_one.records for open_one in opened)
-    missing = find_missing(shards, caches, opened, show_bar=has_records and launch.is_main)
     rows = {n: range(n * per_shard, min(num_rows, (n + 1) * per_shard)) for n in shards}
+    show_bar = has_records and launch.is_main
+    missing = find_missing(rows, dataset, opened, stream is not None, show_bar)
     keys: Iterator[Any] = (
         (list(paths), [(0, row) for row in rows[number][start : start + per_batch]])
         for number, paths in missing.items()
@@ -766,11 +797,14 @@ def main(args: Namespace) -> None:
         for each in opened
     ]
 
-    for number, of_shard in itertools.groupby(encoded, lambda item: item.first_row // per_shard):
+    # the end of a stream is not known
+    writing = functools.partial(writing_shard, may_end=stream is not None)
+    for number, of_shard in itertools.groupby(encoded, lambda item: item.numbers[0] // per_shard):
         paths = missing.get(number)
         if paths is None:  # a stream has more shards than were known at the start
             paths = {0: Path(caches[0].output_dir) / name_shard(number, caches[0].settings)}
-        records = write_each(writing_shard, paths, of_shard)
+        numbers = range(number * per_shard, (number + 1) * per_shard) if stream else rows[number]
+        records = write_each(writing, paths, numbers, of_shard)
         if stream:  # its rows are counted as they come
             num_rows = stream.save_position(number, rank)
         for index, record in records.items():

@@ -59,7 +59,7 @@ from diffusion_training.arguments import Flags, is_address, make_parser, number,
 from diffusion_training.cluster.connection import (
     TRIES,
     Gauges,
-    check_kept,
+    check_ray_args,
     connect,
     is_lost_machine,
     list_own_modules,
@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
         args = parse_demo(parser, choose_demo(args.model_family), argv, launcher="python")
     output_dir = args.output_dir.removeprefix("file://")
-    check_kept(parser, output_dir)
+    check_ray_args(parser, args.address, output_dir)
     local = {**vars(args), "output_dir": output_dir}
     if is_address(args.train_data_dir):
         for name in ("dataset_config_name", "dataset_split"):
@@ -152,12 +152,12 @@ from diffusion_training.data.encoders import describe_models, load_encoders, pla
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.rows import ImageRows, load_rows
 from diffusion_training.errors.faults import explain
-from diffusion_training.errors.printing import amount
+from diffusion_training.errors.printing import amount, print_once
 from diffusion_training.errors.sentences import Refused, fail, in_one_sentence
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
-from diffusion_training.latents.cache import find_begun
+from diffusion_training.latents.cache import describe_rows, find_begun
 from diffusion_training.latents.columns import describe_size
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
 from diffusion_training.latents.plan import PlannedCache, plan_caches
@@ -259,6 +259,11 @@ def decode_part(part: Part, pickled: bytes) -> list[dict]:
     return decoded
 
 
+def name_rows(numbers: range, pickled: Any) -> list[str]:
+    """The keys that rows have in a cache, on any node. pickled: Ray's reference, see `Job.rows`."""
+    return open_rows(ray.get(pickled)).name_rows(numbers)
+
+
 def map_tensors(batch: Any, change: Callable) -> dict[str, Any]:
     """Apply `change` to all tensors or arrays of a batch, including those in lists."""
 
@@ -319,6 +324,7 @@ class Encoder:
         self.decode_here, self.decode_anywhere = task, task.options(scheduling_strategy="SPREAD")
         # the last task on the own core; this one opens the data while the models load
         self.own_task = self.decode_here.remote((0, 0, ()), job.rows)
+        self.assigning = threading.Lock()  # of the own core: up to DEPTH threads decode shards
         self.turn = threading.Lock()  # of the shard that is encoded
         _, self.reason = attempt(self.load_models)
 
@@ -333,7 +339,8 @@ class Encoder:
         def make_files() -> dict[int, dict]:
             batches = self.decode(shard, spent)  # tasks begin now, also if another shard is encoded
             with contextlib.closing(self.encode(batches, spent)) as encoded:
-                return write_each(writing_shard_to, self.job.locate(*shard), encoded)
+                rows = list_rows(shard[0], self.job)
+                return write_each(writing_shard_to, self.job.locate(*shard), rows, encoded)
 
         records, reason = (None, self.reason) if self.reason else attempt(make_files)
         return {"records": records, "failed": reason, **spent}
@@ -374,10 +381,11 @@ class Encoder:
 
     def start_task(self, part: Part) -> Any:
         """Let a task decode a part: on the own core if it is idle, or on one that Ray finds."""
-        if ray.wait([self.own_task], timeout=0)[0]:
-            self.own_task = self.decode_here.remote(part, self.job.rows)
-            return self.own_task
-        return self.decode_anywhere.remote(part, self.job.rows)
+        with self.assigning:
+            if not ray.wait([self.own_task], timeout=0)[0]:
+                return self.decode_anywhere.remote(part, self.job.rows)
+            task = self.own_task = self.decode_here.remote(part, self.job.rows)
+            return task
 
     def get_decoded(self, part: Part, task: Any) -> list[dict]:
         """Wait for the batches of a part. Raises RuntimeError if they can't be decoded."""
@@ -620,6 +628,9 @@ def main(args: argparse.Namespace) -> None:
         sentence = describe_size(cache.settings, lengths, compare=args.dry_run)
         print(sentence if len(caches) == 1 else f"{cache.output_dir}: {sentence}")
     if args.dry_run:
+        dataset = TransformedRows(images.rows, encoders.tokenizers, caches)
+        for cache in caches:
+            print_once(describe_rows(cache, dataset.name_rows))
         return
     models, weight_bytes = described, count_weight_bytes(encoders, torch.float32)
     if (dtype := getattr(torch, described["dtype"])) != torch.float32:
@@ -652,17 +663,18 @@ def main(args: argparse.Namespace) -> None:
             size = size or measure_batch_size(make_job(caches, 0))
             print(f"Batch size: {size}", flush=True)
             caches = [cache.with_batch_size(size) for cache in caches]
+        per_batch = caches[0].rows_per_batch
+        row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)
+        job = make_job(caches, per_batch * max(1, PART_BYTES // (row_bytes * per_batch)))
+        names = functools.partial(name_rows, pickled=job.rows)
         missing: dict[int, tuple[int, ...]] = {}
         for index, (destination, cache) in enumerate(zip(destinations, caches, strict=True)):
-            for shard in destination.open(accelerator, cache, empty_prompt):
+            for shard in destination.open(accelerator, cache, empty_prompt, names):
                 missing[shard] = (*missing.get(shard, ()), index)
 
         # Each shard goes to an encoder. There, `Encoder.make` lets tasks read and decode its rows
         # (`decode_part`), encodes them (`encode_all`) and writes its files (`write_each`). Only
         # their records come back, in any order.
-        per_batch = caches[0].rows_per_batch
-        row_bytes = 3 * sum(cache.transform.resolution**2 for cache in caches)
-        job = make_job(caches, per_batch * max(1, PART_BYTES // (row_bytes * per_batch)))
         total = num_rows * len(caches)
         to_make = sum(len(list_rows(n, job)) * len(indices) for n, indices in missing.items())
         progress = CrewProgress(total, total - to_make)

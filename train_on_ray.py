@@ -53,7 +53,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diffusion_training.arguments import COUNT, Flags, Parser, make_parser, number, parse_demo
-from diffusion_training.cluster.connection import Gauges, check_kept, connect, list_own_modules
+from diffusion_training.cluster.connection import Gauges, check_ray_args, connect, list_own_modules
 from diffusion_training.cluster.supervisor import save_and_end, start_trainer, wait_until_free
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount
@@ -154,7 +154,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
             f"leave --resume_from_checkpoint {given} out: each restart would resume from it again, "
             "and this script always resumes from the latest checkpoint"
         )
-    check_kept(parser, flags.output_dir)
+    check_ray_args(parser, args.address, flags.output_dir)
     output_dir = os.path.abspath(flags.output_dir)
     found = {"script": path, "output_dir": output_dir, "trainer": flags}
     return Flags(**vars(args) | found)

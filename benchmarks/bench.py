@@ -220,7 +220,7 @@ def make_cache(
     empty_prompt, described = precompute_latents.describe_encoders(base, encoders, args, "no")
     images = ImageRows(datasets.Dataset.from_dict({"row": range(rows)}), "image")
     (planned,) = plan_caches(args, images, encoders, described, {})
-    settings, shards = planned.settings, planned.list_shards()
+    settings, shards = planned.settings, [*planned.list_shards()]
     write_file(folder / "cache.json", json.dumps(settings))
     tokens, _ = settings["prompt_embeds_shape"]
     rng, numbers = np.random.default_rng(0), math.prod(settings["latents_shape"])
@@ -253,7 +253,8 @@ def make_cache(
             arrays["text"] = arrays["key"] = pa.array([str(first + i) for i in range(count)])
             arrays["checksum"] = pa.array(sums, pa.uint64())
             counts = {"encoded_again": 0, "captions_cut": 0}
-            yield LatentRows(0, first, pa.RecordBatch.from_pydict(arrays), [], counts)
+            rows_of_batch = range(first, first + count)
+            yield LatentRows(0, rows_of_batch, pa.RecordBatch.from_pydict(arrays), [], counts)
 
     for number, name in enumerate(shards):
         start = number * rows_per_shard
@@ -261,8 +262,9 @@ def make_cache(
             for path in folder / name, folder / f"unfinished/{name}.json":
                 os.link(path.with_name(path.name.replace(name, shards[number % written])), path)
             continue
-        with writing_shard(folder / name) as (_, add):
-            for item in encoded(start, min(rows, start + rows_per_shard)):
+        end = min(rows, start + rows_per_shard)
+        with writing_shard(folder / name, range(start, end)) as (_, add):
+            for item in encoded(start, end):
                 add(item)
     finish_cache(folder, empty_prompt, 1)
     return folder

@@ -115,7 +115,8 @@ class ShardEncoder(script.Encoder):
             batches = (script.map_tensors(batch, move) for batch in pickle.loads(row["batches"]))
             encoded = encode_all(batches, self.encoders, self.load_exact, self.job.caches)
             paths = self.job.locate(*shard)
-            return script.write_each(script.writing_shard_to, paths, encoded)
+            rows = script.list_rows(number, self.job)
+            return script.write_each(script.writing_shard_to, paths, rows, encoded)
 
         begin = time.perf_counter()
         records, reason = None, row["reason"] or self.reason

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
@@ -108,6 +109,9 @@ class Parser(argparse.ArgumentParser):
             # They leave hardly any garbage, and to look for it takes a sixth of the processor time
             # of a start. `in_one_sentence` turns that on again.
             gc.disable()
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                # Ctrl-C ends the imports without a traceback; later `main` handles it
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
         for word in self.typed:
             if not word.startswith("@"):
                 words.append(word)

@@ -52,6 +52,7 @@ from diffusion_training import models as package_models  # noqa: E402
 from diffusion_training.errors.sentences import AGAIN  # noqa: E402
 from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
+from diffusion_training.files import hash_values  # noqa: E402
 from diffusion_training.repositories import open_repository  # noqa: E402
 from diffusion_training.training.keeping.checkpoints import find_checkpoints  # noqa: E402
 from diffusion_training.training.lora import lora  # noqa: E402
@@ -684,6 +685,22 @@ def read_files(folder):
     """{name: bytes} of all files in a folder."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def copy_shard(folder, source, target):
+    """Let a shard of a finished cache hold another one's rows, as the first script for Ray could.
+
+    Returns the name of the shard that is now wrong.
+    """
+    cache = json.loads((folder / "cache.json").read_text())
+    names = cache["shards"]["name"]
+    shutil.copy(folder / names[source], folder / names[target])
+    for column in ("sha256", "checksums"):
+        cache["shards"][column][target] = cache["shards"][column][source]
+    (folder / "cache.json").write_text(json.dumps(cache, indent=1))
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_fingerprint": hash_values(cache)}))
+    return names[target]
 
 
 def find_parser(parse_args):

@@ -9,11 +9,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diffusion_training.errors.sentences import explained, name_command
+from diffusion_training.errors.sentences import CHANGED, explained, name_command
 from diffusion_training.errors.stop_signals import end_at_once, end_if_stopped, list_stop_signals
 
 # Ray reads these when it is imported. The first silences a warning about a future change for GPUs.
@@ -26,6 +27,8 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 Task = TypeVar("Task")
 TRIES = 4  # attempts at a task whose worker dies
 LOSSES = 100  # and whose machine is lost, which is hardly the task's fault
+# seconds without an answer after which Ray ends the program, without a sentence
+RAYS_PATIENCE = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))
 
 
 def list_own_modules(*objects: Any) -> list[str]:
@@ -38,8 +41,13 @@ def list_own_modules(*objects: Any) -> list[str]:
     return sorted(str(file.parent if file.name == "__init__.py" else file) for file in files)
 
 
-def check_kept(parser: argparse.ArgumentParser, output_dir: str) -> None:
-    """Stop with an error if Ray unpacks `ray job submit --working-dir` around --output_dir."""
+def check_ray_args(parser: argparse.ArgumentParser, address: str | None, output_dir: str) -> None:
+    """Stop with an error if --address is empty, or --output_dir does not outlast the job.
+
+    Ray unpacks `ray job submit --working-dir` in a folder that it deletes.
+    """
+    if address == "":
+        parser.error("--address is empty: leave it out to start Ray on this machine")
     path = os.path.abspath(output_dir)
     if "/working_dir_files/" in path:
         parser.error(f"Ray deletes {path} after the job: give an absolute --output_dir")
@@ -72,16 +80,20 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
                 log_to_driver=False,
                 **options,
             )
-        except SystemExit:  # by Ray's handler of SIGTERM, which replaces ours in the meantime
-            end_at_once(signal.SIGTERM, None)
+        except SystemExit:
+            end_if_stopped()  # by our handler, which Ray keeps for Ctrl-C
+            end_at_once(signal.SIGTERM, None)  # by Ray's, which replaces ours in the meantime
     for number, handler in handlers.items():  # Ray has replaced them
         signal.signal(number, handler)
     ended = threading.Event()
-    here = ray.get_runtime_context().get_node_id()
+    CHANGED.callback(ended.set)  # also if `main` fails before it disconnects
+    context = ray.get_runtime_context()
+    host, port = context.gcs_address.rsplit(":", 1)
     for node in ray.nodes():
-        if node["NodeID"] == here:
-            place = node["NodeManagerAddress"], node["NodeManagerPort"]
-            threading.Thread(target=watch_raylet, args=(place, ended), daemon=True).start()
+        if node["NodeID"] == context.get_node_id():
+            raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
+            places = raylet, (host.strip("[]"), int(port))
+            threading.Thread(target=watch_ray, args=(*places, ended), daemon=True).start()
 
     def disconnect() -> None:
         ended.set()
@@ -90,27 +102,36 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
     return disconnect
 
 
-def watch_raylet(place: tuple[str, int], ended: threading.Event) -> None:
-    """End the program in a sentence when Ray's process on this machine has died, until `ended`.
+def watch_ray(raylet: tuple[str, int], gcs: tuple[str, int], ended: threading.Event) -> None:
+    """End the program in a sentence when Ray has died, until `ended`.
 
-    place: the host and the port where it listens. Ray itself ends the program a minute later,
-    without a word on what to do, perhaps while the main thread waits for Ray and never returns.
+    raylet: host and port of Ray's process on this machine. gcs: those of the process that directs
+    the cluster, which may be restarted. Ray itself ends the program a minute later, without a word
+    on what to do, perhaps while the main thread waits for Ray and never returns.
     """
+    answered = time.monotonic()  # when both did so last
     while not ended.wait(1):
+        place = raylet
         try:
-            socket.create_connection(place, timeout=10).close()
-        except ConnectionRefusedError:
-            if not ended.is_set():
-                print(
-                    f"\n{Path(sys.argv[0]).name}: Ray's process on this machine, the raylet, has "
-                    "died, perhaps for lack of memory; saved files are complete: start Ray again "
-                    f"if you had started it, and {name_command()} continues",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(1)
-        except OSError:  # for example, too many files are open
+            socket.create_connection(raylet, timeout=10).close()
+            place = gcs
+            socket.create_connection(gcs, timeout=10).close()
+            answered = time.monotonic()
             continue
+        except OSError as error:
+            reason = f"head node does not answer at {gcs[0]}:{gcs[1]} ({error})"
+            if place is raylet and isinstance(error, ConnectionRefusedError):
+                reason = "process on this machine, the raylet, has died, perhaps for lack of memory"
+            elif time.monotonic() - answered < 0.75 * RAYS_PATIENCE:
+                continue
+        if not ended.is_set():
+            print(
+                f"\n{Path(sys.argv[0]).name}: Ray's {reason}; saved files are complete: start Ray "
+                f"again if you had started it, and {name_command()} continues",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
 
 
 class Gauges:

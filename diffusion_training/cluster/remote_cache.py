@@ -1,6 +1,7 @@
 """The folder of a latent cache that is made on Ray, on a disk or at an address (s3://, gs://)."""
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
@@ -29,19 +30,21 @@ from diffusion_training.remote import list_files, reading, remove, upload
 
 
 @contextlib.contextmanager
-def writing_shard_to(path: str) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
+def writing_shard_to(
+    path: str, numbers: range
+) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
     """`writing_shard`, for a path on a disk or at an address.
 
     For an address, the shard is written to this disk first; then both its files are uploaded.
     """
     if not is_address(path):
-        with writing_shard(Path(path)) as shard:
+        with writing_shard(Path(path), numbers) as shard:
             yield shard
         return
     folder, name = path.rsplit("/", 1)
     with tempfile.TemporaryDirectory() as work:
         Path(work, "unfinished").mkdir()
-        with writing_shard(Path(work, name)) as shard:
+        with writing_shard(Path(work, name), numbers) as shard:
             yield shard
         upload(f"{work}/{name}", path)
         upload(f"{work}/unfinished/{name}.json", f"{folder}/unfinished/{name}.json")
@@ -89,17 +92,28 @@ def upload_finished(folder: str | Path, url: str) -> None:
         fs.rm(f"{root}/unfinished", recursive=True)
 
 
-def check_shards(paths: list[str], records: dict[str, dict]) -> list[str | None]:
-    """Call `describe_damage` on shards that have a record."""
+def check_shards(
+    paths: dict[str, range], records: dict[str, dict], name_rows: Callable[[range], list[str]]
+) -> list[str | None]:
+    """Call `describe_damage` on shards that have a record. paths: {shard: its rows}."""
     damages = []
-    for path in paths:
+    for path, numbers in paths.items():
         with reading(path) as copy:
-            damages.append(describe_damage(copy, records))
+            names = functools.partial(name_rows, numbers)
+            damages.append(describe_damage(copy, records, names))
     return damages
 
 
-def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> dict[str, str]:
-    """Check the shards that have a record, on all nodes; returns {name: damage}."""
+def find_damaged(
+    folder: str,
+    shards: dict[str, range],
+    records: dict[str, dict],
+    name_rows: Callable[[range], list[str]],
+) -> dict[str, str]:
+    """Check the shards that have a record, on all nodes; returns {name: damage}.
+
+    shards: {name: its rows}. name_rows: gives the names of rows, on any node.
+    """
     import ray
 
     options = {"num_cpus": 0.5, "scheduling_strategy": "SPREAD", "max_retries": 0}
@@ -108,8 +122,8 @@ def find_damaged(folder: str, shards: list[str], records: dict[str, dict]) -> di
     groups = [names[i : i + 16] for i in range(0, len(names), 16)]
 
     def check(group: list[str]) -> Any:
-        paths = [f"{folder}/{name}" for name in group]
-        return task.remote(paths, {name: records[name] for name in group})
+        paths = {f"{folder}/{name}": shards[name] for name in group}
+        return task.remote(paths, {name: records[name] for name in group}, name_rows)
 
     damages = {}
     checked = run_tasks(groups, check, lambda: 1000)
@@ -142,7 +156,11 @@ class Destination:
         self.skipped = 0
 
     def open(
-        self, accelerator: Accelerator, planned: PlannedCache, empty_prompt: dict[str, np.ndarray]
+        self,
+        accelerator: Accelerator,
+        planned: PlannedCache,
+        empty_prompt: dict[str, np.ndarray],
+        name_rows: Callable[[range], list[str]],
     ) -> list[int]:
         """Lock and open the cache. Returns the numbers of its missing shards."""
         self.planned = planned
@@ -151,7 +169,7 @@ class Destination:
         if self.is_remote:
             begin_cache(self.local, self.folder, self.is_begun)
         shards = planned.list_shards()
-        for name, damage in find_damaged(self.folder, shards, records).items():
+        for name, damage in find_damaged(self.folder, shards, records, name_rows).items():
             print(f"{self.folder}/{name} {damage}: making it again", flush=True)
             del records[name]
         missing = [number for number, name in enumerate(shards) if name not in records]

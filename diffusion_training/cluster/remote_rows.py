@@ -11,9 +11,12 @@ from typing import Any
 
 import datasets
 import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from diffusion_training.arguments import list_values
+from diffusion_training.data.images import name_image
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
@@ -89,6 +92,21 @@ class RemoteRows:
                 values[name].append(column[row - starts[group]].as_py())
         return values
 
+    def name_rows(self, numbers: range) -> list[str]:
+        """The names of consecutive rows, as in a cache: see `name_image`. No image is read."""
+        names: list[str] = []
+        while left := numbers[len(names) :]:
+            number = bisect.bisect_right(self.starts, left[0]) - 1
+            row = left[0] - self.starts[number]
+            file = self.files[number]
+            _, starts = open_parquet(*file)
+            group = bisect.bisect_right(starts, row) - 1
+            paths = read_paths(*file, group, self.images[0])[row - starts[group] :]
+            # a file may have more rows than --max_train_samples takes
+            pairs = zip(left[: self.starts[number + 1] - left[0]], paths, strict=False)
+            names += [name_image(row, {"path": path}) for row, path in pairs]
+        return names
+
 
 def describe_object(info: dict) -> tuple[str, ...]:
     """Return values that change if an object is replaced, without reading it."""
@@ -118,6 +136,18 @@ def open_parquet(url: str, described: tuple[str, ...]) -> tuple[pq.ParquetFile, 
         groups = range(parquet.num_row_groups)
         counts = [parquet.metadata.row_group(group).num_rows for group in groups]
         return parquet, list(itertools.accumulate(counts, initial=0))
+
+
+def read_paths(url: str, described: tuple[str, ...], group: int, column: str) -> list[str | None]:
+    """The paths of the images of a row group, without their bytes."""
+    with named(url):
+        parquet, starts = open_parquet(url, described)
+        kind = parquet.schema_arrow.field(column).type
+        if pa.types.is_binary(kind):
+            return [None] * (starts[group + 1] - starts[group])
+        is_struct = pa.types.is_struct(kind)
+        table = parquet.read_row_group(group, [f"{column}.path" if is_struct else column])
+        return (pc.struct_field(table[column], "path") if is_struct else table[column]).to_pylist()
 
 
 @functools.lru_cache(2)  # consecutive parts need neighbouring rows

@@ -516,6 +516,21 @@ def read_items(rows: Rows, keys: list[tuple]) -> list[dict]:
     return [dict(zip(columns, values, strict=True)) for values in rows_of_values]
 
 
+def name_rows(rows: datasets.Dataset, column: str, source: str, numbers: range) -> list[str]:
+    """The names of consecutive rows, as in a cache: see `name_image`. No image is read."""
+    images = rows.data[column]
+    paths = pa.nulls(len(images), pa.string())  # for an array
+    if pa.types.is_struct(images.type):
+        paths = pc.struct_field(images, "path")
+    own = slice(numbers.start, numbers.stop)
+    if rows._indices is None:
+        paths = paths[own]
+    else:  # drawn by --max_train_samples
+        paths = paths.take(rows._indices.column(0)[own])
+    pairs = zip(numbers, paths.to_pylist(), strict=True)
+    return [name_image(row, {"path": path}, source) for row, path in pairs]
+
+
 class RowDataset(torch.utils.data.Dataset):
     """The rows of `load_rows` and their names; a script's subclass defines the batches."""
 
@@ -537,12 +552,7 @@ class RowDataset(torch.utils.data.Dataset):
 
         No image is read.
         """
-        column = self.rows.data[self.column]
-        paths = [None] * len(column)  # for an array
-        if pa.types.is_struct(column.type):
-            paths = pc.struct_field(column, "path").to_pylist()
-        paths = pick(self.rows, paths)  # drawn by --max_train_samples
-        return [name_image(row, {"path": path}, self.source) for row, path in enumerate(paths)]
+        return name_rows(self.rows, self.column, self.source, range(len(self.rows)))
 
     def longest(self, row: int) -> Any:
         """A batch of one row, with a caption as long as captions can be."""

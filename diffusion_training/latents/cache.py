@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from filelock import BaseFileLock
 
 from diffusion_training import __version__
 from diffusion_training.arguments import format_args
-from diffusion_training.data.images import describe_decoder
+from diffusion_training.data.images import describe_decoder, name_image
 from diffusion_training.errors.printing import hide_secrets
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import (
@@ -40,6 +41,7 @@ from diffusion_training.latents.settings import (
     SETTINGS,
     check_form,
     compare_settings,
+    count_places,
     count_skipped,
     fingerprint_cache,
     name_shard,
@@ -93,9 +95,17 @@ def read_finished_skips(
     output_dir: Path, cache: dict[str, Any]
 ) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
     """Yield (shard, its skipped rows) of a cache that was finished, for shards that have some."""
+
+    def read_row(line: str) -> int:
+        return json.loads(line)["row"]
+
     with (output_dir / "skipped.jsonl").open() as file:
+        rows = np.fromiter(map(read_row, file), int)
+        file.seek(0)
+        # The first version for Ray could list a row in the shard that had it by mistake, too.
+        is_in_order = (np.diff(rows) > 0).all()
         yield from itertools.groupby(
-            map(json.loads, file),
+            map(json.loads, file if is_in_order else sorted({*file}, key=read_row)),
             lambda entry: name_shard(entry["row"] // cache["rows_per_shard"], cache),
         )
 
@@ -146,10 +156,16 @@ def write_batches(writer: Any, batches: list[pa.RecordBatch], checksums: xxhash.
 
 
 @contextlib.contextmanager
-def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
+def writing_shard(
+    path: Path, numbers: range, may_end: bool = False
+) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
     """Yield a shard's record, and a function that adds a batch of rows to the shard.
 
-    At the end the shard and its record are written. If anything fails, neither is.
+    At the end the shard and its record are written. If anything fails, neither is: also if the rows
+    are not those of the shard, each once and in order.
+
+    numbers: of the shard's rows in the source. may_end: the last ones may be missing, because the
+    shard may be the last one of a stream.
     """
     unfinished = name_unfinished(path)
     record: dict[str, Any] = {"rows": 0, "encoded_again": 0, "captions_cut": 0, "skipped": []}
@@ -160,9 +176,11 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
             file = stack.enter_context(unfinished.open("wb"))
             writer = None
             held: list[pa.RecordBatch] = []
+            came: list[int] = []
 
             def add(encoded: LatentRows) -> None:
                 nonlocal writer
+                came.extend(encoded.numbers)
                 rows = encoded.rows
                 writer = writer or stack.enter_context(pa.ipc.new_stream(file, rows.schema))
                 held.append(rows)
@@ -174,6 +192,13 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
                     held.clear()
 
             yield record, add
+            if came != [*(numbers[: len(came)] if may_end else numbers)]:
+                fail(
+                    f"{path} was not written, because other rows came to it than {numbers[0]} to "
+                    f"{numbers[-1]}, or in another order: this is an error of the program, please "
+                    "report it; run the same command to resume",
+                    alone=True,
+                )
             write_batches(writer, held, checksums)
         write_out(unfinished)
         record["sha256"] = digest_file(unfinished)
@@ -187,16 +212,78 @@ def writing_shard(path: Path) -> Iterator[tuple[dict[str, Any], Callable[..., No
         unfinished.unlink(missing_ok=True)
 
 
-def describe_damage(path: Path, records: dict[str, dict]) -> str | None:
-    """Why a shard must be made again; None if it is intact or has no record yet."""
+def describe_damage(
+    path: Path, records: dict[str, dict], name_rows: Callable[[], list[str]] | None
+) -> str | None:
+    """Why a shard must be made again; None if it is intact or has no record yet.
+
+    name_rows: see `find_foreign`; None for a stream, whose rows can't be looked up.
+    """
     if path.name not in records:
         return None
-    if records[path.name]["not_read"]:
+    record = records[path.name]
+    if record["not_read"]:
         return "lacks rows that could not be read"
     digest = digest_file(path)
-    if digest == records[path.name]["sha256"]:
+    if digest != record["sha256"]:
+        return "is damaged" if digest else "is gone"
+    return find_foreign(path, record, name_rows()) if name_rows else None
+
+
+def find_foreign(path: Path, record: dict[str, Any], names: list[str]) -> str | None:
+    """Whether a shard holds other rows than its own, as a clause; None if it does not.
+
+    The shard's keys must be the names of its rows in the data, except for skipped ones, in order.
+    names: those of all its rows.
+    """
+    if record["rows"] + record["skipped"] != len(names):
+        return f"has {record['rows'] + record['skipped']} rows in place of {len(names)}"
+    with pa.memory_map(str(path)) as file:
+        keys = [key for batch in pa.ipc.open_stream(file) for key in batch["key"].to_pylist()]
+    left = map(shorten_name, names)
+    for key in keys:
+        if shorten_name(key) not in left:  # this takes the names up to the key's
+            return f"holds rows of another shard, such as {key}"
+    return None
+
+
+def shorten_name(name: str) -> str:
+    """The part of a row's name by which rows are compared.
+
+    Without the folder if the path is absolute: that of a data set from the hub may have moved.
+    """
+    name = name_image(0, {"path": name})  # older versions have printed names in other ways
+    return name.split("::")[0].rsplit("/", 1)[-1] if re.search("^/|::/", name) else name
+
+
+def describe_rows(planned: PlannedCache, name_rows: Callable[[range], list[str]]) -> str | None:
+    """For --dry_run: whether the shards of an existing cache hold their own rows, as a sentence.
+
+    None if there is no cache, or if its rows can't be looked up: at an address, or from a stream.
+    """
+    folder, shards = Path(planned.output_dir), planned.list_shards()
+    if not shards or not (folder / "cache.json").is_file():
         return None
-    return "is damaged" if digest else "is gone"
+    with explained(f"{folder} is damaged"):
+        cache, records = read_cache(folder)
+        if differences := compare_settings(cache, planned.settings):
+            return f"{folder} holds another cache ({', '.join(differences)})"
+    wrong = {}
+    for name in records.keys() & shards.keys():
+        own = name_rows(shards[name])
+        try:
+            reason = find_foreign(folder / name, records[name], own)
+        except Exception:
+            reason = "can't be read"
+        if reason:
+            wrong[name] = reason
+    if not wrong:
+        return f"{folder}: all {len(records)} shards hold their own rows"
+    names = sorted(wrong)
+    return (
+        f"{folder}: {len(wrong)} of {len(records)} shards must be made again, which this command "
+        f"does without --dry_run: {', '.join(names)}; the first {wrong[names[0]]}"
+    )
 
 
 def check_skipped(
@@ -320,8 +407,19 @@ def finish_cache(output_dir: Path, empty_prompt: dict[str, np.ndarray], max_skip
     state.json comes last, because the cache does not open without it. Returns the new cache.json.
     """
     cache, records = read_cache(output_dir)
-    # by length first, so that 100000 comes after 99999
-    names = sorted(records, key=lambda name: (len(name), name))
+    counts = {name: record["rows"] + record["skipped"] for name, record in records.items()}
+    total = cache["source"]["rows"]
+    if total is None:  # a stream
+        total = sum(counts.values())
+    places = count_places(total, cache["rows_per_shard"]).tolist()
+    names = [name_shard(number, cache) for number in range(len(places))]
+    for name, place in zip(names, places, strict=True):
+        if counts.get(name, 0) != place:
+            fail(
+                f"{output_dir}/{name} has {counts.get(name, 0)} rows in place of {place}: delete "
+                "it, and run the same command to make it again"
+            )
+    records = {name: records[name] for name in names}
     unfinished = name_unfinished(output_dir / "skipped.jsonl")
     skipped, last = 0, None
     with unfinished.open("w") as file:

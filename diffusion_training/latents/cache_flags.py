@@ -95,7 +95,12 @@ def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False)
         help="stop with an error if more than this share of the images can't be used",
     )
     add("--seed", type=number(0, 2**63 - 1, int), default=0, help="seed of all random choices")
-    add("--dry_run", **SWITCH, help="print how large the cache will be, and stop")
+    add(
+        "--dry_run",
+        **SWITCH,
+        help="print how large the cache will be, and whether the shards of an existing one hold "
+        "their own rows, and stop",
+    )
 
 
 def check_cache_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from diffusion_training.latents.columns import (
     view_rows,
 )
 from diffusion_training.latents.passes import LatentRows
-from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.reader import FILTERED, load_cache
 from diffusion_training.latents.settings import name_shard
 from diffusion_training.remote import read_bytes
 
@@ -47,7 +47,7 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     # drops other columns, such as one that was added to choose rows
     schema = next(batch.schema for batch in opened.shards)
     cache = {name: value for name, value in opened.settings.items() if name not in COUNTED}
-    fingerprint = f"filtered {rows._fingerprint}"  # unlike any of precompute_latents.py
+    fingerprint = f"{FILTERED}{rows._fingerprint}"
     cache["source"] = {"fingerprint": fingerprint, "rows": len(rows)}
     groups = group_by_checksum(list_columns(cache))
     own = pa.schema([field for field in schema if field.name not in groups])
@@ -71,7 +71,8 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
     rows = rows.with_format("arrow")
     per_shard = cache["rows_per_shard"]
     for number, first in enumerate(range(0, len(rows), per_shard)):
-        with writing_shard(output_dir / name_shard(number, cache)) as (_, add):
+        numbers = range(first, min(first + per_shard, len(rows)))
+        with writing_shard(output_dir / name_shard(number, cache), numbers) as (_, add):
             table = rows[first : first + per_shard]
             row = first
             with explained(f"the columns differ from those of {like}"):
@@ -96,8 +97,9 @@ def make_filtered(rows: datasets.Dataset, like: str, output_dir: Path) -> None:
                         f"row {row + int(is_foreign.argmax())} is of another cache than "
                         f"{like}: give --like the cache that it was chosen from"
                     )
+                numbers = range(row, row + len(batch))
                 row += len(batch)
-                add(LatentRows(0, first, pa.RecordBatch.from_pydict(columns, schema), [], {}))
+                add(LatentRows(0, numbers, pa.RecordBatch.from_pydict(columns, schema), [], {}))
     empty_prompt = {
         name: np.load(io.BytesIO(read_bytes(f"{like}/{file}.npy")))
         for name, file in name_empty_files(cache).items()

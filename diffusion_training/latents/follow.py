@@ -21,6 +21,7 @@ from diffusion_training.latents.ranges import Arrangement, Ranges, Window
 from diffusion_training.latents.settings import (
     RECORD,
     compare_settings,
+    count_places,
     count_skipped,
     fingerprint_cache,
     name_shard,
@@ -81,7 +82,7 @@ class FollowedShards(Shards):
     def __init__(self, folder: str, cache: dict[str, Any], minutes: float) -> None:
         """cache: cache.json. minutes: how long to wait for a shard before the run ends."""
         total, per_shard = cache["source"]["rows"], cache["rows_per_shard"]
-        rows = [min(per_shard, total - first) for first in range(0, total, per_shard)]
+        rows = count_places(total, per_shard)
         shards = {
             "name": [name_shard(number, cache) for number in range(len(rows))],
             "rows": rows,
@@ -112,8 +113,12 @@ class FollowedShards(Shards):
         """Whether a shard is there. Looks at most once a `POLL`."""
         if not self.found[number] and time.monotonic() >= self.next_look:
             record = self.read(f"unfinished/{self.names[number].decode()}.json")
-            # one with rows to be read again will be made again by the next run of the script
-            if fits(record, RECORD) and not count_skipped(record["skipped"])["not_read"]:
+            # one that lacks rows, or has some to be read again, will be made again by the next run
+            # of the script
+            is_whole = fits(record, RECORD) and (
+                record["rows"] + len(record["skipped"]) == self.places[number]
+            )
+            if is_whole and not count_skipped(record["skipped"])["not_read"]:
                 self.take([number], {name: [record[name]] for name in FOUND})
             elif not self.find_end():
                 self.next_look = time.monotonic() + POLL

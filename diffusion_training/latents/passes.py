@@ -1,6 +1,6 @@
 """One pass over the source for several caches, one per --resolution, each as if made alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ class LatentRows(NamedTuple):
     """A batch of rows to be written into a cache."""
 
     cache_index: int  # which of the caches of the pass
-    first_row: int
+    numbers: Sequence[int]  # of all rows in the source, those in `rows` and those in `skipped`
     rows: pa.RecordBatch  # the rows that could be used
     skipped: list[dict[str, Any]]  # {"row", "key", "reason"} of the others
     counts: dict[str, int]  # {"encoded_again", "captions_cut"}

@@ -1,6 +1,5 @@
 """The plan of latent caches: their settings, shards and size."""
 
-import math
 import shlex
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -62,11 +61,14 @@ class PlannedCache:
         """
         return self.batch_size * (4 if self.transform.bucket_step else 1)
 
-    def list_shards(self) -> list[str]:
-        """The names of all shards; none for a stream, whose number of rows is unknown."""
+    def list_shards(self) -> dict[str, range]:
+        """{name: its rows} of all shards; none for a stream, whose number of rows is unknown."""
         num_rows = self.settings["source"]["rows"] or 0
-        count = math.ceil(num_rows / self.rows_per_shard)
-        return [name_shard(number, self.settings) for number in range(count)]
+        firsts = range(0, num_rows, self.rows_per_shard)
+        return {
+            name_shard(number, self.settings): range(num_rows)[first : first + self.rows_per_shard]
+            for number, first in enumerate(firsts)
+        }
 
     def report_done(self, cache: dict[str, Any]) -> None:
         """Print what a finished cache holds, and the next command. cache: see `finish_cache`."""

@@ -88,6 +88,17 @@ def check_published(rows: Any, encoders: Encoders, args: Namespace) -> None:
                 )
 
 
+def name_latents(path: str, number: int) -> str:
+    """The name of a row: its file, and its number in the file."""
+    return f"{Path(path).name}/{number}"
+
+
+def name_published(rows: datasets.Dataset, numbers: range) -> list[str]:
+    """The names of consecutive rows."""
+    columns = rows[numbers.start : numbers.stop]
+    return [*map(name_latents, columns["file"], columns["number"])]
+
+
 def read_row(row: int, epoch: int | None, item: dict, transform: Transform) -> dict[str, Any]:
     """As `transform_row`; "pixel_values" are the latents and the mirrored ones, [2, C, h, w]."""
     path, number = item["file"], item["number"]
@@ -95,7 +106,7 @@ def read_row(row: int, epoch: int | None, item: dict, transform: Transform) -> d
     text = item[transform.caption_column]
     return {
         "row": row,
-        "key": f"{Path(path).name}/{number}",
+        "key": name_latents(path, number),
         "text": text or "",
         "pixel_values": torch.stack([file.get_slice(name)[number] for name in NAMES]),
         "skipped": None if text else "it has no class",

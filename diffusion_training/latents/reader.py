@@ -21,7 +21,7 @@ from diffusion_training.batches import LatentBatch
 from diffusion_training.data.captions import tokenize_batch, tokenize_longest
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import CaptionChoice
-from diffusion_training.errors.printing import printable
+from diffusion_training.errors.printing import print_once, printable
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.files import hash_values
@@ -32,12 +32,19 @@ from diffusion_training.latents.columns import (
     list_features,
     name_empty_files,
 )
-from diffusion_training.latents.settings import FINISHED, SETTINGS, check_form, fingerprint_cache
-from diffusion_training.latents.shards import OpenShard, Shards, name_repair
+from diffusion_training.latents.settings import (
+    FINISHED,
+    SETTINGS,
+    check_form,
+    find_gap,
+    fingerprint_cache,
+)
+from diffusion_training.latents.shards import OpenShard, Shards, describe_repeats, name_repair
 from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import find_hub_fault, read_bytes
 
 CHOOSE = "diffusion_training.latents.filtered"
+FILTERED = "filtered "  # so begins the fingerprint of a source that `CHOOSE` has made
 FEW_SHARDS = 1000  # a local cache with at most these is checked whole at the start
 MOST_OPEN = 50_000  # shards at a time: Linux lets a process map 65,530 files
 
@@ -113,6 +120,8 @@ def load_cache(
             cache = plan
         if not shards.rows.sum():
             raise ValueError("it holds no rows")
+        if follow is None and (gap := find_gap(cache)):
+            raise ValueError(gap)
     except (FileNotFoundError, NotADirectoryError) as error:
         if (Path(folder) / "dataset_info.json").is_file() and missing != damaged:
             missing = (
@@ -125,8 +134,10 @@ def load_cache(
     except Exception as error:
         fail(f"{folder} is damaged ({error}): {damaged}")
     if len(shards) <= FEW_SHARDS and not is_address(folder) and follow is None:
-        for number in range(len(shards)):
-            shards.open(number)
+        opened = [shards.open(number).batches for number in range(len(shards))]
+        is_chosen = str(cache["source"]["fingerprint"]).startswith(FILTERED)
+        if not is_chosen and not cache.get("made_with", {}).get("folder_repeats"):
+            print_once(describe_repeats(shards, opened))
     return Cache(cache, empty_prompt, shards)
 
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from diffusion_training.families.base import Encoders
@@ -79,6 +80,31 @@ def describe_prompts(encoders: Encoders, empty_prompt: dict[str, torch.Tensor]) 
         if name in EMPTY
     }
     return shapes | encoders.family.describe_empty(empty_prompt)
+
+
+def count_places(total: int, per_shard: int) -> np.ndarray:
+    """How many rows of the source each shard is made of."""
+    return np.minimum(per_shard, total - np.arange(0, total, per_shard))
+
+
+def find_gap(cache: dict[str, Any]) -> str | None:
+    """Why the shards of a finished cache can't hold each row of the source once, by their numbers.
+
+    None if they can. It does not read the shards.
+    """
+    names, rows = cache["shards"]["name"], np.array(cache["shards"]["rows"], int)
+    total, per_shard = cache["source"]["rows"], cache["rows_per_shard"]
+    if total is None:  # a stream
+        total = int(rows.sum()) + cache["skipped"]
+    places = count_places(total, per_shard)
+    if len(names) != len(places) or len(set(names)) != len(names):
+        return f"it has {len({*names})} shards in place of {len(places)}"
+    if (rows > places).any():
+        number = int((rows > places).argmax())
+        return f"{names[number]} has {rows[number]} rows in place of {places[number]}"
+    if (rows.sum() + cache["skipped"]) != total:
+        return f"its shards hold {rows.sum()} rows, and {cache['skipped']} were skipped, of {total}"
+    return None
 
 
 def name_shard(number: int, cache: dict[str, Any]) -> str:

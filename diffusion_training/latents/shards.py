@@ -13,6 +13,7 @@ import xxhash
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import Text
+from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.latents.columns import (
@@ -124,6 +125,38 @@ class Shards:
                     alone,
                 )
             fail(f"{path} is damaged ({error}): {remedy}", alone)
+
+
+def describe_repeats(shards: Shards, opened: list[list[pa.RecordBatch]]) -> str | None:
+    """A sentence on rows that two shards have, with the same name and numbers; None without any.
+
+    The data may list an image twice, so this is not an error. opened: the batches of each shard.
+    """
+    batches = sum(opened, [])
+    checksums = np.concatenate([batch["checksum"].to_numpy() for batch in batches])
+    order = checksums.argsort()
+    repeated = np.flatnonzero(np.diff(checksums[order]) == 0)
+    rows = np.unique(order[[*repeated, *repeated + 1]])
+    if not len(rows):
+        return None
+    owners = np.repeat(range(len(opened)), [sum(map(len, each)) for each in opened])[rows]
+    keys = pa.chunked_array([batch["key"] for batch in batches]).take(rows).to_pylist()
+    firsts: dict[tuple[str, int], int] = {}
+    pairs: dict[tuple[int, int], list[str]] = {}
+    for key, checksum, owner in zip(keys, checksums[rows].tolist(), owners.tolist(), strict=True):
+        first = firsts.setdefault((key, checksum), owner)
+        if first != owner:
+            pairs.setdefault((first, owner), []).append(key)
+    if not pairs:
+        return None
+    count = sum(map(len, pairs.values()))
+    names = [[shards.names[number].decode() for number in pair] for pair in sorted(pairs)]
+    listed = ", ".join(map(" and ".join, names[:3])) + ", ..." * (len(names) > 3)
+    return (
+        f"{shards.folder}: {amount(count, 'row')} are in two shards ({listed}), such as "
+        f"{pairs[min(pairs)][0]}: unless the data lists them twice, the cache is wrong; "
+        f"{name_repair(shards.folder)}"
+    )
 
 
 class OpenShard:

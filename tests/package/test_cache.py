@@ -6,6 +6,7 @@ No model is needed: the numbers are random.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import shutil
@@ -68,8 +69,8 @@ def make_settings(text_cache="embeddings"):
     }
 
 
-def write_shard(path, encoded):
-    with module.writing_shard(path) as (record, add):
+def write_shard(path, encoded, numbers=range(NUM_ROWS)):
+    with module.writing_shard(path, numbers) as (record, add):
         for item in encoded:
             add(item)
     return record
@@ -117,7 +118,7 @@ def encode_rows(first, end, seed=0, text_cache="embeddings", skipped=SKIPPED):
             if row in skipped
         ]
         counts = {"encoded_again": 0, "captions_cut": 1}
-        yield LatentRows(0, start, pa.RecordBatch.from_pydict(arrays), bad, counts)
+        yield LatentRows(0, rows, pa.RecordBatch.from_pydict(arrays), bad, counts)
 
 
 ACCELERATOR = argparse.Namespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
@@ -164,7 +165,8 @@ def make_cache(folder, *argv, seed=0):
     for i, name in enumerate(shards):
         if name not in records:
             rows = range(i * ROWS_PER_SHARD, min(NUM_ROWS, (i + 1) * ROWS_PER_SHARD))
-            write_shard(folder / name, encode_rows(rows[0], rows[-1] + 1, seed, args.text_cache))
+            encoded = encode_rows(rows[0], rows[-1] + 1, seed, args.text_cache)
+            write_shard(folder / name, encoded, rows)
     empty_prompt = np.random.default_rng(seed).normal(size=PROMPT).astype(np.float16)
     try:
         return module.finish_cache(folder, {"prompt_embeds": empty_prompt}, 0.5)
@@ -200,7 +202,8 @@ def test_a_shard_holds_good_rows_and_its_record_lists_the_skipped_ones(tmp_path)
 def test_a_shard_without_good_rows_can_be_opened(tmp_path):
     (tmp_path / "unfinished").mkdir()
     bad = dict.fromkeys(range(3), "broken")
-    assert write_shard(tmp_path / "data.arrow", encode_rows(0, 3, skipped=bad))["rows"] == 0
+    record = write_shard(tmp_path / "data.arrow", encode_rows(0, 3, skipped=bad), range(3))
+    assert record["rows"] == 0
     read = pa.ipc.open_stream((tmp_path / "data.arrow").read_bytes())
     assert "latents" in read.schema.names and list(read) == []
 
@@ -211,9 +214,11 @@ def test_small_batches_are_written_as_few_large_ones(tmp_path, monkeypatch):
     arrays = {"numbers": pa.array(range(640)), "checksum": pa.array(range(640), pa.uint64())}
     rows, counts = pa.RecordBatch.from_pydict(arrays), {"encoded_again": 0, "captions_cut": 0}
     (tmp_path / "unfinished").mkdir()
-    batches = [rows.slice(start, 0 if start == 32 else 16) for start in range(0, 640, 16)]
-    encoded = [LatentRows(0, 0, batch, [], counts) for batch in batches]
-    record = write_shard(tmp_path / "shard.arrow", encoded)
+    encoded = []
+    for start in range(0, 640, 16):
+        batch = rows.slice(start, 0 if start == 32 else 16)
+        encoded.append(LatentRows(0, range(start, start + 16), batch, [], counts))
+    record = write_shard(tmp_path / "shard.arrow", encoded, range(640))
     written = list(pa.ipc.open_stream(tmp_path / "shard.arrow"))
     assert [len(batch) for batch in written] == [256, 256, 112]
     assert pa.Table.from_batches(written) == pa.Table.from_batches(
@@ -255,28 +260,173 @@ def test_a_shard_whose_write_fails_leaves_no_partial_file(tmp_path, monkeypatch,
     assert found in ({}, {"data.arrow": b"before"})
 
 
+def name_rows():
+    return [f"{row}.png" for row in range(NUM_ROWS)]
+
+
 def test_describe_damage_finds_every_change_of_a_shard(tmp_path):
     (tmp_path / "unfinished").mkdir()
     path = tmp_path / "data.arrow"
     record = write_shard(path, encode_rows(0, 7))
     records = {path.name: record | module.count_skipped(record["skipped"])}
     whole = path.read_bytes()
-    assert module.describe_damage(path, records) is None
+    assert module.describe_damage(path, records, name_rows) is None
     # a shard without a record counts as missing
-    assert module.describe_damage(tmp_path / "another.arrow", records) is None
+    assert module.describe_damage(tmp_path / "another.arrow", records, name_rows) is None
     for bit in np.random.default_rng(0).integers(8 * len(whole), size=200).tolist():
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        assert module.describe_damage(path, records) == "is damaged"
+        assert module.describe_damage(path, records, name_rows) == "is damaged"
     for changed in (whole[:-1], whole + b"\0", b""):
         path.write_bytes(changed)
-        assert module.describe_damage(path, records) == "is damaged"
+        assert module.describe_damage(path, records, name_rows) == "is damaged"
     path.unlink()
-    assert module.describe_damage(path, records) == "is gone"
+    assert module.describe_damage(path, records, name_rows) == "is gone"
     path.write_bytes(whole)
     records[path.name] |= module.count_skipped([{"reason": "not read: [Errno 5] I/O error"}])
-    assert module.describe_damage(path, records) == "lacks rows that could not be read"
+    assert module.describe_damage(path, records, name_rows) == "lacks rows that could not be read"
+
+
+@pytest.mark.parametrize("rows", [
+    [2, 3, 4, 5, 6, 7, 8],
+    [0, 1, 4, 5, 6],
+    [0, 1, 2, 3, 2, 3, 6],
+    [1, 0, 2, 3, 4, 5, 6],
+    [0, 1, 2, 3],
+    [0, 1, 2, 3, 4, 5, 6, 7],
+    [0, 1, 2, 3, 4, 5, 6, 7, 8],
+])  # fmt: skip
+def test_a_shard_takes_only_its_own_rows_each_once_and_in_order(tmp_path, rows):
+    (tmp_path / "unfinished").mkdir()
+    batches = {batch.numbers[0]: batch for batch in encode_rows(0, 10)}
+    encoded = []
+    for first in range(0, len(rows), 2):
+        numbers = rows[first : first + 2]
+        encoded.append(batches[numbers[0] // 2 * 2]._replace(numbers=numbers))
+    said = "data.arrow was not written, because other rows came to it than 0 to 6, .*resume"
+    with pytest.raises(SystemExit, match=said):
+        write_shard(tmp_path / "data.arrow", encoded)
+    assert read_files(tmp_path) == {}
+
+
+def test_only_the_last_shard_of_a_stream_may_end_before_its_rows(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    with module.writing_shard(tmp_path / "data.arrow", range(7), may_end=True) as (record, add):
+        for encoded in encode_rows(0, 4):
+            add(encoded)
+    assert record["rows"] == 4
+    with pytest.raises(SystemExit, match="other rows came"):
+        with module.writing_shard(tmp_path / "data.arrow", range(7), may_end=True) as (_, add):
+            for encoded in encode_rows(2, 4):
+                add(encoded)
+
+
+NAMES = ["a.png", "b.png", "b.png", "c.png", "a.png"]  # the data may list an image twice
+
+
+@pytest.mark.parametrize("keys, skipped, said", [
+    (NAMES, 0, None),
+    (["b.png", "b.png", "a.png"], 2, None),
+    (["a.png", "b.png", "c.png"], 2, None),
+    (["x.png", "b.png", "c.png", "a.png"], 1, "holds rows of another shard, such as x.png"),
+    (["a.png", "a.png", "b.png"], 2, "holds rows of another shard, such as b.png"),
+    (["c.png", "b.png"], 3, "holds rows of another shard, such as b.png"),
+    (NAMES[:4], 0, "has 4 rows in place of 5"),
+    ([*NAMES, "d.png"], 0, "has 6 rows in place of 5"),
+])  # fmt: skip
+def test_find_foreign_compares_keys_with_the_names_in_the_data(tmp_path, keys, skipped, said):
+    path = tmp_path / "data.arrow"
+    table = pa.table({"key": keys})
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    record = {"rows": len(keys), "skipped": skipped}
+    assert module.find_foreign(path, record, NAMES) == said
+
+
+@pytest.mark.parametrize("key, name, is_equal", [
+    ("/home/a/hub/x/photo.png", "/mnt/hub/y/photo.png", True),  # a cache of the hub that has moved
+    ("/home/a/hub/x/photo.png", "/mnt/hub/y/other.png", False),
+    ("zip://a/photo.png::/home/a/x.zip", "zip://a/photo.png::/mnt/x.zip", True),
+    ("a/photo.png", "b/photo.png", False),
+    ("zip://photo.png::a.zip", "zip://photo.png::b.zip", False),
+    ("s3://a/photo.png", "s3://b/photo.png", False),
+    ("row 1", "row 2", False),
+    ("new\nline.png", "new?line.png", True),  # as an older version has written it
+])  # fmt: skip
+def test_names_of_rows_are_compared_without_folders_that_can_move(key, name, is_equal):
+    assert (module.shorten_name(key) == module.shorten_name(name)) == is_equal
+
+
+def test_a_cache_of_ray_with_anothers_rows_is_found_and_made_again(tmp_path):
+    """The first version for Ray could write the rows of one shard into another one."""
+    folder = tmp_path / "out"
+    bad = dict.fromkeys((0, 4), "broken")
+    args = make_args(folder)
+    planned = plan(args)
+    shards, lock, *_ = open_cache(args)
+    lock.release(force=True)
+
+    def name_rows(numbers):
+        return [f"{row}.png" for row in numbers]
+
+    def make(name, rows, own):
+        encoded = [*encode_rows(rows.start, rows.stop, skipped=bad)]
+        numbers = iter(own)
+        fitting = [each._replace(numbers=[*itertools.islice(numbers, len(each.numbers))])
+                   for each in encoded]  # fmt: skip
+        write_shard(folder / name, fitting, own)
+
+    (first, second, last), (own, other, rest) = shards, shards.values()
+    assert module.describe_rows(planned, name_rows).endswith(": all 0 shards hold their own rows")
+    make(first, other, own)
+    make(second, other, other)
+    make(last, rest, rest)
+    cache = module.finish_cache(folder, EMPTY, 0.5)
+    assert cache["skipped"] == 2  # row 4 twice
+    said = module.describe_rows(planned, name_rows)
+    assert "1 of 3 shards must be made again" in said and f": {first}; the first has 2 rows" in said
+    _, records = module.read_cache(folder)
+    found = {
+        name: module.describe_damage(folder / name, records, functools.partial(name_rows, rows))
+        for name, rows in shards.items()
+    }
+    assert found == {first: "has 2 rows in place of 3", second: None, last: None}
+    _, lock, *_ = open_cache(args)
+    make(first, own, own)
+    lock.release(force=True)
+    module.finish_cache(folder, EMPTY, 0.5)
+    assert module.describe_rows(planned, name_rows).endswith(": all 3 shards hold their own rows")
+    listed = (folder / "skipped.jsonl").read_text().splitlines()
+    assert [json.loads(line)["row"] for line in listed] == [0, 4]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_cache_that_lacks_a_shard_is_not_finished(tmp_path, lost):
+    shards, lock, *_ = open_cache(make_args(tmp_path))
+    for number, (name, rows) in enumerate(shards.items()):
+        if number != lost:
+            write_shard(tmp_path / name, encode_rows(rows.start, rows.stop), rows)
+    place = len([*shards.values()][lost])
+    with pytest.raises(SystemExit, match=rf"{[*shards][lost]} has 0 rows in place of {place}: "):
+        module.finish_cache(tmp_path, EMPTY, 0.5)
+    assert not (tmp_path / "state.json").exists()
+    lock.release(force=True)
+
+
+@pytest.mark.parametrize("rows, change, said", [
+    (7, {}, None),
+    (None, {}, None),
+    (7, {"name": ["a", "b"], "rows": [3, 3]}, "it has 2 shards in place of 3"),
+    (7, {"name": ["a", "b", "b"]}, "it has 2 shards in place of 3"),
+    (7, {"rows": [3, 2, 2]}, "c has 2 rows in place of 1"),
+    (7, {"rows": [3, 1, 1]}, "its shards hold 5 rows, and 1 were skipped, of 7"),
+    (None, {"rows": [4, 1, 1]}, "a has 4 rows in place of 3"),
+])  # fmt: skip
+def test_find_gap_counts_the_rows_of_a_finished_cache(rows, change, said):
+    shards = {"name": ["a", "b", "c"], "rows": [3, 2, 1]} | change
+    cache = {"source": {"rows": rows}, "rows_per_shard": 3, "skipped": 1, "shards": shards}
+    assert module.find_gap(cache) == said
 
 
 def test_checksum_row_covers_every_bit_and_ignores_column_order():
@@ -311,8 +461,9 @@ def test_more_rows_skipped_than_max_skipped_end_the_run():
 def test_a_planned_cache_lists_its_shards_and_its_size(tmp_path):
     planned = plan(make_args(tmp_path))
     shards = planned.list_shards()
-    assert shards == [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
-    assert [name_shard(i, planned.settings) for i in range(3)] == shards
+    names = [f"data-{i:05d}-of-00003.arrow" for i in range(3)]
+    assert shards == dict(zip(names, (range(3), range(3, 6), range(6, 7)), strict=True))
+    assert [name_shard(i, planned.settings) for i in range(3)] == names
     # latents of 128 numbers twice, embeddings of 30, two bytes each
     size = "7 rows of 572B (60.0B for the caption) and the text: 4.00kB in 3 shards"
     assert describe_size(planned.settings, {}, compare=False) == size
@@ -537,8 +688,10 @@ def test_files_half_written_at_a_kill_are_deleted_and_made_again(tmp_path):
     shards, lock, cache, records = open_cache(args)
     assert not records and cache["made_with"]["rows_per_shard"] == ROWS_PER_SHARD
     lock.release(force=True)
+    shards = [*shards]
     for i in (0, 1):
-        write_shard(tmp_path / "out" / shards[i], encode_rows(3 * i, 3 * i + 3))
+        rows = range(3 * i, 3 * i + 3)
+        write_shard(tmp_path / "out" / shards[i], encode_rows(rows.start, rows.stop), rows)
     unfinished = tmp_path / "out/unfinished"
     # as after a power cut without fsync
     (unfinished / f"{shards[1]}.json").write_text('{"rows": 3, "sha')
@@ -626,7 +779,9 @@ def test_skipped_rows_are_listed_in_order_and_too_many_stop_finish_cache(tmp_pat
     lock.release(force=True)
     for i, name in reversed([*enumerate(shards)]):
         skipped = {row: f"broken {row}" for row in (5, 1, 0)}
-        write_shard(tmp_path / name, encode_rows(3 * i, min(3 * i + 3, NUM_ROWS), skipped=skipped))
+        rows = range(3 * i, min(3 * i + 3, NUM_ROWS))
+        encoded = encode_rows(rows.start, rows.stop, skipped=skipped)
+        write_shard(tmp_path / name, encoded, rows)
     with pytest.raises(
         SystemExit, match=r"3 of 7 rows could not be used, .* such as 5.png \(broken 5\)"
     ):
@@ -646,7 +801,8 @@ def test_a_cache_without_a_single_row_is_an_error_with_any_max_skipped(tmp_path)
         rows = range(i * ROWS_PER_SHARD, min(NUM_ROWS, (i + 1) * ROWS_PER_SHARD))
         skipped = [{"row": row, "key": f"{row}.png", "reason": "broken"} for row in rows]
         encoded, *_ = encode_rows(rows.start, rows.stop)
-        write_shard(tmp_path / name, [encoded._replace(rows=encoded.rows[:0], skipped=skipped)])
+        encoded = encoded._replace(numbers=rows, rows=encoded.rows[:0], skipped=skipped)
+        write_shard(tmp_path / name, [encoded], rows)
     said = f"none of the {NUM_ROWS} rows could be used, such as 6.png .broken.: delete .*, and look"
     with pytest.raises(SystemExit, match=said):
         module.finish_cache(tmp_path, {}, 1.0)

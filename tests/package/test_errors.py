@@ -204,6 +204,23 @@ def test_ctrl_c_while_the_program_ends_prints_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_ctrl_c_during_the_imports_of_a_script_prints_no_traceback(is_ignored):
+    program = """if True:
+        import os, signal
+        from diffusion_training.arguments import make_parser
+
+        make_parser("script.py", "a script").parse_args()
+        os.kill(os.getpid(), signal.SIGINT)
+        print("ignored")
+    """
+    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if is_ignored else None
+    options = {"cwd": ROOT, "capture_output": True, "preexec_fn": ignore}
+    done = subprocess.run([sys.executable, "-c", program], **options)
+    expected = (0, b"ignored\n") if is_ignored else (-signal.SIGINT, b"")
+    assert (done.returncode, done.stdout, done.stderr) == (*expected, b"")
+
+
 UNEXPECTED = """
 import gc, sys
 from diffusion_training.arguments import make_parser

@@ -48,7 +48,8 @@ def deliver(begun, finished, number, **record):
     cache = json.loads((finished / "cache.json").read_text())
     found = {name: values[number] for name, values in cache["shards"].items() if name != "name"}
     shutil.copy(finished / NAMES[number], begun)
-    text = json.dumps({**found, "skipped": [], **record})
+    skipped = [{"row": 4, "key": "4.png", "reason": "broken"}] * (PLACES[number] - found["rows"])
+    text = json.dumps({**found, "skipped": skipped, **record})
     (begun / "unfinished" / f"{NAMES[number]}.json").write_text(text)
 
 
@@ -129,7 +130,10 @@ def test_a_shard_is_there_with_its_record_and_all_are_with_the_end(begun, finish
     (begun / "unfinished" / f"{NAMES[0]}.json").write_text('{"rows": 3}')  # not whole
     assert not shards.find(0)
     # another run of the script makes this one again
-    deliver(begun, finished, 0, skipped=[{"row": 0, "key": "0.png", "reason": "not read: gone"}])
+    skipped = [{"row": 0, "key": "0.png", "reason": "not read: gone"}]
+    deliver(begun, finished, 0, rows=2, skipped=skipped)
+    assert not shards.find(0)
+    deliver(begun, finished, 0, rows=2)  # lacks a row
     assert not shards.find(0)
     shutil.copytree(finished, begun, dirs_exist_ok=True)
     shutil.rmtree(begun / "unfinished")

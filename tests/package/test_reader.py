@@ -380,6 +380,68 @@ def test_a_row_is_checked_only_at_its_first_read(cache, monkeypatch):
     assert checked == [["latents", "latents_flipped", "prompt_embeds"]] * 5
 
 
+def change_shards(cache, change):
+    """Change the table of shards in cache.json, {column: a value for each shard}."""
+    rewrite(cache, lambda content: change(content["shards"]))
+
+
+def drop_last(shards):
+    for column in shards.values():
+        column.pop()
+
+
+def repeat_first(shards):
+    for column in shards.values():
+        column[1] = column[0]
+
+
+@pytest.mark.parametrize("change, said", [
+    (drop_last, "it has 2 shards in place of 3"),
+    (repeat_first, "it has 2 shards in place of 3"),
+    (lambda shards: shards["rows"].__setitem__(0, 2), "5 rows, and 1 were skipped, of 7"),
+    (lambda shards: shards["rows"].__setitem__(0, 4), "arrow has 4 rows in place of 3"),
+])  # fmt: skip
+def test_a_cache_that_lacks_rows_is_refused_without_reading_them(cache, monkeypatch, change, said):
+    monkeypatch.setattr(module, "FEW_SHARDS", 0)
+    change_shards(cache, change)
+    refused(cache, "is damaged (", f"{said}): to repair it, run the command that made the cache")
+
+
+def write_twice(cache, rows):
+    """Write these rows of the first shard into the second one too, as the first Ray script could.
+
+    rows: indices of both shards.
+    """
+    one, two = (pa.ipc.open_stream((cache / name).read_bytes()).read_all()
+                for name in (f"data-0000{i}-of-00003.arrow" for i in range(2)))  # fmt: skip
+    mixed = [(one if i in rows else two).slice(i, 1) for i in range(len(two))]
+    table = pa.concat_tables(mixed).combine_chunks()
+    write_rows(cache / "data-00001-of-00003.arrow", table.to_batches(), table.schema)
+    checksums = xxhash.xxh3_128_hexdigest(table["checksum"].combine_chunks().to_numpy())
+    change_shards(cache, lambda shards: shards["checksums"].__setitem__(1, checksums))
+
+
+def test_rows_that_two_shards_have_are_named_at_the_start(tmp_path, cache, capsys):
+    shutil.copytree(cache, tmp_path / "right")
+    module.load_cache(cache)
+    assert capsys.readouterr().out == ""
+    write_twice(cache, {0, 1})
+    module.load_cache(cache)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"{cache}: 2 rows are in two shards (data-00000-of-00003.arrow and data-00001-" in said
+    assert "such as 0.png: unless the data lists them twice, the cache is wrong; to repair" in said
+    # rows that may be there twice: repeats of sd-scripts, rows that were chosen, two sources
+    folder_repeats = {"folder_repeats": True}
+    rewrite(cache, lambda content: content["made_with"].update(folder_repeats))
+    module.load_cache(cache)
+    rewrite(cache, lambda content: content["made_with"].pop("folder_repeats"))
+    source = {"fingerprint": f"{module.FILTERED}0", "rows": 7}
+    rewrite(cache, lambda content: content.update(source=source))
+    module.load_cache(cache)
+    module.load_cache(tmp_path / "right")
+    assert capsys.readouterr().out == ""
+
+
 def test_exchanged_shards_and_wrong_layouts_are_refused(tmp_path, cache):
     make_cache(tmp_path / "other", seed=1)
     one, two = cache / "data-00000-of-00003.arrow", cache / "data-00001-of-00003.arrow"
@@ -407,7 +469,7 @@ def test_exchanged_shards_and_wrong_layouts_are_refused(tmp_path, cache):
     two.write_bytes(second)
     # a name that points outside the folder
     shutil.copytree(cache, tmp_path / "equal")
-    names = [f"../equal/{one.name}", two.name]
+    names = [f"../equal/{one.name}", two.name, "data-00002-of-00003.arrow"]
     rewrite(cache, lambda content: content["shards"].update(name=names))
     refused(cache, f"{cache} is damaged (it names shards outside the folder)")
 

@@ -27,7 +27,7 @@ def objects(url):
 
 
 def write_shard(path, encoded):
-    return write_each(module.writing_shard_to, {0: str(path)}, encoded)[0]
+    return write_each(module.writing_shard_to, {0: str(path)}, range(7), encoded)[0]
 
 
 def test_a_shard_has_the_same_bytes_on_a_disk_and_at_an_address(folder, tmp_path):

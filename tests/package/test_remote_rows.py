@@ -10,7 +10,7 @@ from conftest import make_captioned, replace, save_as_parquet
 
 import precompute_latents
 from diffusion_training.cluster import remote_rows as module
-from diffusion_training.data.rows import load_rows
+from diffusion_training.data.rows import load_rows, name_rows
 
 COUNT = 26
 
@@ -52,6 +52,35 @@ def test_remote_rows_equal_rows_on_a_disk(folder, tmp_path):
     for numbers in ([0], [25, 0, 9, 10, 11], list(range(COUNT)), [3, 3]):
         assert rows[numbers] == local[numbers]
     assert rows[[9, 10]]["text"][1].startswith("No. 1")
+    for numbers in (range(COUNT), range(9, 21), range(3, 3)):
+        assert rows.name_rows(numbers) == name_rows(local, column, str(folder), numbers)
+    assert rows.name_rows(range(1)) == ["row 0"]
+
+
+@pytest.mark.parametrize("kind", ["struct", "path", "bytes"])
+def test_names_of_remote_rows_are_read_without_the_images(tmp_path, kind, monkeypatch):
+    paths = [f"{row}.png" for row in range(7)]
+    images = {
+        "struct": [{"bytes": b"png", "path": path} for path in paths],
+        "path": paths,
+        "bytes": [b"png"] * 7,
+    }[kind]
+    (tmp_path / "table").mkdir()
+    table = pa.table({"image": images, "text": paths})
+    pq.write_table(table, tmp_path / "table/data.parquet", row_group_size=2)
+    rows = open_rows(tmp_path / "table", "--max_train_samples=5", "--image_column=image")
+    read = []
+    read_row_group = pq.ParquetFile.read_row_group
+
+    def note(*args):
+        read.append(read_row_group(*args))
+        return read[-1]
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", note)
+    expected = [f"row {row}" for row in range(5)] if kind == "bytes" else paths[:5]
+    assert rows.name_rows(range(5)) == expected and rows.name_rows(range(3, 5)) == expected[3:]
+    assert "png" not in {str(value) for table in read for value in table.to_pylist()}
+    assert all("bytes" not in str(table.schema) for table in read)
 
 
 def test_pickled_remote_rows_are_small_and_read_only_needed_columns(folder, monkeypatch):

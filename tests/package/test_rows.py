@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.folders import check_files, get_source
 from diffusion_training.data.images import decode_image
-from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.data.rows import RowDataset, load_rows, name_rows, read_items
 from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.data.transforms import transform_row
 from diffusion_training.errors.sentences import in_one_sentence
@@ -234,7 +234,9 @@ def test_names_of_rows_are_file_paths_or_row_numbers(tmp_path, load):
     ]
     drawn = load(tmp_path / "images", max_train_samples=2, seed=1)
     expected = [Path(row[drawn.column]["path"]).name for row in drawn.rows]
-    found = make_dataset(drawn, tmp_path / "images").names()
+    data = make_dataset(drawn, tmp_path / "images")
+    found = data.names()
+    assert name_rows(data.rows, data.column, data.source, range(1, 2)) == found[1:]
     assert [Path(name).name for name in found] == expected
     (tmp_path / "table").mkdir()
     png = (tmp_path / "images/a/0.png").read_bytes()

@@ -268,7 +268,7 @@ def test_images_without_a_class_are_skipped(tmp_path, inputs):
     assert [json.loads(line)["reason"] for line in skipped] == ["it has no caption"] * 2
 
 
-def test_published_latents_become_the_cache_that_their_images_would(tmp_path):
+def test_published_latents_become_the_cache_that_their_images_would(tmp_path, capsys):
     """Two files in LightningDiT's form, with latents that this VAE made of images."""
     rows = datasets.load_dataset("parquet", data_dir=str(ROOT / "demo/digits"), split="train")
     labels = [sorted(rows.unique("text")).index(text) for text in rows["text"][:24]]
@@ -299,7 +299,9 @@ def test_published_latents_become_the_cache_that_their_images_would(tmp_path):
     # a further start makes the shard that is missing
     shards = {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("data-*")}
     (tmp_path / "cache" / min(shards)).unlink()
+    capsys.readouterr()
     precompute(*flags)
+    assert capsys.readouterr().out.count("making it again") == 1
     assert shards == {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("data-*")}
     make_prx(tmp_path / "config", context_in_dim=10)
     train(

@@ -23,6 +23,7 @@ from conftest import (
     MODELS,
     ROOT,
     Script,
+    copy_shard,
     finish,
     kill,
     launch,
@@ -42,6 +43,7 @@ import precompute_latents as script
 from diffusion_training.data.encoders import encode_images, encode_prompts
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.errors.stop_signals import SIGNALS
+from diffusion_training.latents.reader import load_cache
 from diffusion_training.models import EXACT
 from diffusion_training.order import draw_choices
 
@@ -442,6 +444,35 @@ def test_a_second_run_encodes_only_damaged_and_missing_shards(tmp_path, flags, c
         assert f"data-00001-of-00004.arrow is {'gone' if damage == 'delete' else 'damaged'}" in said
         assert encoded == [range(3, 5), range(5, 6)] or encoded == [[3, 4], [5]]
         assert read_files(tmp_path / "out") == whole
+
+
+def test_a_shard_with_rows_of_another_is_found_without_a_change_and_made_again(
+    tmp_path, flags, capsys
+):
+    out = tmp_path / "out"
+    precompute(*flags)
+    whole = read_files(out)
+    precompute(*flags, "--dry_run")
+    assert f"{out}: all 4 shards hold their own rows\n" in capsys.readouterr().out
+    wrong = copy_shard(out, 2, 0)
+    before = read_files(out)
+    precompute(*flags, "--dry_run")
+    said = capsys.readouterr().out
+    assert "1 of 4 shards must be made again, which this command does without --dry_run" in said
+    assert f": {wrong}; the first holds rows of another shard, such as 6.png" in said
+    assert read_files(out) == before
+    (cache,) = [load_cache(out)]
+    assert len(cache.shards) == 4
+    assert "(data-00000-of-00004.arrow and data-00002-of-" in capsys.readouterr().out
+    precompute(*flags)
+    said = capsys.readouterr().out
+    assert f"{wrong} holds rows of another shard, such as 6.png: making it again\n" in said
+    assert said.count("making it again") == 1 and read_files(out) == whole
+    (out / wrong).write_bytes(b"damaged")
+    precompute(*flags, "--dry_run")
+    assert f"{wrong}; the first can't be read" in capsys.readouterr().out
+    precompute(*flags, "--dry_run", "--resolution=32")
+    assert f"{out} holds another cache (" in capsys.readouterr().out
 
 
 def test_cache_refuses_other_models_data_and_precision(tmp_path, flags):

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import datasets
@@ -31,6 +32,7 @@ from conftest import (
     MODELS,
     ROOT,
     Script,
+    copy_shard,
     finish,
     free_port,
     kill,
@@ -62,6 +64,7 @@ from diffusion_training.data.rows import load_rows
 from diffusion_training.models import EXACT
 
 NUM_ROWS, ROWS_PER_SHARD, ROWS_PER_PART = 26, 8, 4
+ROUNDS = 20
 # The modules that the script sends to its workers
 MODULES = script.list_own_modules(script.Encoder, script.TransformedRows, script.Refused)
 
@@ -195,11 +198,22 @@ class Ref:
         self.call = functools.cache(functools.partial(function, *args))
 
 
+class InThread(Ref):
+    """The result of a call that runs in a thread of its own, as the calls of an actor do."""
+
+    pool = ThreadPoolExecutor(script.DEPTH)
+
+    def __init__(self, function, *args):
+        self.call = self.pool.submit(function, *args).result
+
+
 class Remote:
     """Ray's interface of a function or a class, without Ray."""
 
-    def __init__(self, what):
-        self.what = what
+    call_of_actor = Ref
+
+    def __init__(self, what, call=Ref):
+        self.what, self.call = what, call
 
     def options(self, **options):
         return self
@@ -208,9 +222,10 @@ class Remote:
         if not isinstance(self.what, type):
             if begin := getattr(getattr(self.what, "__self__", None), "begin", None):
                 begin(*args)
-            return Ref(self.what, *args)
+            return self.call(self.what, *args)
         actor = self.what(*args)
-        calls = {name: Remote(getattr(actor, name)) for name in ("make", "try_batch_sizes")}
+        names = ("make", "try_batch_sizes")
+        calls = {name: Remote(getattr(actor, name), self.call_of_actor) for name in names}
         return argparse.Namespace(**calls, __ray_ready__=Remote(lambda: True))
 
 
@@ -274,6 +289,37 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
     assert gauges["rows_done"] == NUM_ROWS and gauges["rows_per_second"] > 0
     assert 0 < gauges["waiting_share"] < 1
     assert 1 <= gauges["encoders_at_work"] <= 3 - gauges["encoders_waiting"]
+
+
+class Torn(script.Encoder):
+    """Two threads that assign the last task on the own core go on together, if both can."""
+
+    meeting = threading.Barrier(2)
+
+    @property
+    def own_task(self):
+        return self.last
+
+    @own_task.setter
+    def own_task(self, task):
+        self.last = task
+        try:
+            self.meeting.wait(0.2)
+        except threading.BrokenBarrierError:  # the other thread can't come
+            self.meeting.reset()
+
+
+def torn_encoder():
+    script.Encoder = Torn
+
+
+def test_shards_that_are_made_at_the_same_time_never_get_each_others_rows(
+    tmp_path, flags, whole, without_ray, monkeypatch
+):
+    monkeypatch.setattr(Remote, "call_of_actor", InThread)
+    code, said = without_ray(*flags, "--num_encoders=1", setup=torn_encoder)
+    assert code == 0, said
+    assert read_files(tmp_path / "out") == whole
 
 
 class Rows:
@@ -481,6 +527,36 @@ def test_one_process_two_processes_and_ray_write_the_same_cache(tmp_path, flags,
     assert read_files(tmp_path / "out") == whole
 
 
+def one_part_a_shard():
+    script.PART_BYTES = 2**26
+
+
+@pytest.mark.long
+def test_many_small_shards_on_real_ray_have_the_bytes_of_one_process_in_twenty_runs(
+    tmp_path, driver
+):
+    """A shard of one task each: most tasks are assigned while another thread assigns one."""
+    make_captioned(tmp_path / "images", 240)
+    flags = [
+        f"--train_data_dir={tmp_path / 'images'}",
+        f"--pretrained_model_name_or_path={MODELS}",
+        "--resolution=16",
+        "--rows_per_shard=5",
+        "--batch_size=2",
+        "--random_flip",
+        f"--cache_dir={tmp_path / 'datasets-cache'}",
+    ]
+    precompute(*flags, f"--output_dir={tmp_path / 'whole'}")
+    whole = read_files(tmp_path / "whole")
+    for number in range(ROUNDS):
+        out = tmp_path / f"out{number}"
+        argv = [*flags, "--num_encoders=1", f"--output_dir={out}"]
+        code, said = driver(*argv, setup=one_part_a_shard)
+        assert code == 0, said
+        found = read_files(out)
+        assert [name for name in whole if found.get(name) != whole[name]] == []
+
+
 def test_ray_demo_uses_the_flags_of_the_precompute_latents_demo(capsys):
     args = script.parse_args(["--num_encoders=3"])
     said = capsys.readouterr().out
@@ -545,7 +621,7 @@ def test_ray_encoders_in_bf16_load_float32_only_for_rows_that_need_it(
 
 
 def test_both_cache_scripts_resume_and_repair_each_others_caches(
-    tmp_path, flags, whole, without_ray
+    tmp_path, flags, whole, without_ray, capsys
 ):
     shutil.copytree(tmp_path / "whole", tmp_path / "out")
     names = sorted(name for name in whole if name.endswith(".arrow"))
@@ -559,6 +635,13 @@ def test_both_cache_scripts_resume_and_repair_each_others_caches(
     assert before == {name: (tmp_path / "out" / name).stat().st_ino for name in before}
     precompute(*flags)
     assert read_files(tmp_path / "out") == whole
+    for make in (lambda *argv: without_ray(*argv)[1], precompute):
+        wrong = copy_shard(tmp_path / "out", 0, 1)
+        code, said = without_ray(*flags, "--dry_run")
+        assert code == 0 and f"again, which this command does without --dry_run: {wrong}; " in said
+        said = make(*flags) or capsys.readouterr().out
+        assert f"{wrong} holds rows of another shard, such as " in said, said
+        assert read_files(tmp_path / "out") == whole
 
 
 # ------------------------------------------------------------------- killed processes
@@ -856,6 +939,7 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
         remote=lambda part, rows: given.append(part[0]) or decode.remote(part, rows)
     )
     vars(encoder).update(job=job, turn=threading.Lock(), reason=None, own_task=None)
+    encoder.assigning = threading.Lock()
     vars(encoder).update(encoders=None, load_exact=None, device=None)
     vars(encoder).update(decode_anywhere=task, decode_here=task)
 
@@ -866,7 +950,7 @@ def test_ray_tasks_decode_the_next_shard_while_one_is_encoded(flags, without_ray
             yield batch
 
     monkeypatch.setattr(script, "encode_all", encode_all)
-    monkeypatch.setattr(script, "write_each", lambda writing, paths, encoded: list(encoded))
+    monkeypatch.setattr(script, "write_each", lambda writing, paths, rows, encoded: list(encoded))
     threads = []
     for number in range(3):
         threads.append(threading.Thread(target=encoder.make, args=((number, (0,)),)))
