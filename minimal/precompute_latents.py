@@ -17,9 +17,9 @@ train on it. At the same flags (on a CPU, with the same OMP_NUM_THREADS) its sha
 bytes as those of the big script: from one process or several, and after a kill. The same command
 resumes, and makes damaged shards again.
 
-Left out here: SDXL and other families, VAEs without moments, captions in files beside the images,
-several sizes or captions, masks, streams, token ids, fp16 (where rows that overflow are encoded
-again), work for the device while a shard is written, and most error messages.
+Left out here: SDXL and other families, VAEs without moments, several sizes or captions, masks,
+streams, token ids, fp16 (where rows that overflow are encoded again), work for the device while a
+shard is written, and most error messages.
 """
 
 import argparse
@@ -69,7 +69,7 @@ for name, value in vars(args).items():  # a count is at least 1, and nan is no n
     if type(value) in (int, float) and not least <= value < float("inf"):
         parser.error(f"--{name} {value} is out of range")
 cache_path = args.output_dir / "cache.json"
-if not cache_path.exists() and args.output_dir.exists() and any(args.output_dir.iterdir()):
+if not cache_path.exists() and any(args.output_dir.glob("[!.]*")):
     parser.error(f"{args.output_dir} holds something else: choose another folder")
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
@@ -77,6 +77,7 @@ import hashlib
 import io
 import math
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -108,10 +109,18 @@ device = accelerator.device
 source = args.dataset_name or args.train_data_dir
 if os.path.isdir(source):
     source = os.path.realpath(source)  # names of images are relative to it
+images = [p for p in Path(source).rglob("*") if p.suffix.lower() in Image.registered_extensions()]
+has_texts = any(path.with_suffix(".txt").is_file() for path in images)  # beside photo.png
+files = {"path": "imagefolder", "data_dir": source} if has_texts else {"path": source}
 try:
-    rows = datasets.load_dataset(source, split="train")
+    rows = datasets.load_dataset(**files, split="train")
 except Exception as error:
     sys.exit(f"{source} can't be loaded as a data set: {error}")
+if has_texts and args.caption_column not in rows.column_names:
+    undecoded = rows.cast_column("image", datasets.Image(decode=False))["image"]
+    paths = [Path(image["path"]).with_suffix(".txt") for image in undecoded]
+    texts = [path.read_text("utf-8-sig") if path.is_file() else None for path in paths]
+    rows = rows.add_column(args.caption_column, texts)
 for name in ("image", args.caption_column):
     if name not in rows.column_names:
         sys.exit(f"{source} has no column {name!r}, only {', '.join(rows.column_names)}")
@@ -239,12 +248,13 @@ def digest_file(path):
 
 records_dir = args.output_dir / "records"  # what each complete shard holds
 if accelerator.is_main_process:
-    records_dir.mkdir(parents=True, exist_ok=True)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     if not cache_path.exists():
         decoder = "torchcodec" if decode_jpeg else "pillow"
         about = {"decoder": f"{decoder} {version(decoder)}", "tokenizer_rules": {"libraries": ""}}
         about["made_with"] = {name: str(value) for name, value in vars(args).items() if value}
         write_json(cache_path, settings | about)
+    records_dir.mkdir(exist_ok=True)  # after cache.json, by which the folder is known as a cache
 accelerator.wait_for_everyone()
 cache = json.loads(cache_path.read_text())
 if different := [name for name in settings if cache.get(name) != settings[name]]:
@@ -299,7 +309,8 @@ def load_row(row, file, text):
             raise  # the machine's fault, such as a disk that is gone, not the row's
         # A black image takes its place, so that the batch keeps its shape.
         black = torch.zeros(len(mode), args.resolution, args.resolution, dtype=torch.uint8)
-        return name, "", black, f"{type(error).__name__}: {error}"
+        reason = re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")  # of an object
+        return name, "", black, reason
 
 
 # Lists of row numbers -> lists of loaded rows; two batches are loaded while one is encoded.
@@ -414,7 +425,7 @@ if accelerator.is_main_process:
     write_json(cache_path, cache)
     write_json(args.output_dir / "dataset_info.json", {})
     write_json(args.output_dir / "state.json", state)
-    for leftover in args.output_dir.glob(".tmp-*"):  # of runs that were killed
+    for leftover in args.output_dir.rglob(".tmp-*"):  # of runs that were killed
         leftover.unlink()
     print(f"Done: {cache['rows']} rows, {len(skipped)} skipped, are in {args.output_dir}")
     if cache["captions_cut"]:

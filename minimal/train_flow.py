@@ -99,10 +99,12 @@ if not is_ours or (not checkpoints and any(args.output_dir.glob("*.json"))):
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import copy
+import functools
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -150,6 +152,53 @@ rows = load_from_disk(str(args.latents_dir)).select_columns(columns).with_format
 most_tokens, width = cache["prompt_embeds_shape"]
 empty_prompt = torch.tensor(np.load(args.latents_dir / "empty_prompt.npy")).float().flatten()
 
+
+# To bring a data set of your own, replace `rows`, of which only the length is used elsewhere, and
+# `load_batch`: epoch, numbers of rows -> tensors with an entry for each of them. What is random in
+# it, such as an augmentation, is drawn from a key_seed of epoch and row.
+def load_batch(epoch, own):
+    batch = rows[own]
+    if args.random_flip:  # by the third number of a key; the first two have placed the crop
+        keys = [key_seed("image", args.seed, epoch, row) for row in own]
+        flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
+        flipped = flipped[:, None]
+        batch["latents"] = torch.where(flipped, batch["latents_flipped"], batch["latents"])
+    # Padding makes captions equally long, with few lengths. The mask is False for it. The last row
+    # is the empty prompt.
+    captions = [*batch["prompt_embeds"], empty_prompt]
+    lengths = torch.tensor([[len(each) // width] for each in captions])
+    tokens = min((max(1, int(lengths.max())) + 31) // 32 * 32, most_tokens)
+    embeds = [F.pad(each, (0, tokens * width - len(each))) for each in captions]
+    embeds = torch.stack(embeds).unflatten(1, (tokens, width))
+    mask = torch.arange(tokens) < lengths
+    return {"latents": batch["latents"], "prompt_embeds": embeds, "mask": mask}
+
+
+# ---- A step's images, in the order of the epoch: a list of micro-batches, each with the weights of
+# this process's images. The last step of an epoch takes those that are left, so that an epoch has
+# each image once. A thread loads the next step while the device computes one.
+@functools.lru_cache(1)
+def shuffle(epoch):
+    return np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
+
+
+def load_step(images_seen):
+    epoch, start = divmod(images_seen, len(rows))
+    per_micro_batch = args.train_batch_size * world
+    end = start + per_micro_batch * args.gradient_accumulation_steps
+    taken = shuffle(epoch)[start:end].tolist()
+    micro_batches = []
+    for first in range(0, len(taken), per_micro_batch):
+        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
+        # over the step's images. A process that gets no image computes one with weight 0, for DDP.
+        micro = taken[first : first + per_micro_batch]
+        own = micro[rank::world] or micro[:1]
+        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)))
+        batch = load_batch(epoch, own) | {"weight": weight}
+        micro_batches.append({name: pin(value) for name, value in batch.items()})
+    return micro_batches, len(taken)
+
+
 # ---- The model, its average and the optimizer. All are float32, because bf16 is too coarse for the
 # small updates of a weight. Mixed precision lowers only the precision of the computation.
 base = args.pretrained_model_name_or_path
@@ -159,15 +208,25 @@ if source:
     transformer = PRXTransformer2DModel.from_config(PRXTransformer2DModel.load_config(source))
 else:
     transformer = PRXTransformer2DModel.from_pretrained(base, subfolder="transformer")
+channels = shape[0] // 2  # of the input: add those that are concatenated to the noisy latents
+if transformer.config.in_channels != channels:
+    sys.exit(
+        f"the transformer takes {transformer.config.in_channels} channels, but gets {channels}: "
+        "give it the others where the model is called, and in draw_samples"
+    )
 # channels_last is the fastest for convolutions on a GPU, if group norms keep it (torch 2.15 does).
 trial = torch.empty(1, 64, 2, 2, device=device, memory_format=torch.channels_last)
 keeps_it = F.group_norm(trial, 32).is_contiguous(memory_format=torch.channels_last)
 layout = torch.channels_last if device.type == "cuda" and keeps_it else torch.preserve_format
 pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
-transformer.to(device, memory_format=layout)  # on a GPU, another layout gives other bits
-ema = copy.deepcopy(transformer).eval().requires_grad_(False)
+# What is trained: each of these models is optimized, averaged, clipped and saved. A further one,
+# such as a projection, is added here alone. Hooks come after the copy, or the average has them too.
+trained = torch.nn.ModuleDict({"transformer": transformer})
+trained.to(device, memory_format=layout)
+ema = copy.deepcopy(trained).eval().requires_grad_(False)
 # Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
-optimizer = torch.optim.AdamW(transformer.parameters(), lr=args.learning_rate, fused=True)
+optimizer = torch.optim.AdamW(trained.parameters(), lr=args.learning_rate, fused=True)
+rates = [group["lr"] for group in optimizer.param_groups]  # a group may have its own
 # A larger image needs more noise to be unrecognizable, so its noise levels are shifted up.
 known = FlowMatchEulerDiscreteScheduler.load_config(base, subfolder="scheduler").get("shift")
 shift = args.shift or known or (3.0 if made["resolution"] >= 512 else 1.0)
@@ -179,16 +238,17 @@ step = images_seen = 0
 if checkpoints:
     newest = checkpoints[max(checkpoints)] / STATE
     saved = torch.load(newest, map_location="cpu", weights_only=True)
-    if saved["config"] != config:
+    if saved["config"] != config or saved["trained"].keys() != trained.state_dict().keys():
         sys.exit(f"{newest} is of another transformer: choose another --output_dir")
-    transformer.load_state_dict(saved["transformer"])
+    trained.load_state_dict(saved["trained"])
     ema.load_state_dict(saved["ema"])
     optimizer.load_state_dict(saved["optimizer"])
     step = saved["step"]
     images_seen = saved["images_seen"]
     accelerator.print(f"Resuming from {newest}")
-# The checkpoint has the learning rate of its last step. The flag may have changed since.
-optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
+# The checkpoint has the learning rates of its last step. Those given above may be others by now.
+for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    group |= {"lr": rate, "initial_lr": rate}
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
 usual = 0 if args.lr_scheduler == "constant" else 500
@@ -196,86 +256,111 @@ warmup = usual if args.lr_warmup_steps is None else args.lr_warmup_steps
 schedule = {"constant": "constant_with_warmup"}.get(args.lr_scheduler, args.lr_scheduler)
 counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps + 1}
 lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
-# `model` is `transformer` with autocast, and with several processes in DDP. They share weights.
-model, optimizer = accelerator.prepare(transformer, optimizer)
+# The models with autocast, and with several processes in DDP. They share weights with `trained`.
+models = {name: accelerator.prepare(model) for name, model in trained.items()}
+optimizer = accelerator.prepare(optimizer)
 
 
 # The average as a pipeline. VAE and text encoder are read from the disk each time, so that the
 # training does not have to hold them.
 def make_pipeline():
-    parts = {"transformer": ema, "scheduler": FlowMatchEulerDiscreteScheduler(shift=shift)}
+    parts = {
+        "transformer": ema["transformer"],
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=shift),
+    }
     pipeline = PRXPipeline.from_pretrained(base, **parts, default_sample_size=made["resolution"])
     pipeline.text_encoder.float()  # transformers loads the precision of the files
     pipeline.vae.register_to_config(shift_factor=cache["vae"]["shift_factor"])  # a number, not None
     return pipeline
 
 
+# Samples of the average, from the same noise each time. They do not change the training, whose
+# random numbers are seeded anew in each micro-batch. They are drawn before step 1 too, and show the
+# model as it was. A model with further inputs needs a pipeline of its own here, which gives them.
+def draw_samples():
+    pipeline = make_pipeline()
+    pipeline.set_progress_bar_config(disable=True)
+    with torch.no_grad():  # on the CPU: the text encoder may be larger than the transformer
+        encoded = [pipeline.encode_prompt(each, "cpu") for each in args.validation_prompts]
+    pipeline.text_encoder = None
+    pipeline.to(device)
+    kinds = ["prompt_embeds", "prompt_attention_mask"]
+    kinds += [f"negative_{kind}" for kind in kinds]
+    images = []
+    for tensors in encoded:
+        prompt = {kind: each.to(device) for kind, each in zip(kinds, tensors, strict=True)}
+        for number in range(args.num_validation_images):  # one by one: this takes less memory
+            seed = key_seed("sample", args.seed, number)
+            images += pipeline(
+                **prompt,
+                num_inference_steps=args.num_inference_steps,
+                guidance_scale=args.guidance_scale,
+                generator=torch.Generator(device).manual_seed(seed),
+                use_resolution_binning=False,
+            ).images
+    del pipeline
+    picture = make_image_grid(images, len(args.validation_prompts), args.num_validation_images)
+    (args.output_dir / "samples").mkdir(parents=True, exist_ok=True)
+    picture.save(args.output_dir / f"samples/step-{step:07d}.png")
+    for tracker in accelerator.trackers:
+        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
+
+
 # Of a run that was killed, TensorBoard drops what it logged after this step.
 about = {name: str(value) for name, value in vars(args).items()}
 accelerator.init_trackers(Path(__file__).stem, about, {"tensorboard": {"purge_step": step + 1}})
 
+if step == 0 and args.validation_prompts and accelerator.is_main_process:
+    draw_samples()
+
 # ---- The training.
-transformer.train()
-order = None
+trained.train()
 losses = []
-per_micro_batch = args.train_batch_size * world
+ahead = ThreadPoolExecutor(1)
+coming = ahead.submit(load_step, images_seen)
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
-    # A step takes the next images in the order of the epoch. The last step of an epoch takes those
-    # that are left, so that an epoch has each image once.
-    epoch, start = divmod(images_seen, len(rows))
-    if order is None or start == 0:
-        order = np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
-    taken = order[start : start + per_micro_batch * args.gradient_accumulation_steps].tolist()
-    micro_batches = [taken[i : i + per_micro_batch] for i in range(0, len(taken), per_micro_batch)]
+    micro_batches, count = coming.result()
+    images_seen += count
+    coming = ahead.submit(load_step, images_seen)
     losses.append(torch.zeros((), device=device))
-    for number, micro in enumerate(micro_batches):
-        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
-        # over the step's images. A process that gets no image computes one with weight 0, for DDP.
-        own = micro[rank::world] or micro[:1]
-        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
-        batch = rows[own]
-        moments = batch["latents"]
-        captions = [*batch["prompt_embeds"], empty_prompt]
-        if args.random_flip:  # by the third number of a key; the first two have placed the crop
-            keys = [key_seed("image", args.seed, epoch, row) for row in own]
-            flipped = torch.tensor([np.random.default_rng(key).random(4)[2] < 0.5 for key in keys])
-            moments = torch.where(flipped[:, None], batch["latents_flipped"], moments)
+    for number, batch in enumerate(micro_batches):
+        batch = {name: each.to(device, non_blocking=True) for name, each in batch.items()}
+        weight = batch["weight"]
         torch.manual_seed(key_seed("step", args.seed, step, number, rank))
-        mean, std = pin(moments).to(device, non_blocking=True).unflatten(1, shape).chunk(2, dim=1)
+        mean, std = batch["latents"].unflatten(1, shape).chunk(2, dim=1)
         latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
         latents = (latents - cache["vae"]["shift_factor"]) * cache["vae"]["scaling_factor"]
-        # Padding makes captions equally long, with few lengths. The mask is False for it.
-        lengths = torch.tensor([[len(each) // width] for each in captions])
-        tokens = min((max(1, int(lengths.max())) + 31) // 32 * 32, most_tokens)
-        embeds = torch.stack([F.pad(each, (0, tokens * width - len(each))) for each in captions])
-        embeds = pin(embeds).to(device, non_blocking=True).unflatten(1, (tokens, width))
-        mask = pin(torch.arange(tokens) < lengths).to(device, non_blocking=True)
+        embeds, mask = batch["prompt_embeds"], batch["mask"]
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
-        dropped = torch.rand(len(own), device=device) < args.caption_dropout
+        dropped = torch.rand(len(latents), device=device) < args.caption_dropout
         embeds = torch.where(dropped[:, None, None], embeds[-1], embeds[:-1])
         mask = torch.where(dropped[:, None], mask[-1], mask[:-1])
         # The loss of rectified flow (arXiv:2209.03003): the model predicts the velocity on the line
         # from image to noise. More levels are drawn from its middle (arXiv:2403.03206, 3.1).
         noise = torch.randn(latents.shape, device=device)
-        sigmas = torch.sigmoid(torch.randn(len(own), 1, 1, 1, device=device))
+        sigmas = torch.sigmoid(torch.randn(len(latents), 1, 1, 1, device=device))
         sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
         noisy_latents = (1 - sigmas) * latents + sigmas * noise  # in float32: bf16 is too coarse
         # Only in the step's last micro-batch the processes exchange their gradients.
-        with accelerator.no_sync(model) if number + 1 < len(micro_batches) else nullcontext():
-            velocity = model(noisy_latents, sigmas.flatten(), embeds, mask).sample.float()
+        with ExitStack() as stack:
+            for model in models.values() if number + 1 < len(micro_batches) else []:
+                stack.enter_context(accelerator.no_sync(model))
+            velocity = models["transformer"](
+                noisy_latents, sigmas.flatten(), embeds, mask
+            ).sample.float()
             loss = F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
             loss = (weight * loss).sum()
             accelerator.backward(loss)
         losses[-1] += loss.detach()
-    accelerator.clip_grad_norm_(transformer.parameters(), 1.0)
+    accelerator.clip_grad_norm_(trained.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     step += 1
-    images_seen += len(taken)
     # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
     decay = min(0.9999, 1 - step**-0.75)
-    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*transformer.parameters()], None)
+    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*trained.parameters()], None)
     # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
     if step % args.logging_steps == 0:
         loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
@@ -291,7 +376,7 @@ while step < args.max_train_steps and not stop:
         folder = args.output_dir / f"checkpoint-{step}"
         unfinished = folder.with_name(f".unfinished-{folder.name}")
         unfinished.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
-        state = {"transformer": transformer.state_dict(), "ema": ema.state_dict()}
+        state = {"trained": trained.state_dict(), "ema": ema.state_dict()}
         state |= {"optimizer": optimizer.state_dict(), "config": config}
         with open(unfinished / STATE, "wb") as file:
             torch.save(state | {"step": step, "images_seen": images_seen}, file)
@@ -300,35 +385,7 @@ while step < args.max_train_steps and not stop:
     draw_every = args.validation_steps or args.checkpointing_steps
     is_drawn = not stop and (step % draw_every == 0 or step == args.max_train_steps)
     if is_drawn and args.validation_prompts and accelerator.is_main_process:
-        # Samples of the average, from the same noise each time. They do not change the training,
-        # whose random numbers are seeded anew in each micro-batch.
-        pipeline = make_pipeline()
-        pipeline.set_progress_bar_config(disable=True)
-        with torch.no_grad():  # on the CPU: the text encoder may be larger than the transformer
-            encoded = [pipeline.encode_prompt(each, "cpu") for each in args.validation_prompts]
-        pipeline.text_encoder = None
-        pipeline.to(device)
-        kinds = ["prompt_embeds", "prompt_attention_mask"]
-        kinds += [f"negative_{kind}" for kind in kinds]
-        images = []
-        for tensors in encoded:
-            prompt = {kind: each.to(device) for kind, each in zip(kinds, tensors, strict=True)}
-            for number in range(args.num_validation_images):  # one by one: this takes less memory
-                seed = key_seed("sample", args.seed, number)
-                images += pipeline(
-                    **prompt,
-                    num_inference_steps=args.num_inference_steps,
-                    guidance_scale=args.guidance_scale,
-                    generator=torch.Generator(device).manual_seed(seed),
-                    use_resolution_binning=False,
-                ).images
-        del pipeline
-        picture = make_image_grid(images, len(args.validation_prompts), args.num_validation_images)
-        (args.output_dir / "samples").mkdir(parents=True, exist_ok=True)
-        picture.save(args.output_dir / f"samples/step-{step:07d}.png")
-        for tracker in accelerator.trackers:
-            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-            tracker.log_images({"samples": np.asarray(picture)[None]}, step=step, **layout)
+        draw_samples()
 
 # ---- The end: the average in a pipeline, or after a signal the status that a shell expects.
 if accelerator.is_main_process and not stop:
@@ -336,4 +393,5 @@ if accelerator.is_main_process and not stop:
 accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
 accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")
 accelerator.end_training()
-sys.exit(128 + stop if stop else 0)
+if stop:
+    sys.exit(128 + stop)

@@ -88,12 +88,13 @@ if not is_ours or (not checkpoints and any(args.output_dir.glob("*.json"))):
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import copy
+import functools
 import io
 import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import datasets
 import numpy as np
@@ -142,16 +143,27 @@ def key_seed(purpose, *key):
 config = UNet2DModel.load_config(args.model_config_name_or_path) | {"sample_size": args.resolution}
 torch.manual_seed(args.seed)  # every process starts from the same weights
 unet = UNet2DModel.from_config(config)
+channels = 1 if unet.config.in_channels == 1 else 3  # of the images: see `load_image`
+if not unet.config.in_channels == unet.config.out_channels == channels:
+    sys.exit(
+        f"the U-Net takes {unet.config.in_channels} channels and returns "
+        f"{unet.config.out_channels}, but images have {channels}: give it the others where the "
+        "model is called, and draw the samples with a pipeline that does so too"
+    )
 # channels_last is the fastest for convolutions on a GPU, if group norms keep it (torch 2.15 does).
 trial = torch.empty(1, 64, 2, 2, device=device, memory_format=torch.channels_last)
 keeps_it = F.group_norm(trial, 32).is_contiguous(memory_format=torch.channels_last)
 layout = torch.channels_last if device.type == "cuda" and keeps_it else torch.preserve_format
 pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # so no copy waits
-unet.to(device, memory_format=layout)
-ema = copy.deepcopy(unet).eval().requires_grad_(False)
+# What is trained: each of these models is optimized, averaged, clipped and saved. A further one,
+# such as a projection, is added here alone. Hooks come after the copy, or the average has them too.
+trained = torch.nn.ModuleDict({"unet": unet})
+trained.to(device, memory_format=layout)
+ema = copy.deepcopy(trained).eval().requires_grad_(False)
 # Betas and weight decay are those of diffusers' script. `fused` updates all weights in one go.
 adam = {"betas": (0.95, 0.999), "weight_decay": 1e-6, "fused": True}
-optimizer = torch.optim.AdamW(unet.parameters(), lr=args.learning_rate, **adam)
+optimizer = torch.optim.AdamW(trained.parameters(), lr=args.learning_rate, **adam)
+rates = [group["lr"] for group in optimizer.param_groups]  # a group may have its own
 objective = {"prediction_type": args.prediction_type, "beta_schedule": args.ddpm_beta_schedule}
 noise_scheduler = DDPMScheduler(**objective)
 
@@ -179,22 +191,57 @@ def load_image(epoch, row, source):
     return pixels.flip(-1) if args.random_flip and flip < 0.5 else pixels
 
 
+# To bring a data set of your own, replace `rows`, of which only the length is used elsewhere, and
+# `load_batch`: epoch, numbers of rows -> a tensor with an entry for each of them. What is random in
+# it, such as an augmentation, is drawn from a key_seed of epoch and row.
+def load_batch(epoch, own):
+    images = threads.map(load_image, [epoch] * len(own), own, rows[own]["image"])
+    return {"images": torch.stack([*images])}
+
+
+# ---- A step's images, in the order of the epoch: a list of micro-batches, each with the weights of
+# this process's images. The last step of an epoch takes those that are left, so that an epoch has
+# each image once. A thread loads the next step while the device computes one.
+@functools.lru_cache(1)
+def shuffle(epoch):
+    return np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
+
+
+def load_step(images_seen):
+    epoch, start = divmod(images_seen, len(rows))
+    per_micro_batch = args.train_batch_size * world
+    end = start + per_micro_batch * args.gradient_accumulation_steps
+    taken = shuffle(epoch)[start:end].tolist()
+    micro_batches = []
+    for first in range(0, len(taken), per_micro_batch):
+        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
+        # over the step's images. A process that gets no image computes one with weight 0, for DDP.
+        micro = taken[first : first + per_micro_batch]
+        own = micro[rank::world] or micro[:1]
+        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)))
+        batch = load_batch(epoch, own) | {"weight": weight}
+        micro_batches.append({name: pin(value) for name, value in batch.items()})
+    return micro_batches, len(taken)
+
+
 # ---- Resume from the newest checkpoint. Step and images seen are the whole position of a run: the
 # order of the data and the noise follow from them.
 step = images_seen = 0
 if checkpoints:
     newest = checkpoints[max(checkpoints)] / STATE
     saved = torch.load(newest, map_location="cpu", weights_only=True)
-    if saved["config"] != config | objective:
+    is_same = saved["config"] == config | objective
+    if not is_same or saved["trained"].keys() != trained.state_dict().keys():
         sys.exit(f"{newest} is of another U-Net or objective: choose another --output_dir")
-    unet.load_state_dict(saved["unet"])
+    trained.load_state_dict(saved["trained"])
     ema.load_state_dict(saved["ema"])
     optimizer.load_state_dict(saved["optimizer"])
     step = saved["step"]
     images_seen = saved["images_seen"]
     accelerator.print(f"Resuming from {newest}")
-# The checkpoint has the learning rate of its last step. The flag may have changed since.
-optimizer.param_groups[0] |= {"lr": args.learning_rate, "initial_lr": args.learning_rate}
+# The checkpoint has the learning rates of its last step. Those given above may be others by now.
+for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    group |= {"lr": rate, "initial_lr": rate}
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
 usual = 0 if args.lr_scheduler == "constant" else 500
@@ -202,39 +249,31 @@ warmup = usual if args.lr_warmup_steps is None else args.lr_warmup_steps
 schedule = {"constant": "constant_with_warmup"}.get(args.lr_scheduler, args.lr_scheduler)
 counts = {"num_warmup_steps": warmup, "num_training_steps": args.max_train_steps + 1}
 lr_scheduler = get_scheduler(schedule, optimizer, **counts, last_epoch=step)
-# `model` is `unet` with autocast, and with several processes in DDP. They share their weights.
-model, optimizer = accelerator.prepare(unet, optimizer)
+# The models with autocast, and with several processes in DDP. They share weights with `trained`.
+models = {name: accelerator.prepare(model) for name, model in trained.items()}
+optimizer = accelerator.prepare(optimizer)
 # Of a run that was killed, TensorBoard drops what it logged after this step.
 about = {name: str(value) for name, value in vars(args).items()}
 accelerator.init_trackers(Path(__file__).stem, about, {"tensorboard": {"purge_step": step + 1}})
 
 # ---- The training.
-unet.train()
-order = None
+trained.train()
 losses = []
-per_micro_batch = args.train_batch_size * world
+ahead = ThreadPoolExecutor(1)
+coming = ahead.submit(load_step, images_seen)
 stop = agree_on_signal()
 while step < args.max_train_steps and not stop:
-    # A step takes the next images in the order of the epoch. The last step of an epoch takes those
-    # that are left, so that an epoch has each image once.
-    epoch, start = divmod(images_seen, len(rows))
-    if order is None or start == 0:
-        order = np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(rows))
-    taken = order[start : start + per_micro_batch * args.gradient_accumulation_steps].tolist()
-    micro_batches = [taken[i : i + per_micro_batch] for i in range(0, len(taken), per_micro_batch)]
+    micro_batches, count = coming.result()
+    images_seen += count
+    coming = ahead.submit(load_step, images_seen)
     losses.append(torch.zeros((), device=device))
-    for number, micro in enumerate(micro_batches):
-        # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
-        # over the step's images, however they are shared out. DDP needs all processes: one that
-        # gets no image computes one with weight 0.
-        own = micro[rank::world] or micro[:1]
-        weight = torch.full([len(own)], world / len(taken) * (rank < len(micro)), device=device)
-        sources = rows[own]["image"]
-        images = torch.stack([*threads.map(load_image, [epoch] * len(own), own, sources)])
-        images = pin(images).to(device, non_blocking=True) / 127.5 - 1  # in [-1, 1]
+    for number, batch in enumerate(micro_batches):
+        batch = {name: each.to(device, non_blocking=True) for name, each in batch.items()}
+        weight = batch["weight"]
         # The loss of DDPM (arXiv:2006.11239, eq. 14). Noise is added in float32: in bf16 the first
         # timesteps would get none at all.
         torch.manual_seed(key_seed("step", args.seed, step, number, rank))
+        images = batch["images"] / 127.5 - 1  # in [-1, 1]
         noise = torch.randn(images.shape, device=device)
         timesteps = torch.randint(len(noise_scheduler), [len(images)], device=device)
         noisy_images = noise_scheduler.add_noise(images, noise, timesteps)
@@ -246,20 +285,21 @@ while step < args.max_train_steps and not stop:
         if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
             weight = weight * snr.clamp(max=args.snr_gamma) / snr
         # Only in the step's last micro-batch the processes exchange their gradients.
-        with accelerator.no_sync(model) if number + 1 < len(micro_batches) else nullcontext():
-            prediction = model(noisy_images, timesteps).sample.float()
+        with ExitStack() as stack:
+            for model in models.values() if number + 1 < len(micro_batches) else []:
+                stack.enter_context(accelerator.no_sync(model))
+            prediction = models["unet"](noisy_images, timesteps).sample.float()
             loss = F.mse_loss(prediction, target, reduction="none").mean(dim=(1, 2, 3))
             loss = (weight * loss).sum()
             accelerator.backward(loss)
         losses[-1] += loss.detach()
-    accelerator.clip_grad_norm_(unet.parameters(), 1.0)
+    accelerator.clip_grad_norm_(trained.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     step += 1
-    images_seen += len(taken)
     # The average warms up, as in diffusers' EMAModel: the first step copies the weights.
     decay = min(0.9999, 1 - step**-0.75)
-    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*unet.parameters()], None)
+    get_ema_multi_avg_fn(decay)([*ema.parameters()], [*trained.parameters()], None)
     # Until here nothing has waited for the GPU. A record does, and all processes take part in it.
     if step % args.logging_steps == 0:
         loss = accelerator.reduce(torch.stack(losses).mean(), "mean").item()
@@ -275,7 +315,7 @@ while step < args.max_train_steps and not stop:
         folder = args.output_dir / f"checkpoint-{step}"
         unfinished = folder.with_name(f".unfinished-{folder.name}")
         unfinished.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
-        state = {"unet": unet.state_dict(), "ema": ema.state_dict()}
+        state = {"trained": trained.state_dict(), "ema": ema.state_dict()}
         state |= {"optimizer": optimizer.state_dict(), "config": config | objective}
         with open(unfinished / STATE, "wb") as file:
             torch.save(state | {"step": step, "images_seen": images_seen}, file)
@@ -286,7 +326,7 @@ while step < args.max_train_steps and not stop:
     if is_drawn and accelerator.is_main_process:
         # Samples of the average, from the same noise each time. They do not change the training,
         # whose random numbers are seeded anew in each micro-batch.
-        pipeline = DDIMPipeline(ema, noise_scheduler)
+        pipeline = DDIMPipeline(ema["unet"], noise_scheduler)
         pipeline.set_progress_bar_config(disable=True)
         generator = torch.Generator(device).manual_seed(key_seed("sample", args.seed))
         images = pipeline(args.eval_batch_size, generator=generator).images
@@ -301,8 +341,9 @@ while step < args.max_train_steps and not stop:
 
 # ---- The end: the average as a pipeline, or after a signal the status that a shell expects.
 if accelerator.is_main_process and not stop:
-    DDIMPipeline(ema, noise_scheduler).save_pretrained(args.output_dir)
+    DDIMPipeline(ema["unet"], noise_scheduler).save_pretrained(args.output_dir)
 accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
 accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")
 accelerator.end_training()
-sys.exit(128 + stop if stop else 0)
+if stop:
+    sys.exit(128 + stop)

@@ -204,6 +204,47 @@ def test_minimal_cache_of_a_parquet_file_with_lists_of_captions(tmp_path, inputs
     assert opened["key"][:2] == ["row 0", "row 1"] and len({*opened["text"]}) > 3
 
 
+def test_minimal_cache_killed_before_its_first_shard_is_made_by_the_same_command(
+    tmp_path, inputs, big
+):
+    """Killed while it writes cache.json, which makes the folder a cache, and right after that."""
+    flags = cache_flags(inputs)
+    twin = tmp_path / "twin"
+    argv = [*flags, f"--output_dir={twin}"]
+    text = PATHS[NAME].read_text()
+    for right in ("    unfinished.replace(path)\n", "    records_dir.mkdir(exist_ok=True)"):
+        assert text.count(right) == 1
+        killed = text.replace(right, "    os.kill(os.getpid(), 9)\n#")
+        pids = start(lambda killed=killed: run_twin(NAME, *argv, text=killed))
+        assert finish(pids) == [-9]
+        assert any(twin.iterdir()) and not (twin / "records").exists()
+    write_by_twin(twin, flags)
+    assert_same_cache(big, twin)
+
+
+def test_minimal_cache_reads_captions_beside_images_and_has_equal_reasons(tmp_path, inputs):
+    """photo.txt beside photo.png. Two runs skip the same rows, for reasons of the same text."""
+    images = tmp_path / "images"
+    shutil.copytree(inputs / "images", images, ignore=shutil.ignore_patterns("*.csv"))
+    for number, path in enumerate(sorted(images.iterdir())):
+        if number != 4:
+            path.with_suffix(".txt").write_text(f"\ufeffa digit, {number}\n")
+    (images / "09.png").write_bytes(b"no image" * 100)
+    flags = cache_flags(inputs, f"--train_data_dir={images}")
+    write_by_twin(tmp_path / "twin", flags)
+    assert_same_cache(
+        write_by_big(inputs, tmp_path / "big", flags[0], flags[-1]), tmp_path / "twin"
+    )
+    opened = datasets.load_from_disk(str(tmp_path / "twin"))
+    assert opened["text"][:2] == ["a digit, 0", "a digit, 1"]
+    write_by_twin(tmp_path / "again", flags)
+    first, second = ((tmp_path / name / "skipped.jsonl").read_text() for name in ("twin", "again"))
+    assert first == second and "cannot identify image file <_io.BytesIO object>" in first
+    assert [entry["key"] for entry in read_skipped(tmp_path / "twin")] == [
+        "04.jpg", "07.png", "09.png"
+    ]  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_minimal_cache_survives_many_kills(tmp_path, inputs, num_processes):

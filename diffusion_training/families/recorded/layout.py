@@ -132,16 +132,18 @@ def describe_scale(calls: DenoiserCalls, vae: Any) -> dict[str, Any]:
     shift, large = (each.view(channels, -1) for each in (layout.shift, layout.large))
     if any((each != each[:, :1]).any() for each in (shift, large)):
         raise Unrecordable("its latents have no scale per channel")
-    scales: dict[str, Any] = {
-        "scaling_factor": [shorten_factor(number) for number in large[:, 0]],
-        "shift_factor": [float(str(number)) for number in shift[:, 0].numpy()],
+    shifts = [float(str(number)) for number in shift[:, 0].numpy()]
+    factors = (LARGE / large[:, 0]).tolist()
+    is_one = len(set(factors)) == 1
+    return {
+        # a number of a config has few digits, and one that a VAE has measured for a channel has all
+        "scaling_factor": shorten_factor(large[0, 0], factors[0]) if is_one else factors,
+        "shift_factor": shifts[0] if len(set(shifts)) == 1 else shifts,
     }
-    return {name: values[0] if len(set(values)) == 1 else values for name, values in scales.items()}
 
 
-def shorten_factor(large: torch.Tensor) -> float:
+def shorten_factor(large: torch.Tensor, factor: float) -> float:
     """The factor that makes `large` of `LARGE` by division, with few digits if those suffice."""
-    factor = float(LARGE / large)
     for digits in range(1, 7):
         short = float(f"{factor:.{digits}g}")
         if short and torch.equal(torch.tensor(LARGE) / short, large):

@@ -1,0 +1,320 @@
+"""minimal/train_lora.py: the LoRA of train_flow.py --rank --cache_latents, to the same bits."""
+
+import shutil
+import time
+from types import SimpleNamespace
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from conftest import MODELS, Script, finish, kill, start, wait_until
+from diffusers import DiffusionPipeline
+from PIL import Image
+from safetensors.torch import load_file
+from test_minimal import PATHS, flatten_moments, run_twin, train
+from tiny_pipelines import MAKE
+
+from diffusion_training.families.opening import open_base
+from diffusion_training.latents.encoders import load_encoders
+from diffusion_training.training.lora_files import LORA_FILE, PEFT_FILE, PEFT_PREFIX
+
+pytestmark = pytest.mark.usefixtures("without_figures", "forked")
+NAME = "train_lora"
+BIG = Script("train_flow")
+STATE = "minimal_train_lora.pt"
+# the tiny pipelines of the twin's models, and for each its class
+FAMILIES = {
+    "z_image": "ZImage",
+    "flux": "Flux",
+    "flux_dev": "Flux",
+    "klein": "Flux2Klein",
+    "qwen_image": "QwenImage",
+    "sd3": "StableDiffusion3",
+}
+WORDS = "a handwritten digit zero one two three".split()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """7 photographs of noise: PNG and JPEG, upright, wide, transparent, with captions beside them.
+
+    The captions have several lengths. 7 is 1 more than 2 steps of 3 images, or 1 of 6.
+    """
+    folder = tmp_path_factory.mktemp("lora")
+    (folder / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(7):
+        channels = [4] if i == 5 else [3]
+        pixels = rng.integers(0, 256, [66 + i % 3, 64 + 4 * (i % 2), *channels], np.uint8)
+        path = folder / "photos" / f"{i:02}.{'png' if i % 2 else 'jpg'}"
+        Image.fromarray(pixels).save(path)
+        path.with_suffix(".txt").write_text(" ".join(WORDS[: 1 + i]) + "\n")
+    return folder
+
+
+def make_base(inputs, family, dtype=None):
+    """The folder of a tiny pipeline; dtype: of its files, if it is not float32."""
+    base = inputs / family
+    if not base.exists():
+        MAKE[family](base)
+    if dtype is None:
+        return base
+    other = inputs / f"{family}-{dtype}"
+    if not other.exists():
+        DiffusionPipeline.from_pretrained(base).to(dtype).save_pretrained(other)
+    return other
+
+
+def list_flags(inputs, base, *more):
+    return [
+        f"--train_data_dir={inputs / 'photos'}", f"--pretrained_model_name_or_path={base}",
+        "--resolution=64", "--rank=4", "--learning_rate=1e-2", "--lr_warmup_steps=2",
+        "--max_train_steps=5", "--checkpointing_steps=2", "--logging_steps=2",
+        "--report_to=none", "--caption_dropout=0.4", *more,
+    ]  # fmt: skip
+
+
+SHOWN = ["--validation_prompts", "a digit", "a one two", "--num_validation_images=1",
+         "--num_inference_steps=1", "--validation_steps=3"]  # fmt: skip
+
+
+def train_big(inputs, folder, flags, num_processes=1):
+    cached = ["--cache_latents", f"--cache_dir={inputs / 'cached'}"]
+    if num_processes > 1:  # one process makes the cache
+        train(run_big, NAME, folder.with_name("alone"), [*flags, *cached, "--max_train_steps=1"])
+    train(run_big, NAME, folder, [*flags, *cached], num_processes)
+
+
+def run_big(_, *flags):
+    BIG(*flags)
+
+
+def saved_by_big(folder, step):
+    """{name: tensor} of weights and averages in a checkpoint, and the moments in their order."""
+    tensors = {}
+    for of, part in (("weights", "transformer"), ("ema", "transformer_ema")):
+        for name, value in load_file(folder / f"checkpoint-{step}/{part}/{PEFT_FILE}").items():
+            tensors[f"{of} {name.removeprefix(PEFT_PREFIX)}"] = value
+    optimizer = torch.load(folder / f"checkpoint-{step}/optimizer.bin", weights_only=True)
+    return tensors | number_moments(optimizer)
+
+
+def saved_by_twin(folder, step):
+    state = torch.load(folder / f"checkpoint-{step}" / STATE, weights_only=True)
+    tensors = {}
+    for of in ("weights", "ema"):
+        for name, value in state[of].items():
+            short = name.removeprefix("transformer.").replace(".default.", ".")
+            tensors[f"{of} {short}"] = value
+    return tensors | number_moments(state["optimizer"])
+
+
+def number_moments(optimizer):
+    """The moments. Weights without a gradient, which the big script leaves out, have none."""
+    known = enumerate(sorted(optimizer["state"]))
+    return flatten_moments({"state": {new: optimizer["state"][old] for new, old in known}})
+
+
+def assert_same_bits(big, twin, steps=(2, 4, 5)):
+    for step in steps:
+        expected, found = saved_by_big(big, step), saved_by_twin(twin, step)
+        assert expected.keys() == found.keys() and len(expected) > 60
+        different = [key for key in expected if not torch.equal(expected[key], found[key])]
+        assert not different, f"{len(different)} of {len(expected)} differ, such as {different[0]}"
+    expected, found = (load_file(folder / LORA_FILE) for folder in (big, twin))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+    last = load_file(twin / f"checkpoint-{steps[-1]}" / LORA_FILE)
+    assert all(torch.equal(last[key], found[key]) for key in found)
+
+
+ONE = (1, ["--train_batch_size=3"])
+# 5 steps of 2 x 2 x 2 images at most: of an epoch's 7, one process has 3
+TWO = (2, ["--train_batch_size=2", "--gradient_accumulation_steps=2"])
+BF16 = ["--mixed_precision=bf16"]
+long, ci = pytest.mark.long, pytest.mark.ci
+
+
+@pytest.mark.parametrize(
+    "family, batches, more",
+    [
+        ("z_image", ONE, []),
+        pytest.param("qwen_image", TWO, [], marks=ci),
+        pytest.param("flux_dev", ONE, BF16, marks=ci),
+        *(pytest.param(each, ONE, [], marks=long) for each in FAMILIES if each != "z_image"),
+        *(pytest.param(each, ONE, BF16, marks=long) for each in FAMILIES if each != "flux_dev"),
+        *(pytest.param(each, TWO, [], marks=long) for each in FAMILIES if each != "qwen_image"),
+        pytest.param(
+            "klein", ONE, ["--shift=2", "--center_crop", "--lr_scheduler=cosine"], marks=long
+        ),
+        pytest.param("sd3", TWO, [*BF16, "--seed=3"], marks=long),
+    ],
+)
+def test_minimal_lora_trains_to_the_same_bits_as_the_big_script(
+    tmp_path, inputs, family, batches, more
+):
+    """In bf16 too, for Stable Diffusion 3 from files in bf16: it keeps a buffer as it is stored."""
+    num_processes, sizes = batches
+    stored = torch.bfloat16 if family == "sd3" and "--mixed_precision=bf16" in more else None
+    flags = list_flags(inputs, make_base(inputs, family, stored), *sizes, *more)
+    train_big(inputs, tmp_path / "big", flags, num_processes)
+    train(run_twin, NAME, tmp_path / "twin", [*flags, *SHOWN], num_processes)
+    assert_same_bits(tmp_path / "big", tmp_path / "twin")
+    pictures = sorted((tmp_path / "twin/samples").iterdir())
+    assert [path.name for path in pictures] == [f"step-{n:07}.png" for n in (0, 3, 5)]
+    first, *_, last = [np.asarray(Image.open(path)) for path in pictures]
+    assert first.shape == (128, 64, 3)
+    assert family == "qwen_image" or (first != last).any()  # its tiny samples are not finite
+    assert_diffusers_has_the_average(tmp_path / "twin", make_base(inputs, family))
+
+
+def assert_diffusers_has_the_average(folder, base):
+    """diffusers adds B @ A of the average to each adapted layer, at strength 1."""
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    before = {name: x.clone() for name, x in pipeline.transformer.state_dict().items()}
+    pipeline.load_lora_weights(folder)
+    pipeline.fuse_lora()
+    pipeline.unload_lora_weights()
+    ema = torch.load(folder / "checkpoint-5" / STATE, weights_only=True)["ema"]
+    layers = {name.rpartition(".lora_")[0] for name in ema}
+    moved = 0.0
+    for layer in layers:
+        a, b = (ema[f"{layer}.lora_{part}.default.weight"] for part in "AB")
+        name = f"{layer.removeprefix('transformer.')}.weight"
+        change = pipeline.transformer.state_dict()[name] - before[name]
+        torch.testing.assert_close(change, b @ a, rtol=0, atol=1e-3)
+        moved = max(moved, float((b @ a).abs().max()))
+    assert moved > 0.01
+
+
+@pytest.mark.parametrize(
+    "num_processes, kills", [pytest.param(1, 2, marks=ci), pytest.param(2, 6, marks=long)]
+)
+def test_minimal_lora_killed_and_resumed_ends_with_the_same_bits(
+    tmp_path, inputs, num_processes, kills
+):
+    """Killed by SIGKILL while it encodes, and some time after new checkpoints."""
+    _, sizes = ONE
+    steps = 4 * kills
+    flags = list_flags(inputs, make_base(inputs, "z_image"), *sizes, f"--max_train_steps={steps}")
+    train_big(inputs, tmp_path / "big", flags, num_processes)
+    twin = tmp_path / "twin"
+    argv = [*flags, f"--output_dir={twin}"]
+    text = PATHS[NAME].read_text()
+    right = "    latents = []\n"
+    assert text.count(right) == 1
+    stuck = text.replace(right, f"{right}    time = __import__('time'); time.sleep(60)\n")
+    pids = start(lambda: run_twin(NAME, *argv, text=stuck), num_processes, tmp_path / "log")
+    wait_until(twin.is_dir)
+    kill(pids)
+    for moment in np.random.default_rng(0).uniform(0, 0.1, kills):
+        before = set(twin.glob("checkpoint-*"))
+        pids = start(lambda: run_twin(NAME, *argv), num_processes, tmp_path / "log")
+        wait_until(
+            lambda before=before: (
+                (twin / LORA_FILE).exists() or set(twin.glob("checkpoint-*")) - before
+            )
+        )
+        time.sleep(moment)
+        kill(pids)
+    train(run_twin, NAME, twin, flags, num_processes)
+    assert "Resuming from" in twin.with_suffix(".log").read_text()
+    assert not list(twin.glob(".unfinished-*")) and not list(twin.glob("*.tmp"))
+    assert_same_bits(tmp_path / "big", twin, [steps])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["sd3"])
+def test_minimal_lora_with_gradient_checkpointing_has_the_same_bits(
+    tmp_path, inputs, family, monkeypatch
+):
+    """Each block is computed twice in a step, and its forward pass keeps its inputs alone."""
+    flags = list_flags(inputs, make_base(inputs, family), *ONE[1], "--max_train_steps=2")
+    train(run_twin, NAME, tmp_path / "plain", flags)
+    text = PATHS[NAME].read_text()
+    right = "functools.partial(checkpoint, block.forward"
+    assert text.count(right) == 1
+    counted = "functools.partial(lambda *args, **more: print('kept') or checkpoint(*args, **more), block.forward"  # noqa: E501
+    train(
+        run_twin, NAME, tmp_path / "less", [*flags, "--gradient_checkpointing"],
+        text=text.replace(right, counted),
+    )  # fmt: skip
+    said = (tmp_path / "less.log").read_text()
+    assert said.count("kept") == 2 * 2  # two steps, two blocks
+    plain, less = (saved_by_twin(tmp_path / name, 2) for name in ("plain", "less"))
+    assert plain.keys() == less.keys()
+    assert all(torch.equal(plain[key], less[key]) for key in plain)
+
+
+# ---------------------------------------------------------------------- what stands in the twin
+
+
+def read_classes():
+    """The classes of the twin's models, {name: class}."""
+    _, found = PATHS[NAME].read_text().split("class StableDiffusion3:", 1)
+    source, _ = found.split("\nindex = ", 1)
+    known = {"args": SimpleNamespace(guidance_scale=4.0), "torch": torch, "diffusers": diffusers}
+    exec("class StableDiffusion3:" + source, known)
+    return {name: known[name] for name in FAMILIES.values()}
+
+
+def parse_big(inputs, family):
+    base = make_base(inputs, family)
+    flags = [f"--train_data_dir={inputs}", f"--pretrained_model_name_or_path={base}", "--rank=4"]
+    return BIG.module.parse_args(flags)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_minimal_lora_has_the_layers_of_the_big_scripts_default(inputs, family):
+    args = parse_big(inputs, family)
+    transformer = DiffusionPipeline.from_pretrained(make_base(inputs, family)).transformer
+    chosen = open_base(args).family.choose_layers(transformer, args.lora_layers)
+    layers = read_classes()[FAMILIES[family]].layers
+    own = [
+        name
+        for name, module in transformer.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.endswith(layers)
+    ]
+    assert own == chosen and len(own) >= 8
+
+
+def test_minimal_lora_scales_latents_as_a_cache_does(inputs):
+    """With the same bits, for any statistics of a VAE's channels."""
+    encoders = load_encoders(open_base(parse_big(inputs, "klein")), torch.float32)
+    torch.manual_seed(0)
+    for _ in range(8):
+        encoders.vae.bn.running_mean.normal_()
+        encoders.vae.bn.running_var.uniform_(0.1, 4)
+        encoders.family.own_calls.layouts.clear()
+        expected = encoders.family.describe_scale(encoders.vae)
+        shift, factor = read_classes()["Flux2Klein"].scale(encoders.vae)
+        assert torch.equal(shift.flatten(), torch.tensor(expected["shift_factor"]))
+        assert torch.equal(factor.flatten(), torch.tensor(expected["scaling_factor"]))
+
+
+def test_minimal_lora_names_what_it_cannot_use(tmp_path, inputs):
+    """An image without caption, a file that is no image, another model, a checkpoint of another."""
+    shutil.copytree(inputs / "photos", tmp_path / "photos")
+    flags = [*list_flags(inputs, make_base(inputs, "z_image"), *ONE[1], "--max_train_steps=1")]
+
+    def fail(name, *more):
+        log = tmp_path / f"{name}.log"
+        argv = [*flags, f"--train_data_dir={tmp_path / 'photos'}", *more]
+        argv.append(f"--output_dir={tmp_path / name}")
+        assert finish(start(lambda: run_twin(NAME, *argv), log=log)) == [1], log.read_text()
+        assert "Traceback" not in log.read_text() and not list(tmp_path.glob(f"{name}/*"))
+        return log.read_text()
+
+    (tmp_path / "photos/02.txt").unlink()
+    assert "02.jpg has no caption: write " in fail("a")
+    (tmp_path / "photos/03.png").write_bytes(b"no image" * 100)
+    said = fail("b", "--instance_prompt=a digit")
+    assert f"{tmp_path / 'photos/03.png'} can't be read as an image: cannot identify" in said
+    said = fail("c", f"--pretrained_model_name_or_path={MODELS}", "--instance_prompt=a digit")
+    assert "not one of StableDiffusion3Pipeline, ZImagePipeline, FluxPipeline, Flux2Klein" in said
+    train(run_twin, NAME, tmp_path / "d", flags)
+    argv = [*flags, "--rank=2", "--max_train_steps=2", f"--output_dir={tmp_path / 'd'}"]
+    log = tmp_path / "d.log"
+    assert finish(start(lambda: run_twin(NAME, *argv), log=log)) == [1]
+    assert "is of another LoRA: choose another --output_dir" in log.read_text()
