@@ -33,7 +33,7 @@ def time_steps(kind, argv):
     "written": [[seconds at its begin, at its end, bytes]]}
     """
 
-    from diffusion_training.training.keeping import saver
+    from diffusion_training.training import saver
 
     script = importlib.import_module("train_unconditional")
     take_step, save_checkpoint, marks, written = script.train_step, saver.save_checkpoint, [], []

@@ -59,7 +59,7 @@ from conftest import (
 from diffusers import DDPMScheduler
 from PIL import Image
 
-from diffusion_training.training.keeping import saver
+from diffusion_training.training import saver
 from diffusion_training.training.showing import report
 from diffusion_training.training.step import costs
 

@@ -5,12 +5,8 @@ import pytest
 import train_text_to_image
 from diffusion_training.arguments import Flags
 from diffusion_training.families.known import load_family
-from diffusion_training.training.showing.card import (
-    describe_for_hub,
-    describe_text_to_image,
-    save_model_card,
-    tabulate,
-)
+from diffusion_training.training.showing.captioned_card import describe_text_to_image
+from diffusion_training.training.showing.card import describe_for_hub, save_model_card, tabulate
 from diffusion_training.training.showing.report import Description, name_run
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.showing.validation_base import OtherBase

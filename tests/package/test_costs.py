@@ -21,7 +21,7 @@ from diffusion_training.batches import Objective, Prepared
 from diffusion_training.blocks import checkpoint_gradients, list_checkpointed
 from diffusion_training.launch import Launch
 from diffusion_training.models import list_parameters, start_average
-from diffusion_training.training.keeping import saver
+from diffusion_training.training import saver
 from diffusion_training.training.step import costs
 from diffusion_training.training.step.costs import (
     Costs,

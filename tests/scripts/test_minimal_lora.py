@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from test_minimal import PATHS, flatten_moments, run_twin, train
 from tiny_pipelines import MAKE
 
+from diffusion_training.data.encoders import load_encoders
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.encoders import load_encoders
-from diffusion_training.training.lora_files import LORA_FILE, PEFT_FILE, PEFT_PREFIX
+from diffusion_training.families.recording import record_family
+from diffusion_training.training.lora.lora_files import LORA_FILE, PEFT_FILE, PEFT_PREFIX
 
 pytestmark = pytest.mark.usefixtures("without_figures", "forked")
 NAME = "train_lora"
@@ -269,7 +270,9 @@ def parse_big(inputs, family):
 def test_minimal_lora_has_the_layers_of_the_big_scripts_default(inputs, family):
     args = parse_big(inputs, family)
     transformer = DiffusionPipeline.from_pretrained(make_base(inputs, family)).transformer
-    chosen = open_base(args).family.choose_layers(transformer, args.lora_layers)
+    chosen = open_base(args, record=record_family).family.choose_layers(
+        transformer, args.lora_layers
+    )
     layers = read_classes()[FAMILIES[family]].layers
     own = [
         name
@@ -281,7 +284,9 @@ def test_minimal_lora_has_the_layers_of_the_big_scripts_default(inputs, family):
 
 def test_minimal_lora_scales_latents_as_a_cache_does(inputs):
     """With the same bits, for any statistics of a VAE's channels."""
-    encoders = load_encoders(open_base(parse_big(inputs, "klein")), torch.float32)
+    encoders = load_encoders(
+        open_base(parse_big(inputs, "klein"), record=record_family), torch.float32
+    )
     torch.manual_seed(0)
     for _ in range(8):
         encoders.vae.bn.running_mean.normal_()

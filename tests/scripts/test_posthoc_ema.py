@@ -21,7 +21,8 @@ from conftest import (
 from diffusers import DDPMPipeline, UNet2DModel
 from safetensors.torch import load_file, save_file
 
-from diffusion_training.training.keeping import posthoc, saver
+from diffusion_training.training import saver
+from diffusion_training.training.keeping import posthoc
 from diffusion_training.training.saver import check_free_space
 
 train = Script("train_unconditional")
