@@ -135,7 +135,7 @@ from diffusion_training.data.rows import ImageRows, load_rows, name_rows, read_i
 from diffusion_training.data.streams import StreamedRows
 from diffusion_training.data.transforms import decode_ahead, transform_row
 from diffusion_training.errors.printing import print_once
-from diffusion_training.errors.sentences import explained, fail, in_one_sentence
+from diffusion_training.errors.sentences import Refused, explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.families.base import Base, Encoders, Tokenizers, Tokens
 from diffusion_training.families.opening import open_base
@@ -404,13 +404,16 @@ def encode_references(
         sizes = torch.zeros(len(group), count, 4, dtype=torch.int32)
         for suffix, rows in kinds.items():
             own = rows[start : start + len(group)]
-            encoded = encoders.family.encode_references(encoders.vae, own)
+            try:
+                encoded = encoders.family.encode_references(encoders.vae, own)
+            except Refused as error:  # of references of this size
+                fail(f"{batch['key'][group[0]]}: {error}")
+            in_pixels = encoders.family.measure_references(own[0])
             for number in range(count):
                 latents = torch.zeros(len(group), 0)
                 if number < len(encoded):
                     latents = encoded[number]
-                    size = [*latents.shape[-2:], own[0][number].height, own[0][number].width]
-                    sizes[:, number] = torch.tensor(size)
+                    sizes[:, number] = torch.tensor([*latents.shape[-2:], *in_pixels[number]])
                 columns[f"reference_{number}{suffix}"].append(latents.half())
         columns["reference_sizes"].append(sizes)
         start += len(group)

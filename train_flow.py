@@ -333,7 +333,7 @@ def make_transformer(
     models = {"transformer": transformer}
     unreached = check_denoiser(models, predict, "transformer", source, data)
     if args.rank:
-        adapt_denoiser(transformer, base, base_hash, launch, args)
+        adapt_denoiser(transformer, base, base_hash, configs, launch, args)
     freeze_unreached(transformer, unreached)  # DDP would wait for their gradients
     return transformer
 
@@ -610,7 +610,10 @@ def main(args: Namespace) -> None:
     # Each is trained, averaged and saved in checkpoints. The pipeline has the transformer only.
     models: Models = {"transformer": transformer}
     frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
-    shift_for_size = partial(choose_shift, sampler, base.family.patch_size(transformer))
+    # (height, width) of latents -> shift of the noise levels; the pipeline may have its own formula
+    shift_for_size = partial(
+        choose_shift, sampler, base.family.patch_size(transformer), family=base.family
+    )
     objective = Objective(
         prepare=partial(prepare_batch, data, args.caption_dropout),
         predict=predict,

@@ -286,7 +286,7 @@ def make_unet(
     unet.register_to_config(sample_size=side, _diffusers_version=diffusers.__version__)
     check_denoiser({"unet": unet}, predict_noise, "U-Net", source, data)
     if args.rank:
-        adapt_denoiser(unet, base, base_hash, launch, args)
+        adapt_denoiser(unet, base, base_hash, configs, launch, args)
     return unet
 
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import copy
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from torch.nn import Linear
 from torch.nn.functional import group_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from diffusion_training.batches import Models, Predict
 from diffusion_training.errors.sentences import explained
@@ -151,33 +153,56 @@ def take_shapes(condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return shapes
 
 
+class CheckedCall(NamedTuple):
+    """What `check_shapes` has seen."""
+
+    unreached: list[str]  # the names of the weights that the prediction does not depend on
+    inputs: set[str]  # see `name_inputs`
+
+
 def check_shapes(
     models: Models,
     predict: Predict,
     name: str,
     shape: Sequence[int],
     condition: dict[str, torch.Tensor],
-) -> list[str]:
+) -> "CheckedCall":
     """Check that models predict an image of `shape` [C, H, W] from one of the same shape.
 
     It calls them on the meta device, without weights. name: the model's name in messages.
     condition: that of one image; only shapes are used. Stops with an error if the call fails, or
-    the shapes differ. Returns the names of the weights that the prediction does not depend on.
+    the shapes differ.
     """
+    inputs: set[str] = set()
+
+    def note(model: torch.nn.Module, args: Any, options: Any) -> None:
+        inputs.update(name_inputs(model, args, options))
+
     with torch.device("meta"), torch.enable_grad(), explained(f"{name} can't be trained here"):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
+        for model in empty.values():
+            model.register_forward_pre_hook(note, with_kwargs=True)
         prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
         if list(prediction.shape[1:]) != list(shape):
             raise ValueError(
                 f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
             )
         reached = list_reached(prediction)
-    return [
+    unreached = [
         name
         for model in empty.values()
         for name, weight in model.named_parameters()
         if weight not in reached
     ]
+    return CheckedCall(unreached, inputs)
+
+
+def name_inputs(model: torch.nn.Module, args: Sequence[Any], options: dict[str, Any]) -> set[str]:
+    """The names of the tensors in a call of a model, such as added_cond_kwargs['time_ids']."""
+    names = [*inspect.signature(type(model).forward).parameters][1:]
+    leaves, _ = tree_flatten_with_path(dict(zip(names, args, strict=False)) | options)
+    named = ((str(first.key) + keystr(tuple(rest)), leaf) for (first, *rest), leaf in leaves)
+    return {name for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
 def list_reached(tensor: torch.Tensor) -> set[torch.Tensor]:

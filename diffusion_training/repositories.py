@@ -7,6 +7,7 @@ commit, also if the branch moves meanwhile.
 import functools
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,10 +18,17 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
-from huggingface_hub import constants, hf_hub_download, model_info, snapshot_download
+from huggingface_hub import (
+    constants,
+    hf_hub_download,
+    list_repo_files,
+    model_info,
+    snapshot_download,
+)
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tqdm.auto import tqdm
 
+from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.files import digest_file
 
@@ -33,6 +41,8 @@ WEIGHTS = (
     ("diffusion_pytorch_model", "bin"),
     ("pytorch_model", "bin"),
 )
+# e.g. model.fp16.safetensors, and model.fp16-00001-of-00002.safetensors
+VARIANT = re.compile(r"(?:diffusion_pytorch_)?model\.(\w+)(?:-\d+-of-\d+)?\.safetensors")
 # configs and vocabularies; what else a repository may hold are weights, pictures and code
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab", ".spm")
 SHA256 = 64  # digits; small files have a digest of git
@@ -44,6 +54,7 @@ class HubFile(NamedTuple):
     digest: str  # its name among the cache's blobs
 
 
+SINGLE = re.compile(r"[^/]+\.safetensors")  # at the root of a repository
 UNKNOWN = HubFile(0, "-")
 
 
@@ -72,6 +83,7 @@ class Repository:
         small = [name for name in names if is_small(name, prefix)]
         self.download(small)
         if with_weights:
+            check_variant(self.folder, names, prefix, variant)
             self.download(choose_weights(self.folder, names, prefix, variant))
 
     def download(self, paths: Collection[str]) -> None:
@@ -183,7 +195,17 @@ def fetch_first(
         except EntryNotFoundError as error:
             errors.append(error)
     unknown = next((error for error in errors if isinstance(error, LocalEntryNotFoundError)), None)
-    raise unknown or FileNotFoundError(f"it has no {' or '.join(paths)}")
+    if unknown:
+        raise unknown
+    single = [each for each in list_repo_files(name, revision=revision) if SINGLE.fullmatch(each)]
+    advice = ""
+    if single:
+        advice = (
+            f", but {amount(len(single), 'single file')} such as {single[0]}: download one and "
+            "give its path (a U-Net with its other models), or as --transformer_file beside the "
+            "repository of its pipeline"
+        )
+    raise FileNotFoundError(f"it has no {' or '.join(paths)}{advice}")
 
 
 def list_repository_files(name: str, folder: Path) -> dict[str, HubFile] | None:
@@ -226,6 +248,19 @@ def choose_weights(
         if (path := f"{prefix}{stem}{end}.{kind}") in names:
             return [path]
     return []
+
+
+def check_variant(folder: Path, names: Collection[str], prefix: str, variant: str | None) -> None:
+    """Raise FileNotFoundError if a part has its weights only as a variant that is not asked for.
+
+    See `choose_weights`.
+    """
+    if variant or choose_weights(folder, names, prefix, None):
+        return
+    found = {match[1] for name in names if (match := VARIANT.fullmatch(name.removeprefix(prefix)))}
+    if found:
+        one = min(found)
+        raise FileNotFoundError(f"its weights are there only as {one}: give --variant {one}")
 
 
 def make_bars(are_shown: bool) -> type[tqdm]:

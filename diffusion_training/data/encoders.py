@@ -73,7 +73,7 @@ def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
         vae = family.load_vae(class_name, source, options, dtype)
         for name in family.ignored_vae_settings:
             if vae.config.get(name):
-                raise ValueError(f"it has a {name}, which a {family.pipeline} would ignore")
+                raise ValueError(f"its config has {name}, by which latents are not scaled here")
         for name, scale in family.describe_scale(vae).items():
             if scale is None:
                 raise ValueError(f"its config has no {name}")

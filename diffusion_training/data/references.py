@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import datasets
 import pyarrow.compute as pc
+import torch
 import torchvision.transforms.v2.functional as TF
 from PIL import Image
 
@@ -27,8 +28,8 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
 
 COLUMN = "conditioning_image"  # the column of the references that were found in files
-STEPS = 16  # of the side of a square reference
-MAX_RATIO = 4.0  # of the longer side of a reference to the shorter one
+STEPS = 16  # of the side of a square result
+MAX_RATIO = 4.0  # of the longer side of a result to the shorter one
 
 
 def add_references(rows: Rows, listed: Sequence[str], args: Namespace) -> tuple[Rows, list[str]]:
@@ -101,10 +102,22 @@ def index_folder(folder: str, owners: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def choose_reference_size(height: int, width: int, side: int, multiple: int) -> list[int]:
-    """The size of the nearest ratio for a reference, with at most side x side pixels.
+def resize_reference(pixels: torch.Tensor, side: int, interpolation: str) -> torch.Tensor:
+    """A reference [3, H, W] of its own ratio, with as many pixels as a square of this side.
 
-    There are few sizes, so that some rows have the same. multiple: of which its sides are.
+    The pipeline's code rounds its sides, by less than it would those of the stored image.
+    """
+    height, width = pixels.shape[-2:]
+    scale = side / math.sqrt(height * width)
+    size = [max(1, round(scale * height)), max(1, round(scale * width))]
+    mode = TF.InterpolationMode(interpolation)
+    return TF.resize(pixels, size, interpolation=mode, antialias=True)
+
+
+def choose_result_size(height: int, width: int, side: int, multiple: int) -> list[int]:
+    """The size of an edit's result: the nearest ratio to a reference's, of at most side x side.
+
+    multiple: of which its sides are.
     """
     step = max(multiple, side // STEPS // multiple * multiple)
 
@@ -115,12 +128,9 @@ def choose_reference_size(height: int, width: int, side: int, multiple: int) -> 
     return [*min(buckets, key=rank)]
 
 
-def read_reference(path: str, side: int, multiple: int, interpolation: str) -> Image.Image:
+def read_reference(path: str, side: int, interpolation: str) -> Image.Image:
     """A file as a reference that is only resized. Stops with an error if it can't be decoded."""
     with explained(f"--validation_images: {path} can't be used"):
         pixels = decode_image({"bytes": None, "path": path}, 3, allowed=[path])
-    height, width = pixels.shape[-2:]
-    size = choose_reference_size(height, width, side, multiple)
-    mode = TF.InterpolationMode(interpolation)
-    pixels = TF.resize(pixels, size, interpolation=mode, antialias=True)
+    pixels = resize_reference(pixels, side, interpolation)
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())

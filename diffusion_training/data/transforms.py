@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torchvision.transforms.v2.functional as TF
 from PIL import Image
 
 from diffusion_training.data.buckets import choose_size
 from diffusion_training.data.images import decode_image, explain_row, name_image, plan_crop, shrink
-from diffusion_training.data.references import choose_reference_size
+from diffusion_training.data.references import resize_reference
 from diffusion_training.data.texts import Text, draw_text, list_captions
 from diffusion_training.data.transform_settings import Transform
 from diffusion_training.errors.faults import explain, is_a, is_machines_fault
@@ -155,8 +154,8 @@ def transform_references(
     """The references of a row, and whether they are mirrored with its image.
 
     If all have the image's size, they get its crop and are mirrored with it. Otherwise they are
-    only resized, to the nearest of a few ratios, and neither they nor the image are mirrored.
-    Raises ValueError for one that can't be decoded.
+    only resized, and neither they nor the image are mirrored. Raises ValueError for one that can't
+    be decoded.
 
     original_size, target: (height, width) of the stored image, and of the resized one.
     """
@@ -182,12 +181,9 @@ def transform_references(
             size = [multiple * max(1, round(side * scale)) for side in target]
             each = shrink(each, size, position, transform.image_interpolation_mode)
         else:
-            height, width = each.shape[-2:]
-            size = choose_reference_size(
-                height, width, transform.reference_side, transform.reference_multiple
+            each = resize_reference(
+                each, transform.reference_side, transform.image_interpolation_mode
             )
-            mode = TF.InterpolationMode(transform.image_interpolation_mode)
-            each = TF.resize(each, size, interpolation=mode, antialias=True)
         resized.append(Image.fromarray(each.permute(1, 2, 0).numpy()))
     return resized, is_aligned
 

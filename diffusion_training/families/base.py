@@ -4,20 +4,23 @@ To add a family, write a file with a subclass of `Family`, a line in names.py, a
 in the tests.
 """
 
+import inspect
 import math
 import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
 import torch
 from safetensors.torch import load_file
 
+from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.models import load_weights
-from diffusion_training.repositories import Repository
+from diffusion_training.repositories import Repository, check_variant
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
 
@@ -111,6 +114,10 @@ class Base:
             folder, options = self.source, {"subfolder": subfolder, "variant": self.variant}
         if folder in self.repositories:
             self.repositories[folder].fetch(**options, with_weights=with_weights)
+        elif folder and with_weights:
+            place = Path(folder, options.get("subfolder", ""))
+            names = os.listdir(place) if place.is_dir() else []
+            check_variant(place, names, "", options.get("variant"))
         return folder, options
 
     @property
@@ -365,6 +372,10 @@ class Family:
         """
         raise NotImplementedError
 
+    def measure_references(self, images: list[Any]) -> list[tuple[int, int]]:
+        """(height, width) in pixels of references of a row, as `encode_references` encodes them."""
+        return [(image.height, image.width) for image in images]
+
     def describe_scale(self, vae: torch.nn.Module) -> dict[str, float | list[float]]:
         """The factors that scale latents to about unit size: (latents - shift) * scaling.
 
@@ -405,9 +416,23 @@ class Family:
     def try_model(self, model: torch.nn.Module, resolution: int) -> None:
         """Find out what must be known about the model before it is trained."""
 
+    def list_inputs(self, model: torch.nn.Module, prompts: Prompts) -> set[str]:
+        """The names of all inputs that the pipeline's own call gives the model, if it is asked.
+
+        prompts: one encoded caption. See `models.name_inputs`.
+        """
+        return set()
+
     def patch_size(self, model: torch.nn.Module) -> int:
         """Latents per token along a side; sides of latents must be multiples of it."""
         return 1
+
+    def choose_mu(self, size: tuple[int, int], expected: float) -> float:
+        """The exponent of the shift of the noise levels, as the pipeline gives it its scheduler.
+
+        size: of the latents. expected: the exponent by the scheduler's config.
+        """
+        return expected
 
     # ---- pipelines, samples
 
@@ -492,9 +517,18 @@ class Family:
         # ComfyUI's own names are kohya's with dots, and diffusers reads only kohya's.
         if any(name.startswith("diffusion_model.") and ".lora_down." in name for name in file):
             source = {name_as_kohya(name): weight for name, weight in file.items()}
-        weights, *alphas, metadata = pipeline.lora_state_dict(
-            source, weight_name=path.name, return_lora_metadata=True
-        )
+        for name, value in file.items():  # diffusers' loops need it
+            if name.endswith(".alpha") and not 0 <= value < math.inf:
+                raise ValueError(f"its {name} is {value}")
+        asked: dict[str, Any] = {"weight_name": path.name, "return_lora_metadata": True}
+        if "return_alphas" in inspect.signature(pipeline.lora_state_dict).parameters:
+            asked["return_alphas"] = True  # FLUX.1's reader takes them out of the weights
+        try:
+            weights, *alphas, metadata = pipeline.lora_state_dict(source, **asked)
+        except Exception as error:
+            if is_machines_fault(error):
+                raise
+            raise ValueError(f"diffusers can't read it: {explain(error)}") from error
         return weights, (alphas or [{}])[0] or {}, metadata or {}
 
     # ---- files of other programs

@@ -1,9 +1,11 @@
 """Stable Diffusion 1 and 2, and Stable Diffusion XL: U-Nets with CLIP text encoders."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers import DDIMScheduler
 from safetensors.torch import load_file
 
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
@@ -13,6 +15,7 @@ from diffusion_training.families.original_layout import (
     merge_vae,
     rename_unet,
 )
+from diffusion_training.models import name_inputs
 
 # {kohya's name of a weight of a LoRA: PEFT's}
 KOHYA_PARTS = {
@@ -24,6 +27,10 @@ KOHYA_PARTS = {
     "lokr_w2_a": "lokr_w2_a",
     "lokr_w2_b": "lokr_w2_b",
 }
+
+
+class Called(Exception):
+    """Ends a pipeline's call where it calls its U-Net."""
 
 
 class Float32(torch.nn.Module):
@@ -99,6 +106,37 @@ class StableDiffusion(Family):
             f"has addition_embed_type {embed_type!r} (SDXL: 'text_time', Stable Diffusion: None), "
             "so it does not fit the text encoders"
         )
+
+    def find_input_fault(self, config: Any, channels: int, width: int) -> str | None:
+        if config.in_channels > config.out_channels == channels:
+            return (
+                "is for inpainting, edits or another task, which is not trained here: it takes "
+                f"{config.in_channels} channels and predicts {channels}"
+            )
+        return super().find_input_fault(config, channels, width)
+
+    def list_inputs(self, model: torch.nn.Module, prompts: Prompts) -> set[str]:
+        given: set[str] = set()
+
+        def watch(*args: Any, **options: Any) -> None:
+            given.update(name_inputs(model, args, options))
+            raise Called
+
+        base = Base(self, None, None, {})
+        scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)  # else there is a warning
+        parts = {"unet": model, "vae": None, "scheduler": scheduler}
+        pipeline = self.build(parts, base, self.resolution)
+        on_cpu = {"_execution_device": torch.device("cpu")}  # the model may have no weights
+        pipeline.__class__ = type(self.pipeline, (type(pipeline),), on_cpu)
+        pipeline.set_progress_bar_config(disable=True)
+        cpu: Any = {name: embeds.cpu() for name, embeds in dict[str, Any](prompts).items()}
+        latents = torch.zeros(1, model.config.in_channels, 8, 8)  # else they are drawn
+        asked = self.call_args(cpu, cpu, 1.0) | self.size_args(64, 64)
+        model.forward = watch
+        with contextlib.suppress(Called):
+            pipeline(**asked, latents=latents, num_inference_steps=1)
+        del model.forward
+        return given
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return f", clip_skip={clip_skip}" if clip_skip else ""

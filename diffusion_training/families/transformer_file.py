@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.single_file import unpack_once
+from diffusion_training.models import NOT_FINITE, is_finite, raise_for_keys
 
 PREFIX = "model.diffusion_model."  # of the denoiser's weights in a file with other models
 PRECISIONS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 # ends of names in files whose weights are products of fp8 and scales, and those of newer formats
-SCALES = re.compile(r"(scale_weight|weight_scale(_2)?|scaled_fp8|comfy_quant)$")
+SCALES = re.compile(r"(scale_weight|weight_scale(_2|_inv)?|scaled_fp8|comfy_quant)$")
 SHARD = "5GB"  # written at a time
 
 
@@ -86,6 +87,8 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
         with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
             weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
         found = convert(Checkpoint(weights))
+        broken = [name for name in shapes if not is_finite(widen(found[name]))]
+        raise_for_keys(NOT_FINITE, broken)
         return partial(save_denoiser, {name: found[name] for name in shapes}, config)
 
     with explained(f"{path} can't be unpacked"):
@@ -174,11 +177,13 @@ def name_three(names: Iterable[str]) -> str:
     return ", ".join(first[:3]) + more
 
 
-def save_denoiser(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
-    """Write a denoiser's folder, in the form of `save_pretrained`, with some weights at a time.
+def widen(weight: torch.Tensor) -> torch.Tensor:
+    """A weight in fp8 in bfloat16, which has all its numbers; another one as it is."""
+    return weight.bfloat16() if weight.dtype.itemsize == 1 else weight
 
-    Weights in fp8 are written in bfloat16, which has all their numbers.
-    """
+
+def save_denoiser(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
+    """Write a denoiser's folder, in the form of `save_pretrained`, with some weights at a time."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     pattern = "diffusion_pytorch_model{suffix}.safetensors"
@@ -186,11 +191,7 @@ def save_denoiser(weights: dict[str, torch.Tensor], config: dict[str, Any], fold
         weights, filename_pattern=pattern, max_shard_size=SHARD
     )
     for file, names in split.filename_to_tensors.items():
-        part = {name: weights[name] for name in names}
-        part = {
-            name: weight.bfloat16() if weight.dtype.itemsize == 1 else weight
-            for name, weight in part.items()
-        }
+        part = {name: widen(weights[name]) for name in names}
         save_file({key: x.contiguous() for key, x in part.items()}, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -219,9 +219,8 @@ def group_images(settings: dict[str, Any], args: Namespace) -> list[list[Any]]:
         return []
     count, side = settings["references"]["count"], settings["references"]["side"]
     transform = settings["transform"]
-    multiple = transform["resolution"] // settings["latents_shape"][-1]
     interpolation = transform["image_interpolation_mode"]
-    images = [read_reference(path, side, multiple, interpolation) for path in given]
+    images = [read_reference(path, side, interpolation) for path in given]
     return [images[start : start + count] for start in range(0, len(images), count)]
 
 

@@ -52,7 +52,7 @@ class RunFolder:
     checkpoint_settings: dict[str, Any]  # those of the run that wrote it; {} without one
     hub_model_id: str | None
     init_checkpoint: Path | None = None  # of --init_from, unless the run resumes another
-    # with --init_from, the checkpoint whose models' configs are used
+    # checkpoint with the models' configs, or those of adapters; None without --init_from or --rank
     config_checkpoint: Path | None = None
     command: str = ""  # the content of run.args
     checkpoint_step: int = -1  # -1 without a checkpoint to resume from
@@ -153,7 +153,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
         checkpoint_settings=state["settings"],
         hub_model_id=hub_model_id,
         init_checkpoint=init_checkpoint,
-        config_checkpoint=(checkpoint or init_checkpoint) if init_from else None,
+        config_checkpoint=(
+            (checkpoint or init_checkpoint) if init_from or vars(args).get("rank") else None
+        ),
         command=command,
         checkpoint_step=state["global_step"] if checkpoint else -1,
         tracker_id=tracker_id,

@@ -3,18 +3,26 @@
 Files for other programs contain only keys that those programs read.
 """
 
+import argparse
+import contextlib
+import copy
+import itertools
 import json
+from types import SimpleNamespace
 
+import diffusers
 import peft
 import pytest
 import torch
 from conftest import adapt_unet, make_models, make_sdxl
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.loaders import lora_pipeline
 from diffusers.training_utils import _collate_lora_metadata
 from other_programs import apply_as_comfy, comfy_names, list_applied, list_layers, sd_scripts_names
 from safetensors.torch import load_file, save_file
 from test_lora import list_products
 
+from diffusion_training.families.base import Family
 from diffusion_training.families.known import load_family
 from diffusion_training.families.original_layout import rename_unet
 from diffusion_training.training.lora.lora import (
@@ -22,10 +30,14 @@ from diffusion_training.training.lora.lora import (
     list_adapter,
     list_further_layers,
     list_lora_b,
+    load_adapter,
     load_network_weights,
     save_adapter,
     save_lora,
 )
+from diffusion_training.training.lora.lora_files import read_lora_file, read_plain_lora
+from diffusion_training.training.lora.training_adapter import read_training_adapter
+from diffusion_training.training.step.denoiser import adapt_denoiser
 
 FAMILY = load_family("sd")
 FILE, KOHYA = "pytorch_lora_weights.safetensors", "pytorch_lora_weights_kohya.safetensors"
@@ -211,7 +223,8 @@ def test_kohya_files_with_conv_dim_load_into_all_layers(tmp_path, base):
     path = tmp_path / FILE
     save_file(weights, path)
     layers = FAMILY.choose_layers(unet, "all")
-    further = list_further_layers(unet, layers, tmp_path, "unet", FAMILY.convert_lora)  # its folder
+    file = read_lora_file(tmp_path, unet, "unet", FAMILY.convert_lora)  # by its folder
+    further = list_further_layers(layers, file.layers)
     assert {name.split(".")[-1] for name in further} == {"time_emb_proj", "conv"}
     read = load(adapt_unet(unet, [*layers, *further], lora_alpha=8), path)
     merged = open_unet(base)
@@ -319,3 +332,190 @@ def test_dora_scales_per_input_are_refused_and_text_encoders_skipped(tmp_path, b
     save_file({**weights, key: weights[key].view(1, -1).contiguous()}, path)
     said = refused(adapt_unet(open_unet(base), use_dora=True), path)
     assert f"{LAYER} has a dora_scale for each input" in said
+
+
+@pytest.mark.parametrize("rank_a, rank_b, said", [
+    (4, 2, f"the rank of its {LAYER}.lora_A.weight is 4, and that of lora_B.weight 2"),
+    (0, 0, f"the rank of its {LAYER}.lora_A.weight is 0, and that of lora_B.weight 0"),
+    (None, 4, f"its {LAYER}.lora_A.weight or lora_B.weight is no matrix"),
+])  # fmt: skip
+def test_lora_files_whose_factors_do_not_fit_together_are_refused(
+    tmp_path, unet, base, rank_a, rank_b, said
+):
+    path = tmp_path / "lora.safetensors"
+    a = torch.ones(32) if rank_a is None else torch.ones(rank_a, 32)
+    weights = {
+        f"unet.{LAYER}.lora_A.weight": a,
+        f"unet.{LAYER}.lora_B.weight": torch.ones(32, rank_b),
+    }
+    save_file(weights, path)
+    assert f"can't be used ({said})" in refused(unet, path)
+    with pytest.raises(ValueError) as stop:
+        read_plain_lora(str(path), open_unet(base), FAMILY)
+    assert str(stop.value) == said
+
+
+# ------------------------------------------------------------------- FLUX.1, by diffusers' reader
+
+
+class Flux(Family):
+    pipeline = "FluxPipeline"
+
+
+@pytest.fixture(scope="module")
+def flux():
+    """A tiny FluxPipeline without text encoders."""
+    options = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1}
+    options |= {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+    options |= {"joint_attention_dim": 8, "pooled_projection_dim": 8}
+    parts = dict.fromkeys(["vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"])
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    transformer = diffusers.FluxTransformer2DModel(**options)
+    return diffusers.FluxPipeline(scheduler, transformer=transformer, **parts)
+
+
+def make_pair(key, alpha=None, rank=2, width=32, form=("lora_A", "lora_B")):
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=generator) for size in ((rank, width), (width, rank)))
+    pair = {f"{key}.{form[0]}.weight": a, f"{key}.{form[1]}.weight": b}
+    return pair if alpha is None else pair | {f"{key}.alpha": torch.tensor(alpha)}
+
+
+FLUX_LAYERS = [f"transformer_blocks.0.attn.to_{letter}" for letter in "qv"]
+
+
+@pytest.mark.parametrize("alphas", [(8.0, 8.0), (0.0, 3.0), (8.0, None)])
+def test_alphas_of_flux_loras_in_diffusers_names_are_used(tmp_path, flux, alphas):
+    """diffusers' reader returns them apart from the weights, for FLUX.1 alone."""
+    weights = {}
+    for layer, alpha in zip(FLUX_LAYERS, alphas, strict=True):
+        weights |= make_pair(f"transformer.{layer}", alpha)
+    save_file(weights, tmp_path / "lora.safetensors")
+    file = read_plain_lora(str(tmp_path / "lora.safetensors"), flux.transformer, Flux())
+    assert file.scales == {
+        layer: 1.0 if alpha is None else alpha / 2
+        for layer, alpha in zip(FLUX_LAYERS, alphas, strict=True)
+    }
+    if None in alphas:  # diffusers applies the alpha of the one to the other
+        return
+    flux.load_lora_weights(tmp_path, weight_name="lora.safetensors")
+    modules = dict(flux.transformer.named_modules())
+    found = {layer: modules[layer].scaling["default_0"] for layer in FLUX_LAYERS}
+    flux.unload_lora_weights()
+    assert file.scales == found
+
+
+READERS = sorted(name for name in vars(lora_pipeline) if name.endswith("LoraLoaderMixin"))
+ORIGINALS = ("layers.0.attention.out", "double_blocks.0.img_attn.proj", "blocks.0.self_attn.q")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_of_diffusers_drops_an_alpha(tmp_path, monkeypatch, name):
+    """It returns alphas, multiplies them into the weights, or leaves them for an error."""
+    monkeypatch.setattr(diffusers, "OwnPipeline", getattr(lora_pipeline, name), raising=False)
+    monkeypatch.setattr(Flux, "pipeline", "OwnPipeline")
+    ends = {}
+    for prefix, layer, form in itertools.product(
+        ("transformer.", "diffusion_model.", "lora_unet_", ""),
+        ("transformer_blocks.0.attn.to_q", *ORIGINALS),
+        (("lora_A", "lora_B"), ("lora_down", "lora_up")),
+    ):
+        key = prefix + (layer.replace(".", "_") if prefix == "lora_unet_" else layer)
+        read = []
+        for alpha in (3.0, 9.0):
+            path = tmp_path / "lora.safetensors"
+            save_file(make_pair(key, alpha, form=form), path)
+            with contextlib.suppress(ValueError):
+                read.append(Flux().convert_lora(path, None)[:2])
+        if not read or not read[0][0]:  # or read as the LoRA of another model
+            continue
+        (weights, alphas), (others, _) = read
+        is_left = any(key.endswith(".alpha") for key in weights)
+        is_used = any(not torch.equal(weights[key], others[key]) for key in weights)
+        ends[key] = alphas or is_left or is_used
+    assert len(ends) > 1 and all(ends.values()), ends
+
+
+def test_flux_loras_that_diffusers_misreads_are_refused(tmp_path, flux):
+    def refused(weights):
+        path = tmp_path / "lora.safetensors"
+        save_file(weights, path)
+        with pytest.raises(ValueError) as stop:
+            read_plain_lora(str(path), flux.transformer, Flux())
+        return str(stop.value)
+
+    own = make_pair(f"transformer.{FLUX_LAYERS[0]}")
+    alone = {f"transformer.{FLUX_LAYERS[1]}.alpha": torch.tensor(8.0)}
+    assert refused(own | alone) == f"it holds {FLUX_LAYERS[1]}.alpha, which is not used here"
+    other = make_pair(f"transformer.{FLUX_LAYERS[0]}", -1.0)
+    assert refused(other) == f"its transformer.{FLUX_LAYERS[0]}.alpha is -1.0"
+    block = make_pair("transformer.transformer_blocks.0")
+    said = "the model has no layer transformer_blocks.0: the file is of another model, or diffusers"
+    assert refused(block).startswith(said)
+    # diffusers' reader has the width of the published FLUX.1 in it
+    fused = make_pair("lora_unet_single_blocks_0_linear1", 1.0, form=("lora_down", "lora_up"))
+    assert refused(fused) == "diffusers can't read it: AssertionError"
+
+
+# ------------------------------------------------------------------- LoRAs that were begun before
+
+
+class Gated(Flux):
+    """A model of two blocks, whose gates were no part of `all` before."""
+
+    def choose_layers(self, model, which):
+        ends = {"attention": ["to_q"], "all": ["to_q", "gate", "up"]}.get(which)
+        if ends is None:
+            return super().choose_layers(model, which)
+        return [f"{block}.{end}" for block in range(2) for end in ends]
+
+
+def adapt_gated(layers, configs=None, **flags):
+    """The model with an adapter, as `adapt_denoiser` adds it."""
+    block = {"to_q": torch.nn.Linear(8, 8), "gate": torch.nn.Linear(8, 9)}
+    block |= {"up": torch.nn.Linear(8, 9)}
+    model = torch.nn.ModuleList(torch.nn.ModuleDict(copy.deepcopy(block)) for _ in range(2))
+    launch = SimpleNamespace(accelerator=SimpleNamespace(print=print), dtype=torch.float32)
+    given = {"rank": 2, "lora_alpha": None, "lora_type": "lora", "use_dora": False}
+    given |= {"lora_dropout": 0.0, "network_weights": None, "blocks_to_swap": None} | flags
+    args = argparse.Namespace(**given, lora_layers=layers)
+    adapt_denoiser(model, SimpleNamespace(family=Gated()), "base", configs, launch, args)
+    return model
+
+
+@pytest.mark.parametrize("how", ["resumed", "continued"])
+def test_a_lora_begun_without_the_gates_keeps_its_layers(tmp_path, capsys, how):
+    begun = [f"{block}.{end}" for block in range(2) for end in ("to_q", "up")]
+    before = adapt_gated(",".join(begun))
+    save_adapter(before, tmp_path / "transformer")
+    more = {"configs": tmp_path}
+    if how == "continued":
+        save_lora({"transformer": before}, tmp_path, None)
+        more = {"network_weights": str(tmp_path)}
+    now = adapt_gated("all", **more)
+    assert now.adapter["target_modules"] == before.adapter["target_modules"] == begun
+    assert "The LoRA keeps its 4 layers, of the 6 of --lora_layers all" in capsys.readouterr().out
+    if how == "resumed":
+        load_adapter(now, tmp_path / "transformer")
+    # other layers are asked for by the flag, which is an error later
+    assert len(adapt_gated("all").adapter["target_modules"]) == 6
+    save_adapter(adapt_gated("attention"), tmp_path / "other/transformer")
+    assert len(adapt_gated("all", tmp_path / "other").adapter["target_modules"]) == 6
+
+
+def test_text_encoders_in_a_lora_are_named_wherever_it_is_used(tmp_path, base, capsys):
+    save_lora({"unet": adapt_unet(open_unet(base))}, tmp_path, {})
+    text = {"text_encoder.layers.0.lora_A.weight": torch.zeros(2, 2)}
+    save_file(load_file(tmp_path / FILE) | text, tmp_path / FILE)
+    read_training_adapter(
+        str(tmp_path / FILE), UNet2DConditionModel, str(base), FAMILY, subfolder="unet"
+    )
+    said = "--training_adapter: 1 weights for text encoders are skipped"
+    assert said in capsys.readouterr().out
+    weights = load_file(tmp_path / FILE)
+    weights[f"unet.{LAYER}.lora_B.weight"][0] = float("nan")
+    save_file(weights, tmp_path / FILE)
+    with pytest.raises(SystemExit, match=f"such as {LAYER}.lora_B.weight"):
+        read_training_adapter(
+            str(tmp_path / FILE), UNet2DConditionModel, str(base), FAMILY, subfolder="unet"
+        )

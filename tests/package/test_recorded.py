@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pickle
 import sys
 import threading
@@ -14,11 +15,12 @@ import pytest
 import tiny_pipelines
 import torch
 from conftest import randomize
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from test_families import make_prx_pipeline
 
 import precompute_latents
+import train_flow
 from diffusion_training.data.captions import are_cut, measure_captions, tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.errors.sentences import describe_expected
@@ -31,6 +33,7 @@ from diffusion_training.families.recorded import layout
 from diffusion_training.families.recorded.calls import DenoiserCalls, Unrecordable, reshape_noise
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recorded.pipeline_run import (
+    Stopped,
     drawing,
     list_pipeline_settings,
     make_pipeline,
@@ -145,6 +148,84 @@ def in_order(family, noise, velocity):
     run.texts = [calls.make_texts([1])]
     calls.run(1, noise.shape[2:], run)
     return velocity.flatten()[run.sample.flatten().long().argsort()].view_as(noise)
+
+
+ALL = tiny_pipelines.MAKE | {name: tiny_pipelines.BLOCKS[name] for name in ("flux3", "anima")}
+GATED = ("krea2", "qwen_image_2_1", "ernie_image", "nucleus")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in GATED else pytest.param(n, marks=pytest.mark.long) for n in ALL]
+)
+@torch.no_grad()
+def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
+    ALL[name](tmp_path / name)
+    flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
+    encoders = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    family = encoders.family
+    kind = getattr(diffusers, family.model)
+    model = kind.from_pretrained(tmp_path / name, subfolder="transformer")
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    inputs = {layer: [] for layer in linear.values()}
+
+    def note(layer, args, output):
+        inputs[layer].append(args[0].reshape(-1, args[0].shape[-1]))
+
+    for layer in linear.values():
+        layer.register_forward_hook(note)
+    noise, prompts = draw_noise(encoders, 1), encode(encoders, CAPTIONS[:1])
+    other = {name: x / 2 if x.is_floating_point() else x for name, x in prompts.items()}
+    for each, texts in ((noise, prompts), (-noise, other)):
+        family.predict(model, each, torch.tensor([0.5]), texts)
+    expected, uncalled = set(), set()  # FLUX.3 has blocks for references alone
+    for full, layer in linear.items():
+        first, second = inputs[layer][:: max(1, len(inputs[layer]) // 2)][:2] or (None, None)
+        words = full.split(".")
+        above = [model.get_submodule(".".join(words[:end])) for end in range(1, len(words))]
+        is_of_block = any(isinstance(each, torch.nn.ModuleList) for each in above)
+        is_router = hasattr(model.get_submodule(full.rpartition(".")[0]), "experts")
+        if not is_of_block or first is None or is_router or layer.out_features == 1:
+            uncalled |= {full} if first is None else set()
+            continue
+        # of a time embedding there is one row, or one for each token, whatever the tokens are
+        if len(first) > 1 and not torch.equal(first, second):
+            expected.add(full)
+    assert {*family.choose_layers(model, "all")} - uncalled == expected
+    assert len(expected) > 4
+
+
+@pytest.mark.parametrize("name", ["cogview4", "flux", "klein", "flux2"])
+def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, monkeypatch, capsys):
+    """CogView4 has a formula of its own; that of FLUX.2 depends on the number of steps as well."""
+    options = {"base_image_seq_len": 16, "base_shift": 0.25, "max_shift": 0.75}
+    config = FlowMatchEulerDiscreteScheduler(**options, use_dynamic_shifting=True).config
+    folder = tiny_pipelines.MAKE[name](tmp_path / name)
+    FlowMatchEulerDiscreteScheduler.from_config(config).save_pretrained(folder / "scheduler")
+    pipeline, encoders = open_recorded(folder)
+    family, given = encoders.family, {}
+
+    def set_timesteps(num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
+        given[len(sigmas)] = mu
+        raise Stopped
+
+    monkeypatch.setattr(pipeline.scheduler, "set_timesteps", set_timesteps)
+    for height, width in ((64, 64), (64, 128)):
+        size = tuple(side // family.downscale(encoders.vae) for side in (height, width))
+        tokens = math.prod(size) / family.patch_size(pipeline.transformer) ** 2
+        expected = train_flow.compute_mu(config, tokens)
+        found = family.choose_mu(size, expected)
+        for steps in (4, 50):
+            with pytest.raises(Stopped):
+                pipeline(prompt="a", num_inference_steps=steps, height=height, width=width)
+        if name in ("klein", "flux2"):
+            assert given[4] > given[50] > found == expected
+        elif name == "flux":
+            assert given[4] == given[50] == pytest.approx(found) and found == expected
+        else:
+            assert given[4] == given[50] == found > expected + 0.5
+    said = capsys.readouterr().out.count("shifts noise levels at 64 x 64 pixels by ")
+    assert said == (name in ("klein", "flux2"))
 
 
 FEW = ("z_image", "flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
@@ -500,6 +581,12 @@ VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransforme
             "it takes no prompt",
         ),
         ("NoPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "has no class of this name"),
+        ("WanPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "it draws videos"),
+        (
+            "Ideogram4Pipeline",
+            {"transformer": TRANSFORMER, "unconditional_transformer": TRANSFORMER, "vae": VAE},
+            "it has more than one denoiser: transformer, unconditional_transformer",
+        ),
         (["own", "FluxPipeline"], {"transformer": TRANSFORMER, "vae": VAE}, "is in own.py of its"),
     ],
 )

@@ -1,6 +1,7 @@
 """Edits are called as the pipelines' own code calls them, to the bit."""
 
 import json
+import math
 
 import diffusers
 import numpy as np
@@ -14,9 +15,11 @@ from test_recorded import draw_noise, in_order, predict_as_pipeline
 import precompute_latents
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_prompts, load_encoders
+from diffusion_training.data.references import resize_reference
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import name_plain_pipeline
+from diffusion_training.families.recorded.reference_latents import make_blanks
 from diffusion_training.families.recording import record_family
 
 MAKE = tiny_pipelines.EDIT | {"klein": make_klein}
@@ -117,6 +120,40 @@ def test_an_edit_of_a_true_size_has_the_bits_of_the_pipeline(tmp_path, name, mon
     theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **inputs)
     theirs = in_order(family, noise, theirs).float()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in ("qwen_edit_plus", "klein") else pytest.param(n, marks=pytest.mark.long)
+        for n in MAKE
+    ],
+)
+def test_a_reference_of_another_size_gets_the_pipelines_own(tmp_path, name, capsys):
+    """Up to a pixel in its ratio. Only sizes are computed here, no weights."""
+    folder = tiny_pipelines.give_true_downscale(MAKE[name](tmp_path / name))
+    _, encoders = open_edit(folder, 1)
+    family = encoders.family
+    side = family.choose_reference_side(1024, 1)
+    for height, width in ((3000, 4000), (1350, 1080), (600, 3600)):
+        stored = torch.zeros(3, height, width, dtype=torch.uint8)
+        (pixels,) = family.trace_references(make_blanks([(height, width)])).pixels
+        given = resize_reference(stored, side, "bicubic").shape[1:]
+        (size,) = family.measure_references(make_blanks([given]))
+        assert size == (*pixels.shape[-2:],)
+        stretch = abs(math.log(size[0] / size[1] * width / height))
+        assert stretch < 0.02 or name == "kontext"  # which has sizes of its own
+        # so a call is recorded with a reference of this size
+        assert family.measure_references(make_blanks([size])) == [size]
+    assert "A reference of the ratio 2508:418 is longer than 4:1" in capsys.readouterr().out
+
+
+def test_a_reference_that_the_pipeline_refuses_is_named_with_its_size(tmp_path, monkeypatch):
+    tiny_pipelines.make_small(monkeypatch)
+    _, encoders = open_edit(MAKE["klein"](tmp_path / "klein"), 1)
+    said = "can't take references of 128 x 32 pixels: Image too small: "
+    with pytest.raises(Refused, match=said):
+        encoders.family.encode_references(encoders.vae, [make_blanks([(32, 128)])])
 
 
 MIXING = diffusers.FluxImg2ImgPipeline.__module__

@@ -17,7 +17,7 @@ from diffusion_training.data.encoders import load_text_encoders
 from diffusion_training.data.folders import count_references, list_paths
 from diffusion_training.data.references import (
     add_references,
-    choose_reference_size,
+    choose_result_size,
     list_reference_columns,
     read_reference,
 )
@@ -154,10 +154,12 @@ def test_a_reference_of_another_size_is_only_resized(tmp_path):
     item = transform(tmp_path / "photos")
     (reference,) = item["references"]
     assert not item["is_aligned"] and item["pixel_values"].shape == (3, 16, 16)
-    assert reference.width < reference.height and reference.width * reference.height <= 32**2
-    assert reference.width % 4 == reference.height % 4 == 0
-    assert choose_reference_size(100, 100, 1024, 16) == [1024, 1024]
-    assert choose_reference_size(90, 160, 1024, 16) == [768, 1344]
+    assert reference.size == (23, 45)  # its own ratio, and about 32 x 32 pixels
+
+
+def test_the_result_of_an_edit_has_the_nearest_ratio():
+    assert choose_result_size(100, 100, 1024, 16) == [1024, 1024]
+    assert choose_result_size(90, 160, 1024, 16) == [768, 1344]
 
 
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
@@ -166,7 +168,7 @@ def test_a_reference_of_a_sample_is_resized_as_in_training(tmp_path, mode):
     draw(tmp_path / "photos/a.control.png", (300, 600))
     (tmp_path / "photos/a.txt").write_text("x")
     (trained,) = transform(tmp_path / "photos", f"--image_interpolation_mode={mode}")["references"]
-    drawn = read_reference(str(tmp_path / "photos/a.control.png"), 32, 4, mode)
+    drawn = read_reference(str(tmp_path / "photos/a.control.png"), 32, mode)
     assert np.array_equal(drawn, trained)
 
 
@@ -260,3 +262,16 @@ def test_flags_of_references_that_do_not_fit_are_refused(tmp_path, capsys):
         ("train_flow", [], "is for making a cache: add --cache_latents"),
     ]:
         assert sentence in Script(script).refused(*flags, *more, status=2)
+
+
+def test_a_reference_that_the_pipeline_can_not_take_is_named(tmp_path):
+    folder = tmp_path / "pairs"
+    for name, reference in {"a": (128, 128), "b": (2000, 200)}.items():
+        draw(folder / f"{name}.png", (128, 128))
+        draw(folder / f"{name}.control.png", reference)
+        (folder / f"{name}.txt").write_text("x")
+    flags = [f"--pretrained_model_name_or_path={make_klein(tmp_path / 'base')}"]
+    flags += [f"--train_data_dir={folder}", "--resolution=128", "--dataloader_num_workers=0"]
+    flags += [f"--output_dir={tmp_path / 'cache'}", "--max_sequence_length=64"]
+    said = Script("precompute_latents").refused(*flags)
+    assert "b.png: Flux2KleinPipeline can't take references of 405 x 40 pixels: Image too" in said

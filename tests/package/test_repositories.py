@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import diffusers
 import pytest
@@ -31,6 +32,7 @@ from safetensors.torch import load, load_file, save
 import precompute_latents
 from diffusion_training import repositories
 from diffusion_training.errors.sentences import Refused
+from diffusion_training.families.base import Base, Family
 from diffusion_training.families.opening import open_base
 from diffusion_training.repositories import open_repository
 
@@ -113,6 +115,32 @@ def test_weights_of_another_digest_than_the_hub_lists_are_deleted(hub):
         assert not path.exists() and not os.path.lexists(path)
     repository.fetch("unet")
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("is_hub", [True, False])
+def test_weights_that_are_there_only_as_a_variant_are_named(hub, tmp_path, is_hub):
+    held = ["config.json", "model.fp16-00001-of-00002.safetensors", "model.fp32.safetensors"]
+    said = "its weights are there only as fp16: give --variant fp16"
+    if is_hub:
+        hub.add("org/base", name_files(*(f"part/{name}" for name in held)))
+        with pytest.raises(FileNotFoundError, match=said):
+            open_base_repository().fetch("part")
+        return
+    (tmp_path / "part").mkdir()
+    for name in held:
+        (tmp_path / "part" / name).write_bytes(b"")
+    base = Base(Family(), "x", str(tmp_path), {})
+    with pytest.raises(FileNotFoundError, match=said):
+        base.locate(None, "part")
+    base.locate(None, "part", with_weights=False)
+    replace(base, variant="fp16").locate(None, "part")
+
+
+def test_a_repository_of_single_files_is_named_as_one(hub):
+    hub.add("org/base", {"README.md": b"", "a.safetensors": b"", "x/b.safetensors": b""})
+    said = "it has no model_index.json, but 1 single file such as a.safetensors: download one and"
+    with pytest.raises(FileNotFoundError, match=said):
+        open_base_repository()
 
 
 def test_a_warm_start_asks_twice_and_all_files_are_of_one_commit(hub):

@@ -22,7 +22,12 @@ from conftest import (
     make_z_image,
     metrics,
 )
-from diffusers import AutoencoderKLFlux2, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    AutoencoderKLFlux2,
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+)
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from other_programs import apply_lokr_as_comfy
@@ -381,8 +386,8 @@ def test_each_image_size_has_its_own_shift_unless_the_flag_sets_one(
     shifts = {}
     choose = script.choose_shift
 
-    def watch(sampler, patch_size, height, width):
-        shift = choose(sampler, patch_size, height, width)
+    def watch(sampler, patch_size, height, width, family=None):
+        shift = choose(sampler, patch_size, height, width, family)
         shifts[height, width] = shift
         return shift
 
@@ -414,6 +419,14 @@ def test_make_scheduler_uses_the_bases_scheduler_or_a_default_shift(tmp_path):
     assert make(512, index, "--shift=2") == (2.0, False)
     assert make(512, index | {"_class_name": "PixArtAlphaPipeline"}) == (3.0, False)
     with pytest.raises(SystemExit, match="it has a DDIMScheduler: set the shift of the noise"):
+        make(512, index)
+    solver = DPMSolverMultistepScheduler  # as SANA's
+    index["scheduler"] = ["diffusers", solver.__name__]
+    options = {"prediction_type": "flow_prediction", "flow_shift": 2.5}
+    solver(**options, use_flow_sigmas=True).save_pretrained(tmp_path / "scheduler")
+    assert make(512, index) == (2.5, False) and make(512, index, "--shift=2") == (2.0, False)
+    solver(**options).save_pretrained(tmp_path / "scheduler")  # which does not shift
+    with pytest.raises(SystemExit, match="it has a DPMSolverMultistepScheduler: set the shift"):
         make(512, index)
 
 

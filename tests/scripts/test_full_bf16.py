@@ -96,6 +96,9 @@ def test_rounding_is_to_a_neighbour_and_its_mean_is_the_number():
     special = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan])
     kept = round_randomly(special.clone(), generator)
     assert torch.equal(kept[:-1], special[:-1]) and kept[-1].isnan()
+    # the NaN of GPUs, and others
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    assert round_randomly(bits.view(torch.float32), generator).isnan().all()
 
 
 @pytest.fixture

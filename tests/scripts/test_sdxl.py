@@ -451,7 +451,7 @@ def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, i
     index.write_text(whole)
     config = tmp_path / "sdxl/vae/config.json"
     change(config, latents_mean=[0.0] * 4)
-    both("it has a latents_mean, which")
+    both("its config has latents_mean, by which latents are not scaled here")
     change(config, latents_mean=None)
     shutil.rmtree(tmp_path / "sdxl/text_encoder_2")
     both("sdxl does not hold the text_encoder_2 of a Stable Diffusion XL pipeline")
@@ -466,7 +466,9 @@ def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, imag
     (tmp_path / "narrow.json").write_text(
         json.dumps({**config, "projection_class_embeddings_input_dim": 70})
     )
+    (tmp_path / "lcm.json").write_text(json.dumps({**config, "time_cond_proj_dim": 16}))
     for model, unet, sentence in (
+        ("sdxl", "lcm", "can't be trained here: its pipeline also gives it timestep_cond, which"),
         ("sd", "xl", "xl.json has addition_embed_type 'text_time' (SDXL: 'text_time', Stable"),
         ("sdxl", "other", "other.json has addition_embed_type None"),
         ("sdxl", "narrow", "narrow.json can't be trained here"),

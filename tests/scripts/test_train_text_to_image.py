@@ -783,6 +783,28 @@ def test_stable_diffusion_config_has_the_published_parameter_count():
     assert sum(p.numel() for p in unet.parameters()) == 865_910_724  # as published
 
 
+@pytest.mark.parametrize("change, said", [
+    ({"time_cond_proj_dim": 16}, "its pipeline also gives it timestep_cond"),
+    ({"in_channels": 9}, "is for inpainting, edits or another task, which is not trained here: it "
+     "takes 9 channels and predicts 4"),
+    ({"in_channels": 8}, "it takes 8 channels and predicts 4"),
+])  # fmt: skip
+def test_a_unet_with_an_input_that_is_not_trained_is_refused(tmp_path, flags, models, change, said):
+    """Of the first one, a U-Net of LCM, the pipeline's own call tells."""
+    path = tmp_path / "unet.json"
+    path.write_text(json.dumps(json.loads((models / "unet/config.json").read_text()) | change))
+    args = script.parse_args([*flags, "--latents_dir=x", f"--unet_config_name_or_path={path}"])
+    with pytest.raises(SystemExit) as stop:
+        make_unet_for(args)
+    assert str(stop.value).startswith(f"the U-Net of {path} ") and said in str(stop.value)
+    if "time_cond_proj_dim" in change:
+        unet = UNet2DConditionModel.from_config(UNet2DConditionModel.load_config(path))
+        state = torch.get_rng_state()
+        inputs = load_family("sd").list_inputs(unet, {"prompt_embeds": torch.zeros(1, 8, 32)})
+        assert inputs == {"sample", "timestep", "encoder_hidden_states", "timestep_cond"}
+        assert torch.equal(state, torch.get_rng_state())
+
+
 def test_mismatched_unet_or_scheduler_gives_a_one_sentence_error(tmp_path, flags, models):
     args = script.parse_args([*flags, "--latents_dir=cache"])
     base = open_base(args)

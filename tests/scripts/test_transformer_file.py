@@ -257,6 +257,11 @@ def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image, m
             torch.ones(1),
             "such as layers.0.attention.qkv.wei",
         ),
+        (
+            "layers.0.attention.qkv.weight_scale_inv",
+            torch.ones(1, 1),
+            "such as layers.0.attention.qkv.wei",
+        ),
         ("scaled_fp8", torch.empty(0), "such as scaled_fp8"),
         ("layers.0.attention.qkv.weight", torch.ones(96, 32, dtype=torch.int8), "I8"),
     ):
@@ -292,6 +297,9 @@ def test_unsuitable_files_end_in_a_sentence(tmp_path, z_image):
     wide = {name: x.repeat(*[2] * x.dim()) for name, x in weights.items()}
     assert f"{base}, which has other shapes of " in refused(wide)
     assert "and 7" in refused(wide) and "more weights" in refused(wide)
+    said = refused(weights | {first: torch.full_like(weights[first], torch.nan)})
+    assert "bad.safetensors can't be unpacked (1 weights with NaN or infinity, such as " in said
+    assert f"such as {first})" in said
     del weights[first]
     assert refused(weights).endswith(f"it lacks {first}\n")
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -46,6 +47,7 @@ TIME_MAPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "1 - t / 1000": (lambda t: 1 - t / NUM_TIMES, lambda share: 1 - share),
 }
 PROBED_SIDES = (256, 512)  # pixels
+FULL_STEPS = 50  # of samples, as the pipelines' defaults
 
 
 def find_difference(named: Sequence[tuple[Any, Any]], others: Sequence[Any]) -> str | None:
@@ -115,6 +117,8 @@ class DenoiserCalls:
         self.calls: dict[Any, Call] = {}
         self.outputs: dict[Any, Tape] = {}
         self.layouts: dict[Any, Any] = {}  # see `probe_layout`
+        self.shifts: dict[Any, float] = {}  # see `choose_mu`
+        self.reference_sizes: dict[Any, Any] = {}  # see `measure_references`
         # of the references' latents
         self.reference_shapes = [latents.shape for latents in self.probe().latents]
         # a pipeline whose call can't be repeated is refused here
@@ -164,6 +168,34 @@ class DenoiserCalls:
         """Run the pipeline's code for one caption up to the denoiser."""
         run = PipelineTrace("denoiser", torch.zeros, time, [self.make_texts([8])])
         return self.run(1, self.shape[1:], run, **options)
+
+    def choose_mu(self, size: tuple[int, int], expected: float) -> float:
+        """The exponent of the shift of the noise levels, for latents of a size.
+
+        It is what the pipeline gives its scheduler. expected: by the scheduler's config, which is
+        kept where the pipeline's is equal up to rounding, or depends on the number of steps as
+        well, so that it is no property of the model. That is printed once.
+        """
+        if size not in self.shifts:
+            few, many = (self.measure_mu(size, steps) for steps in (4, FULL_STEPS))
+            found = expected
+            if many is not None and not math.isclose(many, expected, rel_tol=1e-6):
+                found = many if few == many else expected
+                if few != many and not self.shifts:
+                    height, width = (side * self.downscale for side in size)
+                    PartialState().print(
+                        f"In {FULL_STEPS} steps, {self.code.kind.__name__} shifts noise levels at "
+                        f"{height} x {width} pixels by {math.exp(many):.3g}, and in fewer steps by "
+                        f"more. Training shifts them by {math.exp(expected):.3g}, as the "
+                        "scheduler's config says: --shift sets another shift"
+                    )
+            self.shifts[size] = found
+        return self.shifts[size]
+
+    def measure_mu(self, size: tuple[int, int], num_steps: int) -> float | None:
+        """What the pipeline gives its scheduler as `mu`, for latents of a size."""
+        run = PipelineTrace("denoiser", torch.zeros, texts=[self.make_texts([8])])
+        return self.run(1, size, run, num_inference_steps=num_steps).mu
 
     def join(self, prompts: dict[str, torch.Tensor]) -> Any:
         return rebuild_results(self.structure, {"caption": prompts})

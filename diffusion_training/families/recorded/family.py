@@ -25,6 +25,7 @@ import transformers
 from accelerate import PartialState
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
 
+from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.names import NAMED_REFERENCES
@@ -79,13 +80,14 @@ from diffusion_training.families.recorded.trial import probe_batching
 from diffusion_training.models import hash_rules, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
+USUAL_RATIO = 4  # of the longer side of a reference to the shorter one, at most
 BLANK = 256, 256  # height and width in pixels of a reference in trials
 NO_READERS = ("safety_checker", "image_encoder", "feature_extractor")  # of captions
 # in the names of pipelines that share their weights with another
 OTHER_TASK = re.compile("ControlNet|Img2Img|Inpaint(ing)?|PAG")
 # layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks, and
 # Chroma's distilled_guidance_layer makes the modulation of all blocks
-SPARED = re.compile("norm|mod(?!e)|gate|embed|adaln|router|guidance")
+SPARED = re.compile("norm|mod(?!e)|adaln|router|guidance")
 # [(the plain values that they depend on, calls)], recorded once in a process
 CALLS: list[tuple[tuple[Any, ...], DenoiserCalls]] = []
 
@@ -316,8 +318,12 @@ class Recorded(Family):
 
     def trace_references(self, images: list[Any]) -> PipelineTrace:
         """A run of the pipeline's code that notes what its VAE gets for references."""
-        with self.explaining():
+        try:
             return self.own_calls.probe(**self.own_calls.name_images(images))
+        except Unrecordable as error:
+            sizes = " and ".join(f"{image.width} x {image.height}" for image in images)
+            reason = explain(error.__cause__ or error)  # without the size of the trial's result
+            fail(f"{self.pipeline} can't take references of {sizes} pixels: {reason}")
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         run = self.trace_references(make_blanks([(resolution, resolution)] * count))
@@ -327,6 +333,27 @@ class Recorded(Family):
     def shape_reference(self, vae: torch.nn.Module, side: int) -> list[int]:
         (latents,) = self.trace_references(make_blanks([(side, side)])).latents
         return list(latents.shape[1:])
+
+    def measure_references(self, images: list[Any]) -> list[tuple[int, int]]:
+        sizes = super().measure_references(images)
+        known = self.own_calls.reference_sizes
+        if tuple(sizes) not in known:
+            # As the VAE gets them, if the pipeline leaves these sizes as they are: they are fewer,
+            # and each is recorded once.
+            for height, width in sizes:
+                if max(height, width) > USUAL_RATIO * min(height, width):
+                    print(
+                        f"A reference of the ratio {width}:{height} is longer than "
+                        f"{USUAL_RATIO}:1, and models have seen few of those"
+                    )
+            own = self.measure_pixels(sizes)
+            known[tuple(sizes)] = own if self.measure_pixels(own) == own else sizes
+        return known[tuple(sizes)]
+
+    def measure_pixels(self, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The sizes in which the pipeline's VAE gets references of these sizes."""
+        pixels = self.trace_references(make_blanks(sizes)).pixels
+        return [(each.shape[-2], each.shape[-1]) for each in pixels]
 
     def encode_references(self, vae: torch.nn.Module, rows: list[list[Any]]) -> list[torch.Tensor]:
         of_rows = []
@@ -453,6 +480,10 @@ class Recorded(Family):
     def patch_size(self, model: torch.nn.Module) -> int:
         return self.open_calls(model.config).patch_size
 
+    def choose_mu(self, size: tuple[int, int], expected: float) -> float:
+        with self.explaining():
+            return self.own_calls.choose_mu(size, expected)
+
     # ---- pipelines, samples
 
     def call_args(self, prompts: Prompts, empty: Prompts, guidance_scale: float) -> dict[str, Any]:
@@ -516,14 +547,23 @@ class Recorded(Family):
             return super().choose_layers(model, which)
         chosen = []
         for name, module in model.named_modules():
+            of_block = re.search(r"\.\d+\.(.+)", name.lower())  # such as blocks.0.attn.to_q
+            inner = of_block[1] if of_block else ""
             words = name.lower().split(".")
-            is_in_block = any(word.isdigit() for word in words)
             is_attention = any("attn" in word or "attention" in word for word in words)
-            is_spared = SPARED.search(name.lower())
-            if isinstance(module, torch.nn.Linear) and is_in_block and not is_spared:
+            # attention are the four projections; Krea 2 has a gate there, and HunyuanImage blocks
+            # inside of the embedder of captions
+            is_attention &= not re.search("gate|embed", name.lower())
+            is_spared = SPARED.search(name.lower()) or "embed" in inner or is_router(model, name)
+            if isinstance(module, torch.nn.Linear) and inner and not is_spared:
                 if is_attention or which == "all":
                     chosen.append(name)
         return chosen
+
+
+def is_router(model: torch.nn.Module, name: str) -> bool:
+    """Whether a layer chooses among the experts beside it."""
+    return hasattr(model.get_submodule(name.rpartition(".")[0]), "experts")
 
 
 def name_plain_pipeline(name: str) -> str | None:

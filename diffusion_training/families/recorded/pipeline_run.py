@@ -56,6 +56,7 @@ class PipelineTrace:
     references: Sequence[torch.Tensor] | None = None
 
     noise_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    mu: float | None = None  # the exponent of the shift that the scheduler gets
     encoded: list[Any] = field(default_factory=list)  # the results of encode_prompt
     calls: list[dict[str, Any]] = field(default_factory=list)  # arguments of the denoiser
     velocity: Any = None  # what the scheduler gets as the denoiser's output
@@ -86,6 +87,7 @@ class WatchedScheduler(FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: Any = None,
     ) -> None:
+        self.run.mu = None if mu is None else float(mu)
         self.timesteps = torch.tensor([self.run.time, self.run.time / 3], device=device)
         self.sigmas = torch.cat([self.timesteps / NUM_TIMES, torch.zeros(1, device=device)])
 

@@ -60,6 +60,13 @@ def name_missing_part(index: dict[str, Any]) -> str | None:
         return "it has no transformer"
     if not hasattr(kind, "encode_prompt"):
         return "it has no encode_prompt"
-    if "prompt" not in inspect.signature(kind.__call__).parameters:
+    options = inspect.signature(kind.__call__).parameters
+    if "prompt" not in options:
         return "it takes no prompt"
+    if "num_frames" in options:
+        return "it draws videos"
+    parts = [name for name, entry in index.items() if is_component(entry)]
+    denoisers = [name for name in parts if "transformer" in name]
+    if len(denoisers) > 1:
+        return f"it has more than one denoiser: {', '.join(denoisers)}"
     return None if is_component(index.get("vae")) else "it has no VAE"

@@ -3,7 +3,7 @@
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,18 +13,10 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import load_file, save_file
 
 from diffusion_training.batches import Models
-from diffusion_training.errors.sentences import explained, fail, is_local_main
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import MAGNITUDE
 from diffusion_training.files import find_differences, sort_header
-from diffusion_training.models import (
-    KEEP,
-    NOT_FINITE,
-    cast_weights,
-    is_adapted,
-    is_finite,
-    list_quantized,
-    raise_for_keys,
-)
+from diffusion_training.models import KEEP, cast_weights, is_adapted, is_finite, list_quantized
 from diffusion_training.training.lora.lora_files import (
     DORA_SCALE,
     LOKR_PARTS,
@@ -40,8 +32,10 @@ from diffusion_training.training.lora.lora_files import (
     ReadLora,
     read_lora_file,
     split_name,
+    tell_left_out,
 )
 
+ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
 # (name, weight of the base) -> the weight with a LoRA in it, in float32
 Merge: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 # {name of a file: (its weights, its header)}
@@ -139,18 +133,19 @@ def add_lora(
         model.adapter["quantization"] = quantized[0].quantization
 
 
-def list_further_layers(
-    model: torch.nn.Module, layers: list[str], path: str | Path, name: str, convert_lora: ReadLora
-) -> list[str]:
+def list_further_layers(layers: list[str], of_file: Collection[str]) -> list[str]:
     """The layers of a LoRA file that none of `layers`, ends of names, matches.
 
     For example, kohya's files with conv_dim also have the convolutions that change the size.
-    name: see `load_network_weights`.
     """
-    with explained(f"--network_weights {path} can't be used"):
-        file = read_lora_file(path, model, name, convert_lora)
     ends = tuple(f".{end}" for end in layers)
-    return [layer for layer in file.layers if not f".{layer}".endswith(ends)]
+    return [layer for layer in of_file if not f".{layer}".endswith(ends)]
+
+
+def read_layers(folder: Path) -> list[str]:
+    """The layers of the LoRA in a checkpoint's folder; [] if there is none."""
+    path = folder / ADAPTER_CONFIG
+    return json.loads(path.read_text())["target_modules"] if path.is_file() else []
 
 
 def load_network_weights(
@@ -166,13 +161,6 @@ def load_network_weights(
     """
     with explained(f"--network_weights {path} can't be used"):
         file = read_lora_file(path, model, name, convert_lora)
-        broken = [
-            f"{layer}.{part}"
-            for layer, parts in file.layers.items()
-            for part, weight in parts.items()
-            if not is_finite(weight.float())
-        ]
-        raise_for_keys(NOT_FINITE, broken)
     own = {key: layer for key, layer in model.named_modules() if hasattr(layer, "base_layer")}
     advice = "pass the --rank and --lora_layers that it was trained with"
     with explained(f"--network_weights {path} does not fit; {advice}"), torch.no_grad():
@@ -189,11 +177,7 @@ def load_network_weights(
                 raise ValueError(f"its rank is {rank}")
         for layer, module in own.items():
             (load_lokr_layer if is_lokr else load_layer)(module, layer, file)
-    if file.num_left_out and is_local_main():
-        print(
-            f"--network_weights: {file.num_left_out} weights for text encoders are skipped, "
-            "because text encoders are not trained"
-        )
+    tell_left_out(file, "--network_weights")
 
 
 def load_layer(module: torch.nn.Module, layer: str, file: LoraFile) -> None:
@@ -294,7 +278,7 @@ def save_adapter(model: torch.nn.Module, folder: Path) -> None:
     folder.mkdir(parents=True)
     weights = {f"{PEFT_PREFIX}{name}": value for name, value in list_adapter(model).items()}
     save_file(weights, folder / PEFT_FILE)
-    (folder / "adapter_config.json").write_text(json.dumps(model.adapter, indent=2))
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(model.adapter, indent=2))
 
 
 def load_adapter(model: torch.nn.Module, folder: Path) -> None:
@@ -302,9 +286,9 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     advice = KEEP
-    if not (folder / "adapter_config.json").is_file():
+    if not (folder / ADAPTER_CONFIG).is_file():
         fail(f"{folder} is a whole model, but --rank trains a LoRA: {advice}")
-    before = json.loads((folder / "adapter_config.json").read_text())
+    before = json.loads((folder / ADAPTER_CONFIG).read_text())
     kind = before["peft_type"]
     if kind != model.adapter["peft_type"]:  # their other settings have other names
         fail(f"{folder} was trained with --lora_type {kind.lower()}: {advice}")

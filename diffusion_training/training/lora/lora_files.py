@@ -13,7 +13,9 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from diffusion_training.errors.sentences import is_local_main
 from diffusion_training.families.base import MAGNITUDE, Family, leave_out_adapter
+from diffusion_training.models import NOT_FINITE, is_finite, raise_for_keys
 
 # (weights, alphas, settings) of a LoRA file; see `Family.convert_lora`
 ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
@@ -100,6 +102,9 @@ def read_lora_file(
     layers = group_by_layer(own)
     if not layers:
         raise ValueError(f"it holds no LoRA for {name}")
+    check_layers(layers, model)
+    if unused := alphas.keys() - layers.keys():
+        raise ValueError(f"it holds {min(unused)}.alpha, which is not used here")
     scales = {}
     for layer, parts in layers.items():
         inner = parts.get(LORA_A, parts.get(LOKR_W2_B))  # [rank, ...]
@@ -113,8 +118,46 @@ def read_lora_file(
         layers=layers,
         scales=scales,
         is_relative="diffusion_training.dora_scale" in header,
-        num_left_out=len(weights) - len(named),
+        num_left_out=sum(key.startswith(("text_encoder", "lora_te")) for key in names),
     )
+
+
+def check_layers(layers: dict[str, dict[str, torch.Tensor]], model: torch.nn.Module) -> None:
+    """Raise ValueError for layers that the model lacks, and for factors that do not fit together.
+
+    diffusers misreads the names of some files. layers: see `LoraFile`. model: with or without
+    adapters.
+    """
+    modules = dict(model.named_modules())
+    broken = []
+    for layer, parts in layers.items():
+        module: Any = modules.get(layer)
+        if not hasattr(getattr(module, "base_layer", module), "weight"):
+            raise ValueError(
+                f"the model has no layer {layer}: the file is of another model, or diffusers "
+                "misreads its names"
+            )
+        broken += [f"{layer}.{part}" for part, x in parts.items() if not is_finite(x.float())]
+        for inner, outer in ((LORA_A, LORA_B), (LOKR_W2_B, LOKR_W2_A)):
+            if inner not in parts or outer not in parts:
+                continue
+            if min(parts[inner].dim(), parts[outer].dim()) < 2:
+                raise ValueError(f"its {layer}.{inner} or {outer} is no matrix")
+            ranks = len(parts[inner]), parts[outer].flatten(1).shape[1]
+            if ranks[0] != ranks[1] or ranks[0] == 0:
+                raise ValueError(
+                    f"the rank of its {layer}.{inner} is {ranks[0]}, and that of {outer} {ranks[1]}"
+                )
+    raise_for_keys(NOT_FINITE, broken)
+
+
+def tell_left_out(file: LoraFile, flag: str) -> None:
+    """Print that weights for text encoders are skipped. flag: that names the file."""
+    if file.num_left_out and is_local_main():
+        print(
+            f"{flag}: {file.num_left_out} weights for text encoders are skipped, because text "
+            "encoders are not trained"
+        )
 
 
 def read_plain_lora(path: str, model: torch.nn.Module, family: Family) -> LoraFile:
@@ -124,8 +167,6 @@ def read_plain_lora(path: str, model: torch.nn.Module, family: Family) -> LoraFi
     for layer, parts in file.layers.items():
         if parts.keys() != {LORA_A, LORA_B}:
             raise ValueError(f"its layer {layer} is of a DoRA or LoKr, and only LoRAs can be used")
-        if layer not in modules:
-            raise ValueError(f"the model has no {layer}")
         weight = modules[layer].weight.flatten(1)
         shapes = (parts[LORA_B].flatten(1).shape[0], parts[LORA_A].flatten(1).shape[1])
         if shapes != tuple(weight.shape):

@@ -12,7 +12,12 @@ import torch
 from diffusion_training.errors.sentences import explained
 from diffusion_training.families.base import Family
 from diffusion_training.training.lora.lora import Merge
-from diffusion_training.training.lora.lora_files import LORA_A, LORA_B, read_plain_lora
+from diffusion_training.training.lora.lora_files import (
+    LORA_A,
+    LORA_B,
+    read_plain_lora,
+    tell_left_out,
+)
 
 
 def read_training_adapter(
@@ -27,6 +32,7 @@ def read_training_adapter(
     config = kind.load_config(source, subfolder=subfolder)
     with torch.device("meta"), explained(f"--training_adapter {path} can't be used"):
         file = read_plain_lora(path, kind.from_config(config), family)
+    tell_left_out(file, "--training_adapter")
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
         layer = name.removesuffix(".weight")

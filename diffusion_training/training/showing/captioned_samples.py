@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
 from diffusion_training.data.captioned_data import Data
-from diffusion_training.data.references import choose_reference_size
+from diffusion_training.data.references import choose_result_size
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.files import hash_values, saving
 from diffusion_training.launch import Launch, StopSignal
@@ -135,7 +135,7 @@ def draw_prompts(
 
 def fit_size(reference: Image.Image, resolution: int, multiple: int) -> list[int]:
     """The size (height, width) of an edit's result: that of its last reference."""
-    return choose_reference_size(reference.height, reference.width, resolution, multiple)
+    return choose_result_size(reference.height, reference.width, resolution, multiple)
 
 
 def takes(pipeline: Any, name: str) -> bool:

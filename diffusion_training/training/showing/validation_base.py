@@ -36,6 +36,7 @@ from diffusion_training.training.lora.lora_files import (
     LORA_FILE,
     LoraFile,
     read_plain_lora,
+    tell_left_out,
 )
 from diffusion_training.training.scores.metric_flags import TURBO
 from diffusion_training.training.showing.sample_base import SampleBase
@@ -176,7 +177,8 @@ def open_other_base(
             try_sampler(scheduler, steps)
     if lora:
         with torch.device("meta"), explained(f"--validation_lora {lora} can't be used"):
-            read_plain_lora(lora, type(model).from_config(model.config), other.family)
+            file = read_plain_lora(lora, type(model).from_config(model.config), other.family)
+        tell_left_out(file, "--validation_lora")
     found = OtherBase(
         prefix=TURBO, name=str(other.name), lora=lora, family=other.family,
         num_inference_steps=steps, guidance_scale=guidance, sampler=choose_sampler(other, lora),

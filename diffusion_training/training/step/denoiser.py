@@ -3,7 +3,7 @@
 import contextlib
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from diffusion_training.batches import Models, Predict
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base
+from diffusion_training.families.base import Base, Prompts
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import (
@@ -26,7 +26,9 @@ from diffusion_training.training.lora.lora import (
     add_lora,
     list_further_layers,
     load_network_weights,
+    read_layers,
 )
+from diffusion_training.training.lora.lora_files import read_lora_file
 
 
 def load_denoiser(
@@ -48,7 +50,7 @@ def load_denoiser(
     Returns (the denoiser, where it is from, the hash of its weights if --rank is given).
     """
     folder = base.family.folder
-    if configs and not config_source:
+    if configs and not config_source and not args.rank:
         config_source = configs / folder
     source = str(config_source or base.transformer or base.source)
     options = {"cache_dir": args.cache_dir}
@@ -92,17 +94,37 @@ def load_denoiser(
 
 
 def adapt_denoiser(
-    model: torch.nn.Module, base: Base, base_hash: str, launch: Launch, args: Namespace
+    model: torch.nn.Module,
+    base: Base,
+    base_hash: str,
+    configs: Path | None,
+    launch: Launch,
+    args: Namespace,
 ) -> None:
     """Freeze the denoiser and add the LoRA of --rank, with the weights of --network_weights.
 
     With --blocks_to_swap, most of its frozen weights stay in the host's memory from now on.
+
+    configs: the checkpoint from which the LoRA is resumed.
     """
     family = base.family
     layers = family.choose_layers(model, args.lora_layers)
     network = args.network_weights
-    if network and args.lora_layers == "all":
-        layers += list_further_layers(model, layers, network, family.folder, family.convert_lora)
+    begun: list[str] = []  # the layers of a LoRA that was begun before
+    if args.lora_layers == "all":
+        if network:
+            with explained(f"--network_weights {network} can't be used"):
+                file = read_lora_file(network, model, family.folder, family.convert_lora)
+            begun = [*file.layers]
+            layers += list_further_layers(layers, begun)
+        if configs:
+            begun = read_layers(configs / family.folder)
+        attention = {*family.choose_layers(model, "attention")}
+        if {*begun} < {*layers} and not {*begun} <= attention:  # `all` was less in older versions
+            launch.accelerator.print(
+                f"The LoRA keeps its {len(begun)} layers, of the {len(layers)} of --lora_layers all"
+            )
+            layers = begun
     add_lora(model, layers, base_hash, launch.dtype, args)
     if network:
         load_network_weights(model, network, family.folder, family.convert_lora)
@@ -156,7 +178,14 @@ def check_denoiser(
     if family.needs_sizes:
         condition["time_ids"] = torch.zeros(1, 6)
     condition |= data.references
-    return check_shapes(models, predict, name, shape, condition | further)
+    checked = check_shapes(models, predict, name, shape, condition | further)
+    if left_out := family.list_inputs(model, cast(Prompts, condition)) - checked.inputs:
+        inputs = ", ".join(sorted(left_out))
+        fail(
+            f"{name} can't be trained here: its pipeline also gives it {inputs}, which training "
+            "does not"
+        )
+    return checked.unreached
 
 
 def load_base(

@@ -7,7 +7,7 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_training.errors.sentences import explained
-from diffusion_training.families.base import Base
+from diffusion_training.families.base import Base, Family
 from diffusion_training.training.step.objective import try_sampler
 
 
@@ -18,9 +18,15 @@ def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEul
         if class_name == FlowMatchEulerDiscreteScheduler.__name__:
             sampler = base.family.load_scheduler(base)
         else:  # the base has no flow matching, or is not a pipeline but single models
+            known = 3.0 if resolution >= 512 else 1.0
             if base.index.get("_class_name") == base.family.pipeline and args.shift is None:
+                source, options = base.locate_scheduler()
+                config = FlowMatchEulerDiscreteScheduler.load_config(source, **options)
+                # other solvers of flow matching, such as SANA's, have the shift by this name
+                known = config.get("flow_shift") if config.get("use_flow_sigmas") else None
+            if known is None:
                 raise ValueError(f"it has a {class_name}: set the shift of the noise with --shift")
-            sampler = FlowMatchEulerDiscreteScheduler(shift=3.0 if resolution >= 512 else 1.0)
+            sampler = FlowMatchEulerDiscreteScheduler(shift=known)
         if args.shift is not None:  # the same for all sizes
             sampler = FlowMatchEulerDiscreteScheduler.from_config(
                 sampler.config, shift=args.shift, use_dynamic_shifting=False
@@ -45,15 +51,21 @@ def compute_mu(config: Any, tokens: float) -> float:
 
 
 def choose_shift(
-    sampler: FlowMatchEulerDiscreteScheduler, patch_size: int, height: int, width: int
+    sampler: FlowMatchEulerDiscreteScheduler,
+    patch_size: int,
+    height: int,
+    width: int,
+    family: Family | None = None,
 ) -> float:
     """The sampler's shift of the noise levels, used in training too (arXiv:2403.03206, 5.3.2).
 
     With use_dynamic_shifting it grows with the number of tokens, as in the pipelines. height,
-    width: size of the latents.
+    width: size of the latents. family: whose pipeline may have a formula of its own.
     """
     config = sampler.config
     if not config.use_dynamic_shifting:
         return config.shift
     mu = compute_mu(config, height * width / patch_size**2)
+    if family:
+        mu = family.choose_mu((height, width), mu)
     return math.exp(mu) if config.time_shift_type == "exponential" else mu

@@ -3,6 +3,7 @@
 A gradient is freed as soon as its weight has been updated, so that one is there at a time.
 """
 
+import math
 import weakref
 from functools import partial
 from inspect import unwrap
@@ -93,6 +94,7 @@ def round_randomly(exact: torch.Tensor, generator: torch.Generator) -> torch.Ten
     noise = torch.randint(
         2**16, exact.shape, generator=generator, dtype=torch.int32, device=exact.device
     )
-    bits = exact.view(torch.int32)
+    # the bits of other NaNs, as those that GPUs compute, would overflow
+    bits = exact.masked_fill_(exact.isnan(), math.nan).view(torch.int32)
     bits.add_(noise).bitwise_and_(-(2**16))
     return exact
