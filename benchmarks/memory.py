@@ -587,7 +587,7 @@ def count_held_in(name: str, way: Way) -> dict[str, int]:
         averaged = prepare_average(denoiser) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
         if way.num_processes > 1:
-            held = share_memory(held, {"model": denoiser}, way.num_processes, False)
+            held = share_memory(held, {"model": denoiser}, way.num_processes, 0)
     # fewer bits in place of 16, float32 scales, and one layer at a time in 16 bits
     for layer in layers:
         numbers = layer.in_features * layer.out_features

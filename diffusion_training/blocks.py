@@ -1,10 +1,13 @@
 """The repeated blocks of a model: checkpointed, compiled one for all, in 16 bits on the host."""
 
+import sys
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import fail
@@ -106,40 +109,66 @@ def list_segments(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return segments or blocks
 
 
+# torch's kernels of attention. Without one, as for some masks, it consists of products of matrices,
+# which --keep_attention does not know.
+ATTENTION = [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in (
+        "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+]  # fmt: skip
+
+
 class Checkpointed:
     """A segment's `forward` with gradient checkpointing: the backward pass calls it again.
 
     The forward pass keeps only the inputs, which reach the segment as the model passes them. The
     switches of the models themselves are not used, because theirs may differ: in diffusers 0.42,
     Chroma's leaves out the mask of padding.
+
+    options: of torch's function.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
+        self.options: dict[str, Any] = {"use_reentrant": False}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         # Named arguments as a positional one: only there does torch look for the devices whose
         # random numbers, of dropout, it has to draw again.
-        return checkpoint(self.compute, kwargs, *args, use_reentrant=False)
+        return checkpoint(self.compute, kwargs, *args, **self.options)
 
     def compute(self, kwargs: dict[str, Any], *args: Any) -> Any:
         return self.forward(*args, **kwargs)
 
 
-def checkpoint_gradients(models: Models) -> None:
-    """Turn on gradient checkpointing. Stops with an error if no model has segments.
+def checkpoint_gradients(models: Models, args: Namespace) -> None:
+    """Turn on gradient checkpointing, if and as the flags say.
 
-    Those of --blocks_to_swap have it already.
+    With --blocks_to_swap all segments have it already; --checkpoint_blocks turns it off for those
+    beyond its number that are not swapped. Stops with an error if no model has segments.
+
+    args: --gradient_checkpointing, --checkpoint_blocks, which wins, and --keep_attention.
     """
-    segments = [segment for model in models.values() for segment in list_segments(model).values()]
-    if not segments:
-        names = " and ".join(type(model).__name__ for model in models.values())
-        fail(f"--gradient_checkpointing: {names} has no repeated blocks: leave it out")
-    for segment in segments:
-        if not isinstance(segment.forward, Checkpointed):
-            segment.forward = Checkpointed(segment.forward)
+    number = args.checkpoint_blocks or (sys.maxsize if args.gradient_checkpointing else 0)
+    lists = {model: [*list_segments(model).values()] for model in models.values()}
+    if number and not any(lists.values()):
+        names = " and ".join(type(model).__name__ for model in lists)
+        fail(f"gradient checkpointing: {names} has no repeated blocks: leave the flag out")
+    for model, segments in lists.items():
+        for segment in segments[:number]:
+            if not isinstance(segment.forward, Checkpointed):
+                segment.forward = Checkpointed(segment.forward)
+        swap = getattr(model, "block_swap", None)
+        for place, segment in enumerate(segments):
+            if swap and args.checkpoint_blocks and place >= number and not swap.weights[place]:
+                segment.forward = segment.forward.forward
+            elif args.keep_attention and isinstance(segment.forward, Checkpointed):
+                contexts = partial(create_selective_checkpoint_contexts, ATTENTION)
+                segment.forward.options["context_fn"] = contexts
 
 
 def list_checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:

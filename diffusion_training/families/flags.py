@@ -16,6 +16,18 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
             help="compute activations a second time instead of storing them: less memory, about a "
             "third slower",
         )
+        add(
+            "--checkpoint_blocks",
+            type=number(1, 10**4, int),
+            help="gradient checkpointing of this number of the model's blocks, not of all: each "
+            "block less is faster and takes more memory; the results are the same",
+        )
+        add(
+            "--keep_attention",
+            **SWITCH,
+            help="with gradient checkpointing, store the result of each attention, which takes "
+            "longest to compute again: faster, more memory, the same results",
+        )
     add(
         "--compile",
         nargs="?",

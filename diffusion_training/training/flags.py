@@ -423,6 +423,13 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
                 "and begin --lr_step_rules with a small factor"
             )
+    plans = ("gradient_checkpointing", "checkpoint_blocks", "blocks_to_swap")
+    given = vars(args)
+    if given.get("keep_attention") and not any(given.get(name) for name in plans):
+        parser.error(
+            "--keep_attention does nothing without --gradient_checkpointing, --checkpoint_blocks "
+            "or --blocks_to_swap"
+        )
     if args.posthoc_ema_steps and not args.posthoc_ema:
         parser.error("--posthoc_ema_steps does nothing without --posthoc_ema")
     if args.posthoc_ema and len({f"{width:g}" for width in args.posthoc_ema}) < 2:

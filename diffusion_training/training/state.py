@@ -73,8 +73,7 @@ def place_models(launch: Launch, models: Models, args: Namespace) -> Averages:
     if launch.shard:
         for model in (models | ema.models()).values():
             shard(model, launch.device)
-    if args.gradient_checkpointing:
-        checkpoint_gradients(models)
+    checkpoint_gradients(models, args)
     return ema
 
 

@@ -192,8 +192,7 @@ def largest_batch(
             name: put_on_device(copy_trained(model), device).train()
             for name, model in models.items()
         }
-        if args.gradient_checkpointing:
-            checkpoint_gradients(trial)
+        checkpoint_gradients(trial, args)
         num_copies = args.use_ema + len(args.posthoc_ema or ()) + (launch.num_processes > 1)
         copies = [start_average(trial) for _ in range(num_copies)]
         optimizer = accelerator.prepare(make_optimizer(trial, args))

@@ -53,6 +53,12 @@ def args(**flags):
     return argparse.Namespace(adam_beta1=0.9, adam_beta2=0.999, **flags)
 
 
+def plan(number):
+    """The flags of gradient checkpointing of so many blocks."""
+    flags = {"gradient_checkpointing": False, "keep_attention": False}
+    return argparse.Namespace(checkpoint_blocks=number, **flags)
+
+
 def call_unet(model, *inputs):
     return train_unconditional.predict_noise({"unet": model}, *inputs)
 
@@ -160,14 +166,15 @@ def test_operations_of_4_bit_layers_count_as_those_of_frozen_layers(monkeypatch)
 
 
 def test_memory_of_shard_has_bf16_copies_unless_gradients_are_checkpointed(base, capsys):
-    for precision, checkpointed, said in (
-        ("bf16", False, True),
-        ("bf16", True, False),
-        ("no", False, False),
-        ("no", True, False),
+    for precision, number, said in (
+        ("bf16", 0, True),
+        ("bf16", 1, True),
+        ("bf16", 99, False),
+        ("no", 0, False),
+        ("no", 99, False),
     ):
         model = unet_of(base)
-        checkpoint_gradients({"unet": model}) if checkpointed else None
+        checkpoint_gradients({"unet": model}, plan(number))
         launch = Launch(Accelerator(cpu=True), 1, precision, None, 1, True)
         objective = objective_of(loss_of(call_unet))
         Costs(launch, {"unet": model}, {}, objective, "adamw", False)
@@ -210,7 +217,7 @@ def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
     of_one = lambda model: count({"unet": model}, loss, images)
     once = of_one(model)
     assert count({"a": model, "b": unet_of(base)}, loss, images) == 2 * once
-    checkpoint_gradients({"unet": model})
+    checkpoint_gradients({"unet": model}, plan(99))
     assert of_one(model) == once and list_checkpointed(model)  # only off in the copy
     model.compile(backend="aot_eager")
     assert of_one(Accelerator(cpu=True, mixed_precision="bf16").prepare(model)) == once

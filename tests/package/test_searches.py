@@ -123,6 +123,7 @@ ADAMW = {
 }
 ADAMW |= {"adam_beta1": 0.9, "adam_beta2": 0.999}
 STEP = {**ADAMW, "seed": 0, "max_grad_norm": 1.0, "posthoc_ema": None}
+STEP |= {"gradient_checkpointing": False, "checkpoint_blocks": None, "keep_attention": False}
 
 
 class Device:
@@ -148,7 +149,7 @@ class Device:
 
     def search(self, limit, **flags):
         batch = {"pixel_values": torch.ones(1, 3), "weight": torch.ones(1), "skipped": []}
-        args = argparse.Namespace(gradient_checkpointing=False, use_ema=True, **(STEP | flags))
+        args = argparse.Namespace(use_ema=True, **(STEP | flags))
         models = {"unet": self.model}
         return largest_batch(make_launch(), models, None, self.take_step, batch, limit, args)
 
@@ -212,7 +213,7 @@ def choose(train_batch_size, total, accumulation=1, before=None, most=5, num_pro
         accelerator = argparse.Namespace(num_processes=num_processes, print=accelerator.print)
     args = argparse.Namespace(
         train_batch_size=train_batch_size, total_batch_size=total,
-        gradient_checkpointing=False, use_ema=True, **STEP,
+        use_ema=True, **STEP,
     )  # fmt: skip
     models, rows = {"unet": device.model}, np.arange(4, 16)
     launch, step = make_launch(accelerator, accumulation), device.take_step

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_edits import MAKE as MAKE_EDITING
 from test_edits import SIDE, make_pairs
 
-from diffusion_training.blocks import list_segments
+from diffusion_training.blocks import checkpoint_gradients, list_checkpointed, list_segments
 from diffusion_training.models import copy_trained, put_on_device, start_average
 from diffusion_training.training.lora import block_swap, quantization
 from diffusion_training.training.lora.block_swap import BlockSwap
@@ -331,3 +331,75 @@ def test_a_run_that_does_not_fit_names_the_number_of_blocks(bases, monkeypatch, 
         said.append(capsys.readouterr().out)
     assert said[0] == ""
     assert "too much for this GPU" in said[1] and "with --blocks_to_swap 2" in said[1]
+
+
+@pytest.mark.parametrize("number", [1, 3, None])
+def test_swapped_blocks_stay_checkpointed(number):
+    """The others as --checkpoint_blocks says."""
+    plain, swapped = make_model("all" if number is None else 2)
+    plan = {"gradient_checkpointing": False, "checkpoint_blocks": number, "keep_attention": True}
+    checkpoint_gradients({"transformer": swapped}, argparse.Namespace(**plan))
+    assert len(list_checkpointed(swapped)) == {1: 2, 3: 3, None: 4}[number]
+    for _ in range(3):  # the first rounds learn the order
+        for model in (plain, swapped):
+            call(model).square().sum().backward()
+    found = [
+        {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+        for model in (plain, swapped)
+    ]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.long
+def test_checkpointing_inside_compiled_blocks_changes_no_gradient():
+    """With a backend that computes as without compiling."""
+    found = []
+    flags = {"gradient_checkpointing": True, "checkpoint_blocks": None}
+    for keeps in (None, False, True):
+        model, _ = make_model(1)
+        if keeps is not None:
+            plan = argparse.Namespace(**flags, keep_attention=keeps)
+            checkpoint_gradients({"transformer": model}, plan)
+            for block in list_segments(model).values():
+                block.compile(backend="aot_eager", fullgraph=True)
+        call(model).square().sum().backward()
+        found.append([weight.grad for weight in model.parameters() if weight.requires_grad])
+        torch._dynamo.reset()
+    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
+
+
+LORA = ("--lora_layers=all", "--lora_dropout=0.1")
+WHOLE = ("--train_batch_size=2", "--learning_rate=0.01", "--max_train_steps=6")
+FULL = (*WHOLE, *KINDS["bf16"], "--full_bf16", "--optimizer=adafactor", "--no-use_ema")
+FULL += ("--max_grad_norm=0",)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, more, num_processes", [
+    ("sd", ["--lora_layers=all", "--lora_type=lokr", "--lokr_factor=2"], 1),
+    ("sdxl", LORA, 2),
+    ("z_image", [*LORA, "--use_dora", "--preserve_prior", "--class_prompt", "a digit"], 1),
+    ("flux", [*LORA, "--blocks_to_swap=1"], 1),
+    ("edits of kontext", [*LORA, "--blocks_to_swap=all", "--caption_dropout=0"], 1),
+    ("klein", FULL, 1),
+    ("qwen_image", [*WHOLE, "--shard"], 2),
+])  # fmt: skip
+def test_a_run_killed_and_resumed_with_another_plan_ends_with_the_same_bits(
+    tmp_path, monkeypatch, bases, name, more, num_processes
+):
+    tiny_pipelines.make_small(monkeypatch)  # references of edits
+    trainer, base = bases(name)
+    is_lora = more[0] in LORA
+    flags = [*base, "--checkpointing_steps=3"]
+    flags = list_flags(trainer, base, *more) if is_lora else trainer.flags("none", *flags, *more)
+    trainer.fork(*flags, f"--output_dir={tmp_path / 'plain'}", num_processes=num_processes)
+    flags += ["--resume_from_checkpoint=latest"]
+    one = [*flags, "--checkpoint_blocks=1", "--keep_attention"]
+    trainer.kill_after_checkpoint(tmp_path / "other", *one, num_processes=num_processes)
+    other = [*flags, f"--output_dir={tmp_path / 'other'}", "--gradient_checkpointing"]
+    said = trainer.fork(*other, num_processes=num_processes)
+    assert "gradient_checkpointing False -> True, checkpoint_blocks 1 -> None" in said
+    files = [FILE] if is_lora else ["transformer/diffusion_pytorch_model.safetensors"]
+    for path in (*files, "checkpoint-6/optimizer.bin"):
+        one, other = (tmp_path / folder / path for folder in ("plain", "other"))
+        assert one.read_bytes() == other.read_bytes(), path

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from argparse import Namespace
 
 import pytest
 import tiny_pipelines
@@ -12,8 +13,10 @@ from diffusers import UNet2DConditionModel, UNet2DModel
 from fake_device import DEVICE, forked
 from test_edits import make_pairs
 from test_model_lists import EDITS, PAGE, list_classes, read_lists
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_training.blocks import (
+    ATTENTION,
     Checkpointed,
     checkpoint_gradients,
     list_checkpointed,
@@ -29,7 +32,14 @@ pytestmark = [
 precompute = Script("precompute_latents")
 FLOW, TEXT = Script("train_flow"), Script("train_text_to_image")
 U_NETS = {"sd": make_models, "sdxl": make_sdxl}
+NONE = {"gradient_checkpointing": False, "checkpoint_blocks": None, "keep_attention": False}
+ALL = Namespace(**NONE | {"gradient_checkpointing": True})
+ONE = Namespace(**NONE | {"checkpoint_blocks": 1})
+KEPT = Namespace(**NONE | {"gradient_checkpointing": True, "keep_attention": True})
 OTHERS = ("BLOCKS", "OTHER_BLOCKS", "EDIT", "OTHERS")
+
+
+attentions = []  # calls of attention's kernels in a forward pass, of each model
 
 
 class Compared(BaseException):
@@ -66,27 +76,45 @@ def compare(accelerator, objective, models, optimizer, batches, *others):
     plain = {}
     kinds = {"float32": torch.float32, "bf16": torch.bfloat16}
     for kind, dtype in kinds.items():
-        with torch.autocast("cpu", dtype, enabled=kind != "float32"):
+        with torch.autocast("cpu", dtype, enabled=kind != "float32"), Attentions() as once:
             plain[kind] = differentiate(objective, models, batch)
+    attentions.append(once.count)
     assert any(value.any() for name, value in plain["float32"].items() if "lora_A" in name)
-    checkpoint_gradients(models)
     for kind, dtype in kinds.items():
-        calls = count_calls(segments)
-        with torch.autocast("cpu", dtype, enabled=kind != "float32"):
-            found = differentiate(objective, models, batch)
-        assert found.keys() == plain[kind].keys()
-        differing = [name for name in found if not torch.equal(found[name], plain[kind][name])]
-        assert not differing, f"{len(differing)} of {len(found)} differ in {kind}: {differing[:3]}"
-        # FLUX.3 has blocks that only references reach
-        once = {name: each for name, each in calls.items() if "image_cond" not in name}
-        assert all(len(each) % 2 == 0 and each for each in once.values()), once
+        for plan in (ALL, ONE, KEPT):
+            checkpoint_gradients(models, plan)
+            calls = count_calls(segments)
+            with torch.autocast("cpu", dtype, enabled=kind != "float32"), Attentions() as counter:
+                found = differentiate(objective, models, batch)
+            assert found.keys() == plain[kind].keys()
+            differing = [name for name in found if not torch.equal(found[name], plain[kind][name])]
+            assert not differing, f"{len(differing)} of {len(found)} in {kind}, {plan}: {differing}"
+            # FLUX.3 has blocks that only references reach
+            counts = [len(each) for name, each in calls.items() if "image_cond" not in name]
+            assert all(count and count % 2 == 0 for count in counts), calls
+            assert len(calls) == (1 if plan is ONE else len(segments))
+            if plan is not ONE:
+                assert (counter.count > once.count) == (plan is ALL and once.count > 0)
+            for segment in list_checkpointed(model):
+                del segment.forward
     raise Compared
+
+
+class Attentions(TorchDispatchMode):
+    """Counts calls of attention's kernels, also those in the backward pass."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator in ATTENTION
+        return operator(*args, **(kwargs or {}))
 
 
 def count_calls(segments):
     """{name: a list that grows with each call of the segment's own `forward`}."""
     calls = {}
-    for name, segment in segments.items():
+    checkpointed = {name: x for name, x in segments.items() if isinstance(x.forward, Checkpointed)}
+    for name, segment in checkpointed.items():
         calls[name] = called = []
 
         def forward(*args, own=segment.forward.forward, called=called, **kwargs):
@@ -120,6 +148,7 @@ def test_loss_and_gradients_have_the_same_bits(tmp_path, monkeypatch, name):
     make_captioned(tmp_path / "images", 2, ["a digit zero", "one"])
     base = (U_NETS | tiny_pipelines.MAKE)[name](tmp_path / "base")
     check(monkeypatch, tmp_path, TEXT if name in U_NETS else FLOW, base, "images")
+    assert attentions[-1] > 0
 
 
 @pytest.mark.long
@@ -181,7 +210,7 @@ def test_arguments_reach_a_block_unchanged():
     torch.manual_seed(0)
     model = Blocks()
     other = copy.deepcopy(model)
-    checkpoint_gradients({"model": other})
+    checkpoint_gradients({"model": other}, ALL)
     assert len(list_checkpointed(other)) == 2 and not list_checkpointed(model)
     copied = copy.deepcopy(other)  # which calls its own blocks
     with torch.no_grad():
@@ -202,7 +231,7 @@ def test_arguments_reach_a_block_unchanged():
     with torch.no_grad():
         copied(torch.ones(2, 4))
     assert len(given) == 2
-    checkpoint_gradients({"model": copied})  # nothing is checkpointed twice
+    checkpoint_gradients({"model": copied}, ALL)  # nothing is checkpointed twice
     assert not isinstance(copied.blocks[0].forward.forward, Checkpointed)
 
 
@@ -259,11 +288,22 @@ def test_a_sharded_model_has_the_same_segments(tmp_path):
 
 
 def test_a_model_without_blocks_ends_in_a_sentence():
-    said = "^--gradient_checkpointing: Linear has no repeated blocks: leave it out$"
-    with pytest.raises(SystemExit, match=said):
-        checkpoint_gradients({"unet": torch.nn.Linear(1, 1)})
+    said = "^gradient checkpointing: Linear has no repeated blocks: leave the flag out$"
+    for plan in (ALL, ONE):
+        with pytest.raises(SystemExit, match=said):
+            checkpoint_gradients({"unet": torch.nn.Linear(1, 1)}, plan)
+    checkpoint_gradients({"unet": torch.nn.Linear(1, 1)}, Namespace(**NONE))
     # a small network beside a model, such as REPA's
-    checkpoint_gradients({"projector": torch.nn.Linear(1, 1), "model": Blocks()})
+    checkpoint_gradients({"projector": torch.nn.Linear(1, 1), "model": Blocks()}, ALL)
+
+
+def test_keeping_attention_without_checkpointing_ends_in_a_sentence():
+    flags = FLOW.flags("none", "--pretrained_model_name_or_path=none", "--latents_dir=none")
+    flags += ["--keep_attention"]
+    said = "--keep_attention does nothing without --gradient_checkpointing, --checkpoint_blocks or"
+    assert said in FLOW.refused(*flags, status=2)
+    for bad in ("0", "-1", "all"):
+        assert "--checkpoint_blocks: " in FLOW.refused(f"--checkpoint_blocks={bad}", status=2)
 
 
 def test_no_code_uses_the_switch_of_the_models():

@@ -319,7 +319,7 @@ def test_share_memory_counts_parts_and_some_whole_blocks():
     block = sum(weight.numel() for weight in model.blocks[0].parameters())
     all_weights = sum(weight.numel() for weight in model.parameters())
     outside = all_weights - 2 * block
-    found = sharding.share_memory(sizes, models, 4, True)
+    found = sharding.share_memory(sizes, models, 4, 1)
     assert found == {
         "weights": all_weights,
         "averaged": all_weights,
@@ -331,7 +331,8 @@ def test_share_memory_counts_parts_and_some_whole_blocks():
         "whole blocks": 4 * (2 * outside + 4 * block),
         "copies in bf16": 2 * all_weights,
     }
-    assert sharding.share_memory(sizes, models, 4, False)["copies in bf16"] == 0
+    assert sharding.share_memory(sizes, models, 4, 0)["copies in bf16"] == 0
+    assert sharding.share_memory(sizes, models, 4, 0.5)["copies in bf16"] == all_weights
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])

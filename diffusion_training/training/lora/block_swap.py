@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 from diffusion_training.blocks import Checkpointed, list_segments
 from diffusion_training.errors.sentences import fail
@@ -110,7 +111,8 @@ class BlockSwap:
 
     def compute(self, block: torch.nn.Module, number: int, *args: Any, **kwargs: Any) -> Any:
         """Call the block with copies of its weights."""
-        copies = self.take(number) if self.weights[number] else {}
+        with _disable_current_modes():  # --keep_attention's counts operators, and copies vary
+            copies = self.take(number) if self.weights[number] else {}
         with _reparametrize_module(block, copies):
             return type(block).forward(block, *args, **kwargs)
 

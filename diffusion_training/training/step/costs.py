@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models, Objective, Prepared
-from diffusion_training.blocks import list_checkpointed
+from diffusion_training.blocks import list_checkpointed, list_segments
 from diffusion_training.errors.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu, measure_memory
@@ -78,9 +78,12 @@ class Costs:
         others = [*objective.frozen.values(), *objective.encoders]
         sizes = count_memory(models, averaged, others, launch.num_processes, optimizer)
         if launch.shard:
-            checkpointed = any(map(list_checkpointed, models.values()))
-            keeps_copies = launch.mixed_precision == "bf16" and not checkpointed
-            sizes = share_memory(sizes, models, launch.num_processes, keeps_copies)
+            copied = 0.0
+            if launch.mixed_precision == "bf16":
+                checkpointed = sum(len(list_checkpointed(model)) for model in models.values())
+                segments = sum(len(list_segments(model)) for model in models.values())
+                copied = 1 - checkpointed / segments if checkpointed else 1
+            sizes = share_memory(sizes, models, launch.num_processes, copied)
         self.most = 0.0
         held = sum(sizes.values())
         unit, factor = ("GB", 1e9) if held > 1e8 else ("MB", 1e6)

@@ -106,7 +106,7 @@ def gather_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def share_memory(
-    sizes: dict[str, int], models: Models, num_processes: int, keeps_copies: bool
+    sizes: dict[str, int], models: Models, num_processes: int, copied: float
 ) -> dict[str, int]:
     """{kind: bytes} that one process holds of sharded models.
 
@@ -114,7 +114,7 @@ def share_memory(
     its weights, those of the next block, its gradients, and the buffer in which they are sent.
 
     sizes: those without sharding, see `count_memory`.
-    keeps_copies: whether all weights have 16-bit copies from the forward to the backward pass.
+    copied: the share of the weights with 16-bit copies from the forward to the backward pass.
     """
     whole = kept = 0
     for model in models.values():
@@ -126,7 +126,7 @@ def share_memory(
             counts.append(sum(weight.numel() for weight in own))
         *blocks, outside = counts
         whole += 4 * (2 * outside + 4 * max(blocks, default=0))
-        kept += keeps_copies * 2 * sum(counts)
+        kept += int(copied * 2 * sum(counts))
     shared = ("weights", "averaged", "gradients", "moments")
     parts = {what: sizes[what] // num_processes for what in shared}
     return sizes | parts | {"exchanged gradients": 0, "whole blocks": whole, "copies in bf16": kept}
