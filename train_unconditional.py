@@ -245,9 +245,8 @@ class ImageDataset(RowDataset):
         args = self.args
         y, x, flip, _ = draw_choices(args.seed, epoch, row)
         keep_precision = args.preserve_input_precision
-        image = decode_image(
-            item[self.column], self.channels, keep_precision, args.min_size, self.allowed
-        )
+        source = item[self.column]
+        image = decode_image(source, self.channels, keep_precision, args.min_size, self.allowed)
         image = shrink(image, args.resolution, (0.5, 0.5) if args.center_crop else (y, x))
         return image.flip(-1) if args.random_flip and flip < 0.5 else image
 

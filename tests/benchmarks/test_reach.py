@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import reach
 
 MOST = 2300  # lines of the package
-FILES = 45
+FILES = 48
 
 
 def test_lines_inside_functions_of_the_package_are_counted_once(tmp_path):

@@ -190,7 +190,7 @@ def list_anchors(page):
 
 
 def test_readme_is_short_and_all_links_exist():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
     for page in PAGES:
         prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
         for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose):

@@ -31,7 +31,7 @@ from diffusion_training.latents import cache as module
 from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, describe_size
 from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import plan_caches
-from diffusion_training.latents.settings import name_shard
+from diffusion_training.latents.settings import find_gap, name_shard
 
 LATENTS, PROMPT = [2, 8, 8], [5, 6]  # shapes
 NUM_ROWS, ROWS_PER_SHARD = 7, 3
@@ -426,7 +426,7 @@ def test_a_cache_that_lacks_a_shard_is_not_finished(tmp_path, lost):
 def test_find_gap_counts_the_rows_of_a_finished_cache(rows, change, said):
     shards = {"name": ["a", "b", "c"], "rows": [3, 2, 1]} | change
     cache = {"source": {"rows": rows}, "rows_per_shard": 3, "skipped": 1, "shards": shards}
-    assert module.find_gap(cache) == said
+    assert find_gap(cache) == said
 
 
 def test_checksum_row_covers_every_bit_and_ignores_column_order():

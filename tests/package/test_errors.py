@@ -214,8 +214,9 @@ def test_ctrl_c_during_the_imports_of_a_script_prints_no_traceback(is_ignored):
         os.kill(os.getpid(), signal.SIGINT)
         print("ignored")
     """
-    ignore = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if is_ignored else None
-    options = {"cwd": ROOT, "capture_output": True, "preexec_fn": ignore}
+    action = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    prepare = lambda: signal.signal(signal.SIGINT, action)
+    options = {"cwd": ROOT, "capture_output": True, "preexec_fn": prepare}
     done = subprocess.run([sys.executable, "-c", program], **options)
     expected = (0, b"ignored\n") if is_ignored else (-signal.SIGINT, b"")
     assert (done.returncode, done.stdout, done.stderr) == (*expected, b"")

@@ -217,7 +217,8 @@ def test_models_get_the_layout_that_the_devices_group_norms_keep():
             is_last = GpuModule.norms_keep_layout and place == device
             layout = last if is_last else torch.preserve_format
             assert choose_layout(place) == layout
-            for path in (ROOT / "minimal").glob("train_*.py"):
+            for name in ("train_flow", "train_text_to_image", "train_unconditional"):
+                path = ROOT / f"minimal/{name}.py"
                 assert run_layout_lines(path, place) == layout, path
             weight = torch.randn(8, 4, 3, 3)
             model = torch.nn.Conv2d(4, 8, 3)

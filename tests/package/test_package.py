@@ -543,7 +543,7 @@ def test_every_number_flag_has_bounds_and_every_flag_a_help_group(script):
         paths = (
             "_dir$|_path$|^dataset_name$|^resume_from|^init_from|^input$|^single_file|"
             "^network_weights|^checkpoints_to$|^metric_.*_model$|^validation_(images|base|lora)$"
-            "|^training_adapter$|^transformer_file$"
+            "|^training_adapter$|^transformer_file$|^output_file$"
         )
         if path := re.search(paths, action.dest):
             assert (

@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.data.folders import check_files, get_source
 from diffusion_training.data.images import decode_image
+from diffusion_training.data.references import add_references
 from diffusion_training.data.rows import RowDataset, load_rows, name_rows, read_items
 from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.data.transforms import transform_row
@@ -448,7 +449,7 @@ def test_a_column_has_one_role(tmp_path, column, flags, advice):
     )
     others = [flags.get("class_column") or args.caption_column]
     with pytest.raises(SystemExit) as refused:
-        load_rows(args, others=others, with_references=True)
+        load_rows(args, others=others, add_references=add_references)
     assert f"column {column!r} of {folder} can't have two roles: choose another with {advice}" in (
         f"{refused.value}\n"
     )

@@ -55,7 +55,7 @@ def test_the_wheel_has_the_scripts_and_what_they_open(site):
 def test_the_module_runs_a_script_by_its_name(site, tmp_path):
     for known in (None, site):
         done = run("-m", "diffusion_training", cwd=tmp_path, site=known)
-        assert done.returncode == 1 and "one of download_images, pre" in done.stderr
+        assert done.returncode == 1 and "one of caption_images, download" in done.stderr
         done = run("-m", "diffusion_training", "train_flow", "--help", cwd=tmp_path, site=known)
         assert done.returncode == 0 and "usage: train_flow.py" in done.stdout
     # recipes stand beside the scripts

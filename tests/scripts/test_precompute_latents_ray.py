@@ -428,9 +428,10 @@ for kind in KINDS:
     text = [f"--text_cache={kind}"]
     SAME_BYTES[f"prx {kind}"] = (lambda folder: ["--model_family=prx"], text, '"ragged embeddings"')
     SLOW_SAME_BYTES[f"sdxl {kind}"] = (use_sdxl, [*MOMENTS, *text], '"sdxl"')
-    for make in (make_klein, make_qwen_image):  # latents in patches with a scale per channel
+    # latents in patches with a scale per channel
+    for name, make in {"klein": make_klein, "qwen_image": make_qwen_image}.items():
         case = (use_base(make), ["--latents=moments", *text], '"scaling_factor": [')
-        SLOW_SAME_BYTES[f"{make.__name__} {kind}"] = case
+        SLOW_SAME_BYTES[f"{name} {kind}"] = case
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from diffusion_training.families.recording import record_family
 from diffusion_training.families.trained import open_trained_base
 from diffusion_training.families.transformer_file import unpack_transformer
 from diffusion_training.models import find_weight_files, load_weights, read_precision
-from diffusion_training.training.denoiser import load_denoiser
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),
@@ -316,19 +315,6 @@ def test_unsuitable_files_end_in_a_sentence(tmp_path, z_image):
         (tmp_path / kind / "transformer/config.json").write_text(json.dumps(config))
         with pytest.raises(SystemExit, match=expected):
             unpack_transformer(str(path), opened, str(tmp_path / "kept"))
-
-
-def test_a_file_with_a_weight_that_is_not_finite_is_named(tmp_path, z_image):
-    base, path = z_image
-    weights = load_file(path)
-    next(iter(weights.values())).view(-1)[0] = torch.nan
-    save_file(weights, tmp_path / "nan.safetensors")
-    args = train.module.parse_args(list_flags(tmp_path, base, tmp_path / "nan.safetensors"))
-    opened = open_base(args, "train_flow.py")
-    launch = SimpleNamespace(has_weights=True, device=torch.device("cpu"), dtype=torch.float32)
-    said = f"{tmp_path}/nan.safetensors holds no ZImageTransformer2DModel .1 weights with NaN"
-    with pytest.raises(SystemExit, match=said):
-        load_denoiser(diffusers.ZImageTransformer2DModel, opened, None, None, launch, args)
 
 
 def test_a_file_that_is_changed_is_unpacked_again(tmp_path, z_image):

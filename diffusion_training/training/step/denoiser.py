@@ -54,9 +54,7 @@ def load_denoiser(
         config_source = configs / folder
     source = str(config_source or base.transformer or base.source)
     options = {"cache_dir": args.cache_dir}
-    # `source` is then the folder that the file was unpacked into
-    name = source if config_source else vars(args).get("transformer_file") or source
-    with explained(f"{name} holds no {kind.__name__}"):
+    with explained(f"{source} holds no {kind.__name__}"):
         if not config_source:
             _, options = base.locate(base.transformer, folder, launch.has_weights)
         if config_source or not launch.has_weights:
