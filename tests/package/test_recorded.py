@@ -20,7 +20,6 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from test_families import make_prx_pipeline
 
 import precompute_latents
-import train_flow
 from diffusion_training.data.captions import are_cut, measure_captions, tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.errors.sentences import describe_expected
@@ -46,6 +45,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
+from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32
 CAPTIONS = ["a digit two", "the number three, drawn by hand"]
@@ -162,7 +162,8 @@ def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, mon
     monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
     ALL[name](tmp_path / name)
     flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
-    encoders = load_encoders(open_base(precompute_latents.parse_args(flags)), torch.float32)
+    base = open_base(precompute_latents.parse_args(flags), record=record_family)
+    encoders = load_encoders(base, torch.float32)
     family = encoders.family
     kind = getattr(diffusers, family.model)
     model = kind.from_pretrained(tmp_path / name, subfolder="transformer")
@@ -213,7 +214,7 @@ def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, mo
     for height, width in ((64, 64), (64, 128)):
         size = tuple(side // family.downscale(encoders.vae) for side in (height, width))
         tokens = math.prod(size) / family.patch_size(pipeline.transformer) ** 2
-        expected = train_flow.compute_mu(config, tokens)
+        expected = compute_mu(config, tokens)
         found = family.choose_mu(size, expected)
         for steps in (4, 50):
             with pytest.raises(Stopped):
