@@ -134,8 +134,8 @@ def test_models_with_missing_weights_are_refused(models):
 
 
 @pytest.mark.parametrize("file, change, said", [
-    ("vae/config.json", {"shift_factor": 0.1}, "it has a shift_factor"),
-    ("vae/config.json", {"latents_mean": [0.0] * 4}, "it has a latents_mean"),
+    ("vae/config.json", {"shift_factor": 0.1}, "its config has shift_factor, by which"),
+    ("vae/config.json", {"latents_mean": [0.0] * 4}, "its config has latents_mean, by which"),
     ("vae/config.json", {"_class_name": "VQModel"},
      "its class is VQModel, not AutoencoderKL or AutoencoderTiny"),
     ("vae/config.json", {"norm_num_groups": True}, "the VAE does not work (group_norm()"),
