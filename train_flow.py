@@ -120,7 +120,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--transformer_file",
         type=PATH,
         help="weights of the transformer, instead of the pipeline's: the .safetensors file that "
-        "ComfyUI has, in bf16",
+        "ComfyUI has, in bf16 or fp8",
     )
     add_init_flag(add)
     add_family_flags(add)
@@ -617,7 +617,7 @@ def main(args: Namespace) -> None:
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
-    epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    epoch_rows = partial(choose_rows, train_rows, data.dataset, args_of_data.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
     # The model and its loss.

@@ -528,7 +528,7 @@ def main(args: Namespace) -> None:
     data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
-    epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    epoch_rows = partial(choose_rows, train_rows, data.dataset, args_of_data.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
     # The model and its loss.
