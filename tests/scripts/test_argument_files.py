@@ -403,21 +403,26 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     file = tmp_path / "data.toml"
     file.write_text(DATA.format(tmp_path))
     own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
-    own = [*own, f"--data={file}", "--checkpointing_steps=11", "--num_train_epochs=2"]
-    counts, getitem = np.zeros(10, int), CachedLatents.__getitem__
+    own = [*own, f"--data={file}", "--train_batch_size=8"]
+    getitem, choose = CachedLatents.__getitem__, train.module.choose_rows
 
     def spy(self, keys):
         batch = getitem(self, keys)
-        for (_, row, weight), flipped in zip(keys, batch["flipped"].tolist(), strict=True):
-            counts[row % 10] += weight > 0
-            assert not (flipped and row % 10 >= 6)  # others have no mirrored images
-            mirrored.append(flipped)
+        for (_, row, _), flipped in zip(keys, batch["flipped"].tolist(), strict=True):
+            mirrored[row % 10] += flipped
         return batch
 
-    mirrored = []
+    def note(*given):
+        rows = choose(*given)
+        counts.append(np.bincount(rows % 10).tolist())
+        return rows
+
+    counts, mirrored = [], np.zeros(10, int)
     monkeypatch.setattr(CachedLatents, "__getitem__", spy)
+    monkeypatch.setattr(train.module, "choose_rows", note)
     train(*own)
-    assert counts.tolist() == [6] * 6 + [2] * 4 and 4 < sum(mirrored) < 32
+    assert counts and all(each == [3] * 6 + [1] * 4 for each in counts)
+    assert sum(mirrored[:6]) > 3 and not sum(mirrored[6:])  # others have no mirrored images
     commands = [" ".join(command) for command in forked]
     assert ["--random_flip" in command for command in commands] == [True, False]
     assert ["--resolution=16" in command for command in commands] == [True, False]
@@ -425,11 +430,11 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert "data.toml" in json.dumps(report)
     # the same command resumes, with a changed file it does not
-    own += ["--resume_from_checkpoint=latest", "--num_train_epochs=3"]
-    train(*own)
+    own += ["--resume_from_checkpoint=latest"]
+    train(*own, "--num_train_epochs=2")
     capsys.readouterr()
     file.write_text(DATA.format(tmp_path).replace("num_repeats = 3", "num_repeats = 2"))
-    said = train.refused(*own, "--num_train_epochs=4")
+    said = train.refused(*own, "--num_train_epochs=3")
     assert (
         f"--data {file} has changed since the checkpoint ({tmp_path}/photos.num_repeats 3 -> 2)"
         in (said)
