@@ -2,7 +2,7 @@
 
 import argparse
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, check_package, number
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OrNo, check_package, number
 
 # flags that do nothing without --rank
 LORA_ONLY = (
@@ -28,8 +28,9 @@ def add_lora_flags(add: Add) -> None:
     add(
         "--rank",
         "--lora_rank",
-        type=number(1, 4096, int),
-        help="train a LoRA of this rank, such as 16 (default: train the whole model)",
+        type=number(1, 4096, int, "no"),
+        action=OrNo,
+        help="train a LoRA of this rank, such as 16 (default: no, train the whole model)",
     )
     add(
         "--lora_type",
@@ -76,7 +77,8 @@ def add_lora_flags(add: Add) -> None:
     )
     add(
         "--base_precision",
-        choices=["int8", "nf4"],
+        choices=["int8", "nf4", "no"],
+        action=OrNo,
         help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
         "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
     )
@@ -88,7 +90,8 @@ def add_lora_flags(add: Add) -> None:
     )
     add(
         "--blocks_to_swap",
-        type=number(1, 10**4, int, "all"),
+        type=number(1, 10**4, int, "all", "no"),
+        action=OrNo,
         help="with --rank, number of the denoiser's blocks, or all, whose frozen weights stay in "
         "the host's memory, to save the GPU's: each is copied to the GPU when it computes; "
         "includes gradient checkpointing",
