@@ -31,9 +31,9 @@ class LoraSettings(NamedTuple):
     """Settings of one model. What is None is the script's default, which depends on the model."""
 
     title: str
+    denoiser: str  # in `LAYERS`
     sources: tuple[Said, ...]
     chosen: str  # what was chosen where the sources disagree, and why
-    layers: str = "attention_mlp"
     rank: int = 16
     alpha: float | None = None  # the rank
     learning_rate: float = 1e-4
@@ -44,28 +44,43 @@ class LoraSettings(NamedTuple):
     shift: float | None = None  # that of the pipeline
     caption_dropout: float = 0.05
     weight_decay: float = 0.01
-    base_precision: str | None = (
-        "int8"  # the smallest that sources use; None: not less than 16 bits
-    )
+    base_precision: str | None = "int8"  # the smallest that a source uses; None: 16 bits
+
+    @property
+    def layers(self) -> str:
+        """--lora_layers."""
+        return LAYERS[self.denoiser].default
+
+
+LAYER_SETS = ("attention", "attention_mlp", "all")
 
 
 class Layers(NamedTuple):
-    """The layers of a denoiser, as ends of their names inside of its repeated blocks.
+    """The layers of a denoiser that may get a LoRA, as ends of their names.
 
-    A layer that holds attention and MLP is in both.
+    Those of attention and MLP are in its repeated blocks; a layer that holds both is in both.
     """
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
-    further: tuple[str, ...] = ()  # of --lora_layers all; whole names, also outside of the blocks
+    further: tuple[str, ...] = ()  # added by --lora_layers all, also outside of the blocks
+    default: str = "attention_mlp"  # --lora_layers
+
+    def choose(self, which: str) -> tuple[str, ...]:
+        """The ends of attention, or of attention and MLP, for one of `LAYER_SETS`."""
+        return self.attention if which == "attention" else self.attention + self.mlp
 
 
 ONE = ("to_q", "to_k", "to_v", "to_out.0")
 TWO = (*ONE, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 NET = ("net.0.proj", "net.2")
+# the names of diffusers' own classes, for denoisers that are not listed
+COMMON = Layers(TWO, NET)
 LAYERS = {  # {class of the denoiser: its layers}
     "UNet2DConditionModel": Layers(
-        ONE, NET, ("proj_in", "proj_out", "conv1", "conv2", "conv_shortcut")
+        ONE,
+        ("ff.net.0.proj", "ff.net.2"),
+        ("proj_in", "proj_out", "conv1", "conv2", "conv_shortcut"),
     ),
     "PRXTransformer2DModel": Layers(
         ("img_qkv_proj", "txt_kv_proj", "to_out.0"), ("gate_proj", "up_proj", "down_proj")
@@ -93,6 +108,7 @@ LAYERS = {  # {class of the denoiser: its layers}
             "time_embed.linear_2",
             "time_mod_proj",
         ),
+        default="all",
     ),
     "Lumina2Transformer2DModel": Layers(
         ONE, ("feed_forward.linear_1", "feed_forward.linear_2", "feed_forward.linear_3")
@@ -124,7 +140,8 @@ KLEIN = (
     Said(
         "diffusers",
         "examples/dreambooth/README_flux2.md, train_dreambooth_lora_flux2_klein.py",
-        "attention (and the layers that hold attention and MLP), rank 4, 1e-4, 500 x 4, 1024 px, no caption dropout",
+        "attention (and the layers that hold attention and MLP), rank 4, 1e-4, 500 x 4, 1024 px, "
+        "no caption dropout",
     ),
     Said(
         "DiffSynth",
@@ -191,6 +208,7 @@ UNREAD = "No trainer that was read names settings"
 SETTINGS = {
     "sd15": LoraSettings(
         "Stable Diffusion 1.5",
+        "UNet2DConditionModel",
         (
             Said(
                 "diffusers",
@@ -218,6 +236,7 @@ SETTINGS = {
     ),
     "sdxl": LoraSettings(
         "SDXL",
+        "UNet2DConditionModel",
         (
             Said(
                 "diffusers",
@@ -247,22 +266,29 @@ SETTINGS = {
         base_precision="int8",
     ),
     "sd35_medium": LoraSettings(
-        "Stable Diffusion 3.5 Medium", SD3, f"{SD3_CHOICE} {BETWEEN}", base_precision=None
+        "Stable Diffusion 3.5 Medium",
+        "SD3Transformer2DModel",
+        SD3,
+        f"{SD3_CHOICE} {BETWEEN}",
+        base_precision=None,
     ),
     "sd35_large": LoraSettings(
         "Stable Diffusion 3.5 Large",
+        "SD3Transformer2DModel",
         (
             *SD3,
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_sd35_large_24gb.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 1024 px, base in 8 bits",
+                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 1024 px, base in 8 "
+                "bits",
             ),
         ),
         f"{SD3_CHOICE} {BETWEEN}",
     ),
     "flux1_dev": LoraSettings(
         "FLUX.1-dev",
+        "FluxTransformer2DModel",
         (
             Said(
                 "diffusers",
@@ -299,6 +325,7 @@ SETTINGS = {
     ),
     "flux1_kontext": LoraSettings(
         "FLUX.1 Kontext (edits)",
+        "FluxTransformer2DModel",
         (
             Said(
                 "diffusers",
@@ -326,21 +353,28 @@ SETTINGS = {
     ),
     "klein_4b": LoraSettings(
         "FLUX.2 klein 4B",
+        "Flux2Transformer2DModel",
         KLEIN,
         f"Attention and MLP, rank 32, 1e-4, as three of five. {BETWEEN}",
         rank=32,
     ),
-    "klein_9b": LoraSettings("FLUX.2 klein 9B", KLEIN, f"As of klein 4B. {BETWEEN}", rank=32),
+    "klein_9b": LoraSettings(
+        "FLUX.2 klein 9B", "Flux2Transformer2DModel", KLEIN, f"As of klein 4B. {BETWEEN}", rank=32
+    ),
     "klein_4b_edit": LoraSettings(
         "FLUX.2 klein 4B (edits)",
+        "Flux2Transformer2DModel",
         KLEIN,
         "As of klein 4B. 3,000 pairs, as ai-toolkit has for edits of FLUX.1 and Qwen-Image.",
         rank=32,
         steps=1500,
     ),
-    "flux3_klein": LoraSettings("FLUX.3 klein", (), f"{UNREAD}: those of FLUX.2 klein.", rank=32),
+    "flux3_klein": LoraSettings(
+        "FLUX.3 klein", "Flux3Transformer2DModel", (), f"{UNREAD}: those of FLUX.2 klein.", rank=32
+    ),
     "krea2": LoraSettings(
         "Krea 2",
+        "Krea2Transformer2DModel",
         (
             KREA2_SCRIPT,
             Said("krea-2", "README.md", "train on Raw, draw with Turbo; names diffusers' script"),
@@ -366,7 +400,6 @@ SETTINGS = {
             ),
         ),
         "The authors' own layers, rank, rate and steps.",
-        layers="all",
         rank=32,
         learning_rate=3e-4,
         images=1,
@@ -374,6 +407,7 @@ SETTINGS = {
     ),
     "z_image": LoraSettings(
         "Z-Image",
+        "ZImageTransformer2DModel",
         (
             Said(
                 "diffusers",
@@ -405,9 +439,12 @@ SETTINGS = {
         f"Attention and MLP, rank 32, as DiffSynth and musubi-tuner. {BETWEEN}",
         rank=32,
     ),
-    "qwen_image": LoraSettings("Qwen-Image", QWEN, f"{QWEN_CHOICE} {BETWEEN}"),
+    "qwen_image": LoraSettings(
+        "Qwen-Image", "QwenImageTransformer2DModel", QWEN, f"{QWEN_CHOICE} {BETWEEN}"
+    ),
     "qwen_image_edit": LoraSettings(
         "Qwen-Image-Edit",
+        "QwenImageTransformer2DModel",
         (
             *QWEN[1:],
             Said(
@@ -421,12 +458,15 @@ SETTINGS = {
     ),
     "qwen_image_2_1": LoraSettings(
         "Qwen-Image 2.1",
+        "QwenImage21Transformer2DModel",
         (),
-        f"{UNREAD}: those of Qwen-Image. No dropped captions: it is meant to draw without guidance.",
+        f"{UNREAD}: those of Qwen-Image. No dropped captions: it is meant to draw without "
+        "guidance.",
         caption_dropout=0.0,
     ),
     "qwen_image_2_1_edit": LoraSettings(
         "Qwen-Image 2.1 (edits)",
+        "QwenImage21Transformer2DModel",
         (),
         f"{UNREAD}: those of Qwen-Image-Edit, without dropped captions.",
         steps=1500,
@@ -434,6 +474,7 @@ SETTINGS = {
     ),
     "anima": LoraSettings(
         "Anima",
+        "CosmosTransformer3DModel",
         (
             Said(
                 "DiffSynth",
@@ -458,12 +499,13 @@ SETTINGS = {
                 "logit-normal",
             ),
         ),
-        "Attention and MLP, as three of four; rank 16, as OneTrainer. The rates lie between 1e-5 and "
-        f"1e-4: 3e-5, their middle. {BETWEEN}",
+        "Attention and MLP, as three of four; rank 16, as OneTrainer. The rates lie between "
+        f"1e-5 and 1e-4: 3e-5, their middle. {BETWEEN}",
         learning_rate=3e-5,
     ),
     "chroma": LoraSettings(
         "Chroma",
+        "ChromaTransformer2DModel",
         (
             Said(
                 "ai-toolkit",
@@ -486,6 +528,7 @@ SETTINGS = {
     ),
     "lumina2": LoraSettings(
         "Lumina 2",
+        "Lumina2Transformer2DModel",
         (
             Said(
                 "diffusers",
@@ -508,6 +551,7 @@ SETTINGS = {
     ),
     "ernie_image": LoraSettings(
         "ERNIE-Image",
+        "ErnieImageTransformer2DModel",
         (
             Said(
                 "DiffSynth",
@@ -530,6 +574,7 @@ SETTINGS = {
     ),
     "auraflow": LoraSettings(
         "AuraFlow",
+        "AuraFlowTransformer2DModel",
         (
             Said(
                 "SimpleTuner",
