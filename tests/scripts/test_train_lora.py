@@ -192,9 +192,7 @@ def test_lora_resumes_in_any_precision_but_only_on_its_own_base(tmp_path, flags,
     capfd.readouterr()
     train(*again, "--mixed_precision=no", "--max_train_steps=3", "--lora_dropout=0.5")
     assert ", mixed_precision bf16 -> no" in capfd.readouterr().out
-    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in train.refused(
-        *again, "--rank=4"
-    )
+    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4)" in train.refused(*again, "--rank=4")
     whole = [arg for arg in again if arg != "--rank=2"]
     assert "was trained with --optimizer adamw, not adafactor: keep" in train.refused(
         *again, "--optimizer=adafactor"
