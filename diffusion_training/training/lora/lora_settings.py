@@ -101,7 +101,6 @@ LAYERS = {  # {class of the denoiser: its layers}
         (
             "img_in",
             "final_layer.linear",
-            "text_fusion.projector",
             "txt_in.linear_1",
             "txt_in.linear_2",
             "time_embed.linear_1",
@@ -399,7 +398,8 @@ SETTINGS = {
                 "attention, rank 64, 1e-4 (Lion), 1,000 x 1, base in int8",
             ),
         ),
-        "The authors' own layers, rank, rate and steps.",
+        "The authors' own layers, rank, rate and steps; without text_fusion.projector, whose full "
+        "rank is 1, and with the MLP's gate.",
         rank=32,
         learning_rate=3e-4,
         images=1,
