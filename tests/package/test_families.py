@@ -54,7 +54,7 @@ from diffusion_training.training.lora.lora import (
     load_network_weights,
     save_lora,
 )
-from diffusion_training.training.lora.lora_settings import LAYER_SETS, LAYERS
+from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
 
 # ------------------------------------------------------------------- names in other files
 

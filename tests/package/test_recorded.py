@@ -45,7 +45,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
-from diffusion_training.training.lora.lora_settings import LAYERS
+from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32

@@ -33,7 +33,7 @@ from diffusion_training.families.recording import record_family
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
-from diffusion_training.training.lora.lora_settings import COMMON
+from diffusion_training.training.lora.lora_layers import COMMON
 
 precompute = Script("precompute_latents")
 train = Script("train_flow")

@@ -29,7 +29,7 @@ from diffusion_training.training.lora.lora import (
     read_settings,
 )
 from diffusion_training.training.lora.lora_files import read_lora_file
-from diffusion_training.training.lora.lora_settings import COMMON, LAYER_SETS, LAYERS
+from diffusion_training.training.lora.lora_layers import COMMON, LAYER_SETS, LAYERS
 
 
 def load_denoiser(
