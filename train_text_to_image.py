@@ -89,7 +89,7 @@ DEMO_LORA = f"""
     --train_data_dir {HERE}/demo/ducks --pretrained_model_name_or_path {HERE}/demo/drawings
     --output_dir lora-duck --resolution 64 --train_batch_size 10 --num_train_epochs 80 --validation_epochs 40
     --learning_rate 2e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 --guidance_scale 1.5 {DEMO_BOTH}
-    --preserve_prior --prior_every 4 --caption_dropout 0
+    --lora_layers attention --preserve_prior --prior_every 4 --caption_dropout 0
     --class_prompt "a red car" "a blue cup on yellow" "an orange fish" "a green apple on pink" "a pink heart"
         "a purple balloon on blue" "a yellow tree on green" "a blue gift" "a mushroom on yellow" "a red melon"
     --validation_prompts "a yellow duck on blue" "a purple duck on pink" "a red car on yellow" "a green apple"

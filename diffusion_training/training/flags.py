@@ -206,9 +206,10 @@ def add_optimization_flags(
     )
     add(
         "--optimizer",
-        choices=["adamw", "adamw8bit", "adafactor", "muon"],
+        choices=["adamw", "adamw8bit", "adafactor", "muon", "prodigy"],
         default="adamw",
-        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers",
+        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers, "
+        "prodigy finds the learning rate by itself",
     )
     add(
         "--use_8bit_adam",
@@ -453,6 +454,15 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
         )
+    if args.optimizer == "prodigy":
+        refuse_together(parser, "--optimizer prodigy", {"--find_lr": args.find_lr})
+        if args.learning_rate == parser.get_default("learning_rate"):
+            args.learning_rate = 1.0
+        if args.learning_rate < 0.01:
+            parser.error(
+                "--optimizer prodigy multiplies the rate that it finds by --learning_rate "
+                f"{args.learning_rate:g}: give --learning_rate 1"
+            )
     if args.optimizer == "adamw8bit":
         check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
     if args.save_best and not vars(args).get("holdout"):

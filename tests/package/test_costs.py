@@ -132,6 +132,7 @@ def test_estimated_memory_equals_the_storage_that_torch_holds(base, lora, optimi
 
 @pytest.mark.parametrize("optimizer, count, in_block, expected", [
     ("adamw", 15, True, 2 * 4 * 15), ("muon", 15, True, 4 * 15), ("muon", 15, False, 2 * 4 * 15),
+    ("prodigy", 15, False, 4 * 4 * 15),
     # bitsandbytes keeps 8 bits from 4,096 numbers on, and a float32 per 256 of them
     ("adamw8bit", 4095, False, 2 * 4 * 4095), ("adamw8bit", 4096, False, 2 * (4096 + 4 * 16)),
     ("adamw8bit", 4097, False, 2 * (4097 + 4 * 17)),

@@ -108,7 +108,7 @@ def test_ema_and_trial_copies_share_the_frozen_weights(base):
 FORMS = [
     {"lora_alpha": 1},
     {},
-    {"lora_alpha": 16},
+    {"lora_alpha": 16, "use_rslora": True},
     {"rank": 3, "lora_alpha": 10, "lora_layers": "all"},
 ]
 
@@ -198,7 +198,8 @@ def test_a_saved_adapter_is_loaded_exactly_and_has_no_base_weights(tmp_path, bas
 
 
 @pytest.mark.parametrize("flags", [
-    {}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all", "use_dora": True},
+    {}, {"lora_alpha": 16, "use_rslora": True},
+    {"lora_alpha": 3, "lora_layers": "all", "use_dora": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["ours", "kohya", "diffusers"])
 def test_network_weights_load_with_the_same_effect_for_any_alpha(

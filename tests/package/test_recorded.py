@@ -45,6 +45,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
+from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32
@@ -158,7 +159,7 @@ GATED = ("krea2", "qwen_image_2_1", "ernie_image", "nucleus")
     "name", [n if n in GATED else pytest.param(n, marks=pytest.mark.long) for n in ALL]
 )
 @torch.no_grad()
-def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
+def test_attention_and_mlp_are_the_layers_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
     monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
     ALL[name](tmp_path / name)
     flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
@@ -192,8 +193,14 @@ def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, mon
         # of a time embedding there is one row, or one for each token, whatever the tokens are
         if len(first) > 1 and not torch.equal(first, second):
             expected.add(full)
-    assert {*family.choose_layers(model, "all")} - uncalled == expected
+    assert {*family.choose_layers(model, "attention_mlp")} - uncalled == expected
     assert len(expected) > 4
+    further = LAYERS[kind.__name__].further if kind.__name__ in LAYERS else ()
+    assert {*family.choose_layers(model, "all")} - uncalled == expected | {*further}
+    attention = {*family.choose_layers(model, "attention")}
+    assert attention < {*family.choose_layers(model, "attention_mlp")}
+    both = [name for name in attention if "mlp" in name]  # of FLUX.2's single blocks
+    assert bool(both) == (kind.__name__ == "Flux2Transformer2DModel")
 
 
 @pytest.mark.parametrize("name", ["cogview4", "flux", "klein", "flux2"])

@@ -93,6 +93,8 @@ def add_lora(
             "target_modules": sorted(layers),
             "lora_dropout": args.lora_dropout,
         }
+        if vars(args).get("use_rslora"):  # only then, as in checkpoints of older versions
+            config["use_rslora"] = True
     model.requires_grad_(False)
     # In float32, whatever the file has: peft gives an adapter its layer's precision, and computes
     # DoRA's magnitudes (arXiv:2402.09353) from its weights.
@@ -142,10 +144,10 @@ def list_further_layers(layers: list[str], of_file: Collection[str]) -> list[str
     return [layer for layer in of_file if not f".{layer}".endswith(ends)]
 
 
-def read_layers(folder: Path) -> list[str]:
-    """The layers of the LoRA in a checkpoint's folder; [] if there is none."""
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the LoRA in a checkpoint's folder; {} if there is none."""
     path = folder / ADAPTER_CONFIG
-    return json.loads(path.read_text())["target_modules"] if path.is_file() else []
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def load_network_weights(
@@ -323,8 +325,8 @@ def make_lora_files(models: Models, metadata: dict[str, str] | None) -> LoraFile
     Returns {name of the file: (weights on the CPU, header)}, empty without adapters.
 
     Some programs read alpha from the header, some from each layer, and some assume that it is the
-    rank. So alpha / rank is multiplied into the weights, and all of them reproduce the trained
-    model at strength 1. The files are float16, as is usual.
+    rank. So alpha / rank, or that of rsLoRA, is multiplied into the weights, and all of them
+    reproduce the trained model at strength 1. The files are float16, as is usual.
 
     metadata: the header of a second file, with kohya's names; None for no such file. The first
         file of a LoKr has in its header what diffusers can't read from the weights.
@@ -343,7 +345,8 @@ def make_lora_files(models: Models, metadata: dict[str, str] | None) -> LoraFile
         rank = settings["r"]
         is_lokr = settings["peft_type"] == "LOKR"
         alpha = settings["alpha" if is_lokr else "lora_alpha"]
-        adapter = fold_scale(list_adapter(averaged), alpha / rank)
+        divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
+        adapter = fold_scale(list_adapter(averaged), alpha / divisor)
         adapter = {key: value.half().cpu() for key, value in adapter.items()}
         weights |= {f"{name}.{key}": value for key, value in adapter.items()}
         if metadata is not None:

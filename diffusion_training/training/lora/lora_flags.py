@@ -1,6 +1,9 @@
 """Flags for LoRA and --preserve_prior, and their checks. Imports only the standard library."""
 
 import argparse
+import contextlib
+import json
+from pathlib import Path
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OrNo, check_package, number
 
@@ -11,6 +14,7 @@ LORA_ONLY = (
     "lora_layers",
     "lora_dropout",
     "use_dora",
+    "use_rslora",
     "network_weights",
     "base_precision",
     "blocks_to_swap",
@@ -30,7 +34,8 @@ def add_lora_flags(add: Add) -> None:
         "--lora_rank",
         type=number(1, 4096, int, "no"),
         action=OrNo,
-        help="train a LoRA of this rank, such as 16 (default: no, train the whole model)",
+        help="train a LoRA of this rank, such as 16 (default: no, train the whole model; on "
+        "resuming, that of the checkpoint)",
     )
     add(
         "--lora_type",
@@ -50,13 +55,13 @@ def add_lora_flags(add: Add) -> None:
         "--lora_alpha",
         type=number(1e-3, 1e6),
         help="the LoRA's output is multiplied by alpha / rank: a larger alpha makes it stronger "
-        "(default: the rank)",
+        "(default: the rank; on resuming, that of the checkpoint)",
     )
     add(
         "--lora_layers",
-        default="attention",
-        help="layers that get a LoRA: attention, all, or ends of module names, such as "
-        "to_q,to_v,ff.net.2",
+        help="layers that get a LoRA: attention, attention_mlp, all, or ends of module names, such "
+        "as to_q,to_v,ff.net.2 (default: those of the model in docs/lora.md, for most "
+        "attention_mlp; on resuming, those of the checkpoint)",
     )
     add(
         "--lora_dropout",
@@ -69,6 +74,12 @@ def add_lora_flags(add: Add) -> None:
         **SWITCH,
         help="train a DoRA, a LoRA that also trains the magnitudes of the weights: slower "
         "(arXiv:2402.09353); ComfyUI applies that of a U-Net, not that of a transformer",
+    )
+    add(
+        "--use_rslora",
+        **SWITCH,
+        help="rsLoRA: multiply the LoRA's output by alpha / sqrt(rank), so that a higher rank does "
+        "not learn more slowly (arXiv:2312.03732)",
     )
     add(
         "--network_weights",
@@ -157,12 +168,28 @@ def add_validation_base_flags(add: Add) -> None:
     )
 
 
+def read_rank(args: argparse.Namespace) -> int | None:
+    """The rank of the LoRA in the local checkpoint that a run resumes; None if it has no LoRA."""
+    given = args.resume_from_checkpoint
+    folders = [Path(args.output_dir, given), Path(given)]
+    if given == "latest":
+        found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
+        steps = {path.parent.name.removeprefix("checkpoint-"): path.parent for path in found}
+        folders = [steps[max(filter(str.isdecimal, steps), key=int)]] if steps else []
+    for path in (path for folder in folders for path in folder.glob("*/adapter_config.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # the run reads it once more
+            return json.loads(path.read_text())["r"]
+    return None
+
+
 def check_lora_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error if the flags of `add_lora_flags` do not fit together."""
+    if args.rank is None and args.resume_from_checkpoint:
+        args.rank = read_rank(args)
     if args.base_precision == "nf4":
         check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
     if args.lora_type == "lokr":
-        for name in ("use_dora", "lora_dropout"):
+        for name in ("use_dora", "use_rslora", "lora_dropout"):
             if vars(args)[name]:
                 parser.error(f"--{name} can't be combined with --lora_type lokr: leave one out")
     elif args.lokr_factor != parser.get_default("lokr_factor"):

@@ -176,6 +176,8 @@ def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = Fals
     # two moments in 8 bits, each with a float32 per 256 numbers
     if optimizer == "adamw8bit" and numbers >= 4096:
         return 2 * numbers + 2 * 4 * math.ceil(numbers / 256)
+    if optimizer == "prodigy":
+        return 4 * 4 * numbers
     return (1 if optimizer == "muon" and in_block else 2) * 4 * numbers
 
 
