@@ -145,8 +145,8 @@ def make_conv_net(classes: int) -> nn.Sequential:
 def make_duck_judge(task: Task, folder: Path, ducks: list[Picture]) -> nn.Module:
     """A classifier of ducks, eight animals, and all that the base draws.
 
-    Colors change places in training, so that the shape decides. Prints the share of right answers
-    on every fifth picture, which it has not seen.
+    Colors change places in training, so that the shape decides. Prints how it does on every fifth
+    picture, which it has not seen.
     """
     animals = read_pictures(bench.ROOT / "demo/animals")
     names = sorted({find_animal(animal.caption) for animal in animals})
@@ -164,8 +164,11 @@ def make_duck_judge(task: Task, folder: Path, ducks: list[Picture]) -> nn.Module
     torch.manual_seed(0)
     judge = make_conv_net(2 + len(names))
     train_judge(judge, images[~unseen] / 255, labels[~unseen])
-    right = judge(images[unseen] / 255).argmax(dim=1) == labels[unseen]
-    print(f"The classifier is right on {right.sum()} of {len(right)} unseen pictures")
+    says, is_duck = judge(images[unseen] / 255).argmax(dim=1) == 0, labels[unseen] == 0
+    print(
+        f"The classifier finds {(says & is_duck).sum()} of {is_duck.sum()} unseen ducks, and "
+        f"{(says & ~is_duck).sum()} in {(~is_duck).sum()} other pictures"
+    )
     return judge
 
 
