@@ -59,6 +59,7 @@ from diffusion_training.order import hash_names
 
 RATES = (2e-3, 4.7e-3, 8.5e-4, 1.1e-2, 3.5e-4)  # a factor of 31; that of the reference first
 HELD_OUT = 10
+BASE_STEPS = 1500  # of the transformer that learns a nine
 MEASURED = 40  # steps between two held-out losses
 MEASURES = ("held_out_loss", "subject", "copy", "prior")
 
@@ -224,7 +225,7 @@ def prepare_nines(folder: Path) -> tuple[Path, list[Picture]]:
         call(
             "train_flow", pretrained_model_name_or_path=bench.ROOT / "demo/models",
             transformer_config_name_or_path=bench.ROOT / "demo/digits_flow_transformer.json",
-            latents_dir=folder / "latents-others", train_batch_size=64, max_train_steps=1500,
+            latents_dir=folder / "latents-others", train_batch_size=64, max_train_steps=BASE_STEPS,
             learning_rate=2e-3, lr_scheduler="cosine", lr_warmup_steps=100, output_dir=base,
             resume_from_checkpoint="latest", report_to="none",
         )  # fmt: skip
@@ -338,11 +339,11 @@ def list_changes(best: Setting, task: Task) -> list[Setting]:
         with_steps(2 * steps),
         best.change("constant rate", lr_scheduler="constant"),
         best.change("adamw8bit", optimizer="adamw8bit"),
-        best.change("muon", optimizer="muon"),
-        best.change("LoKr", lora_type="lokr", rank=16),
         with_steps(4 * steps),
     ]
-    if task.script == "train_text_to_image":
+    if task.script == "train_flow":
+        changes.append(best.change("muon", optimizer="muon"))
+    else:
         changes.append(best.change("no snr_gamma", snr_gamma=None))
     return changes
 
@@ -637,7 +638,12 @@ def run_all(cli: argparse.Namespace, task: Task, results: list[dict], folder: Pa
             continue
         if time.monotonic() > end:
             return
-        run = run_setting(task, setting, seed, base, pictures, judge, folder)
+        try:
+            run = run_setting(task, setting, seed, base, pictures, judge, folder)
+        except SystemExit as stop:
+            if stop.code != 1:  # a signal, or a wrong flag
+                raise
+            continue  # the trainer has said why, such as a missing package
         results.append(run)
         with (folder / "results.jsonl").open("a") as file:
             file.write(json.dumps(run) + "\n")
