@@ -213,8 +213,10 @@ def prepare_nines(folder: Path) -> tuple[Path, list[Picture]]:
     texts = np.array(digits["text"])
     nines = np.flatnonzero(texts == NINE)[:30]
     for name, rows in (("others", np.flatnonzero(texts != NINE)), ("nines", nines)):
-        (folder / name).mkdir(exist_ok=True)
-        digits.select(rows).to_parquet(str(folder / name / "train.parquet"))
+        if not (folder / name).exists():  # a file that is written again would be another source
+            digits.select(rows).to_parquet(str(folder / f"{name}.parquet"))
+            (folder / name).mkdir()
+            (folder / f"{name}.parquet").rename(folder / name / "train.parquet")
         call(
             "precompute_latents", pretrained_model_name_or_path=bench.ROOT / "demo/models",
             model_family="prx", resolution=8, batch_size=64, train_data_dir=folder / name,
