@@ -103,7 +103,7 @@ def explain_hub(error: BaseException) -> str | None:
         return f"the hub needs your token ({said}): run `hf auth login`"
     if status == 401:
         return f"the hub refuses your token ({said}): run `hf auth login`, or unset HF_TOKEN"
-    if status == 403 and not has_token:  # of the storage, which is sent no token, or of a firewall
+    if is_refused_by_storage(error):
         return (
             f"{response.request.url.host} refuses the request ({said}), because of a firewall or "
             "of an address that has expired: run it again"
@@ -117,6 +117,20 @@ def explain_hub(error: BaseException) -> str | None:
     if status >= 500:
         return f"the hub has a fault ({status} {said}): run it again later"
     return None
+
+
+def is_refused_by_storage(error: BaseException) -> bool:
+    """Whether a request without a token was refused: by the storage, or by a firewall.
+
+    The storage is asked by an address that expires, and gets no token.
+    """
+    response = getattr(error, "response", None)
+    is_refused = is_a(error, "HfHubHTTPError") and response is not None
+    return (
+        is_refused
+        and response.status_code == 403
+        and "authorization" not in response.request.headers
+    )
 
 
 def describe_gated(name: str, has_token: bool) -> str:

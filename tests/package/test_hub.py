@@ -1,5 +1,6 @@
 """Models and data by their ids on a hub, with the real client."""
 
+import contextlib
 import functools
 import importlib
 import json
@@ -24,10 +25,12 @@ from conftest import (
 )
 from hub import Token
 from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.torch import load_file
 
 import train_unconditional
+from diffusion_training import repositories
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
@@ -94,6 +97,18 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     said, is_machines = fault_of(download, "org/open", endpoint="http://127.0.0.1:9")
     assert re.fullmatch(r"the hub can't be reached \(.*\): check the network.*", said)
     assert is_machines
+
+
+def test_a_storage_that_refuses_once_is_asked_again(hub, monkeypatch):
+    """The address of a file in the storage expires; the hub makes another one."""
+    monkeypatch.setattr(repositories, "WAITS", (0, 0, 0))
+    hub.add("org/base", {"model_index.json": b"{}", "unet/model.safetensors": bytes(1000)})
+    repository = repositories.open_repository("org/base", ("model_index.json",), None, None)
+    for times, is_fetched in ((4, False), (3, True)):
+        hub.fail("/lfs/*", method="GET", status=403, times=times)
+        with contextlib.nullcontext() if is_fetched else pytest.raises(HfHubHTTPError):
+            repository.fetch("unet")
+        assert (repository.folder / "unet/model.safetensors").exists() == is_fetched
 
 
 def test_a_storage_that_refuses_is_not_taken_for_a_token_without_rights(hub):
