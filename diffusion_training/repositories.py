@@ -118,7 +118,7 @@ class Repository:
                     )
                     break
                 except Exception as error:  # the client asks an address that has expired only once
-                    if True:
+                    if wait is None or not is_refused_by_storage(error):
                         raise
                     time.sleep(wait)
             for path in missing:

@@ -124,13 +124,10 @@ def is_refused_by_storage(error: BaseException) -> bool:
 
     The storage is asked by an address that expires, and gets no token.
     """
-    response = getattr(error, "response", None)
-    is_refused = is_a(error, "HfHubHTTPError") and response is not None
-    return (
-        is_refused
-        and response.status_code == 403
-        and "authorization" not in response.request.headers
-    )
+    response: Any = getattr(error, "response", None)
+    if not is_a(error, "HfHubHTTPError") or response is None:
+        return False
+    return response.status_code == 403 and "authorization" not in response.request.headers
 
 
 def describe_gated(name: str, has_token: bool) -> str:
