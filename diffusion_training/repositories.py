@@ -5,7 +5,6 @@ commit, also if the branch moves meanwhile.
 """
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -32,7 +31,7 @@ from tqdm.auto import tqdm
 from diffusion_training.errors.faults import is_refused_by_storage
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
-from diffusion_training.files import digest_file
+from diffusion_training.files import digest_file, read_shard_names
 
 # at the root of a repository with a pipeline, a model or a tokenizer is one of them
 MODEL_FILES = ("model_index.json", "config.json", "tokenizer_config.json")
@@ -253,8 +252,7 @@ def choose_weights(
     for stem, kind in WEIGHTS:
         index = f"{prefix}{stem}.{kind}.index{end}.json"
         if index in names:
-            shards = json.loads((folder / index).read_text())["weight_map"].values()
-            return sorted({f"{prefix}{shard}" for shard in shards})
+            return sorted(f"{prefix}{shard}" for shard in read_shard_names(folder / index))
         if (path := f"{prefix}{stem}{end}.{kind}") in names:
             return [path]
     return []

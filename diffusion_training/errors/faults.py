@@ -97,7 +97,7 @@ def explain_hub(error: BaseException) -> str | None:
         return describe_unknown(name)
     if is_a(error, "RevisionNotFoundError"):
         return f"{name} has no such revision: see the branches and tags on its page"
-    said = getattr(error, "server_message", None) or response.reason_phrase
+    said = (getattr(error, "server_message", None) or response.reason_phrase)[:200]
     has_token = "authorization" in response.request.headers
     if status == 401 and not has_token:
         return f"the hub needs your token ({said}): run `hf auth login`"
@@ -116,7 +116,7 @@ def explain_hub(error: BaseException) -> str | None:
         return f"the hub allows no more requests for now (429): run it again {wait}"
     if status >= 500:
         return f"the hub has a fault ({status} {said}): run it again later"
-    return None
+    return f"{response.request.url.host} refuses the request ({status} {said}): run it again later"
 
 
 def is_refused_by_storage(error: BaseException) -> bool:

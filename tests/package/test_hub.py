@@ -89,6 +89,11 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     broken = "the hub has a fault (503 Service Unavailable): run it again later"
     assert fault_of(download, "org/open") == (broken, True)
     hub.faults.clear()
+    hub.fail("*", status=418, times=100, headers={"X-Error-Message": "no coffee" + "!" * 3000})
+    said, is_machines = fault_of(download, "org/open")
+    assert said.startswith("127.0.0.1 refuses the request (418 no coffee!") and len(said) < 300
+    assert is_machines
+    hub.faults.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said, _ = fault_of(download, "org/open", "vae/config.json")
     assert said.startswith("vae/config.json of org/open is neither in a folder here nor in the ")
@@ -151,6 +156,11 @@ def test_a_push_is_tried_again_where_the_hub_has_a_fault(hub, tmp_path, monkeypa
         hub.fail("*/commit/*", method="POST", status=status, times=2)
         upload_run("me/run", str(tmp_path), [])
         assert hub.files("me/run")["loss.png"] == f"step {step}".encode()
+    for status in (408, 504):  # before anything is uploaded
+        (tmp_path / "loss.png").write_text(f"{status}")
+        hub.fail("*/paths-info/*", method="POST", status=status, times=3)
+        upload_run("me/run", str(tmp_path), [])
+        assert hub.files("me/run")["loss.png"] == f"{status}".encode()
     for status, tries in ((403, 1), (503, 4)):
         hub.requests.clear()
         (tmp_path / "loss.png").write_text(f"{status}")
