@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from diffusion_training.batches import Models, Predict
 from diffusion_training.errors.sentences import explained
+from diffusion_training.files import read_shard_names
 from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 
@@ -98,8 +99,7 @@ def find_weight_files(
     names = {f"{stem}{end}.safetensors"}
     index = os.path.join(source, subfolder, f"{stem}.safetensors.index{end}.json")
     if os.path.isfile(index):
-        with open(index) as file:
-            names = set(json.load(file)["weight_map"].values())
+        names = read_shard_names(index)
     for name in sorted(names):
         if not os.path.isfile(os.path.join(source, subfolder, name)):
             raise FileNotFoundError(f"{source}/{subfolder} has no {name}")

@@ -155,6 +155,7 @@ def plan_caches(
         if count:
             shape = family.shape_reference(encoders.vae, reference_side)
             about["references"] = {"count": count, "side": reference_side, "shape": shape}
+            about["references"]["are_enlarged"] = False  # in caches of before, which lack it
         settings = describe_settings(
             described | {"latents_shape": list(latents.shape)} | about,
             transform,

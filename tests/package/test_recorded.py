@@ -223,11 +223,14 @@ def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, mo
         tokens = math.prod(size) / family.patch_size(pipeline.transformer) ** 2
         expected = compute_mu(config, tokens)
         found = family.choose_mu(size, expected)
-        for steps in (4, 50):
+        for steps in (4, 50, 200):
             with pytest.raises(Stopped):
                 pipeline(prompt="a", num_inference_steps=steps, height=height, width=width)
         if name in ("klein", "flux2"):
             assert given[4] > given[50] > found == expected
+            # with the usual config of a scheduler, it is the pipeline's shift in many steps
+            usual = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True).config
+            assert compute_mu(usual, tokens) == pytest.approx(given[200], rel=1e-5)
         elif name == "flux":
             assert given[4] == given[50] == pytest.approx(found) and found == expected
         else:
