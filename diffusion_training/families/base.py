@@ -182,6 +182,7 @@ class Family:
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU
+    first_image = "images[0]"  # of what the pipeline returns, for the model card
     blocks = ""  # the class of a modular pipeline's blocks
     has_guider = False  # has a modular pipeline an object for guidance?
     can_rewrite = False  # has it a block that rewrites captions?
@@ -352,6 +353,17 @@ class Family:
     def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
         """Unscaled latents [N, channels, h, w] as the VAE decodes them."""
         return latents
+
+    def decode(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        """The images of unscaled latents [N, channels, h, w], from -1 to 1.
+
+        [N, C, H, W], or [N, C, 1, H, W] of a VAE for videos.
+        """
+        return vae.decode(self.unpack_latents(vae, latents).to(vae.dtype))[0]
+
+    def read_images(self, result: Any) -> Any:
+        """The images that a pipeline has drawn, by what its call returns."""
+        return result.images
 
     def choose_reference_side(self, resolution: int, count: int) -> int:
         """The side in pixels of square references, as the pipeline resizes `count` of them."""

@@ -107,7 +107,7 @@ def describe_text_to_image(
         return write_usage(
             source, drawn, before, opener, own.precision, more, args.resolution,
             blocks=own.blocks, can_rewrite=own.can_rewrite, dtype_name=DTYPE,
-            transformer=transformer,
+            transformer=transformer, first_image=own.first_image,
         )  # fmt: skip
 
     usage = write_code()

@@ -115,9 +115,9 @@ pipeline = {{ opener }}({{ source }}{{ part }}{{ more }}).to(device)
 {% if blocks %}
 image = pipeline({{ call }}, output="images")[0]{{ yours }}
 {% else %}
-image = pipeline({{ call }}).images[0]{{ yours }}
+image = pipeline({{ call }}).{{ first_image }}{{ yours }}
 {% endif %}
-{% if "output_type" not in call %}{# not for arrays #}
+{% if 'output_type="np"' not in call %}{# not for arrays #}
 image{{ ".resize((256, 256), 0)" if side < 128 }}.save("image.png")
 {% endif %}
 """)
@@ -194,6 +194,7 @@ def write_usage(
     can_rewrite: bool = False,
     dtype_name: str = "dtype",
     transformer: Sequence[str] = (),
+    first_image: str = "images[0]",
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
@@ -201,7 +202,7 @@ def write_usage(
     the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
     small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
     can_rewrite: have these a block that rewrites prompts? dtype_name: see `DTYPE`.
-    transformer: lines that load one in place of the pipeline's.
+    transformer: lines that load one in place of the pipeline's. first_image: of its result.
     """
     parts = "\n".join([*transformer, *setup])
     made = re.findall(r"= (\w+)\.from_(?:config|single_file)", parts)
@@ -222,6 +223,7 @@ def write_usage(
         blocks=blocks,
         can_rewrite=can_rewrite,
         transformer=transformer,
+        first_image=first_image,
     ).strip()
 
 
