@@ -396,7 +396,7 @@ def train_step(
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
-    range of the first 100 images and counts the operations for one; it changes nothing.
+    range of the first 100 images; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device, except the scaler of fp16 and, in the
@@ -576,6 +576,8 @@ def main(args: Namespace) -> None:
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

@@ -152,15 +152,14 @@ class Records:
             yield batch
 
     def measure_inputs(self, prepared: Prepared, weight: torch.Tensor) -> None:
-        """Measure the first images that the models get, and count the operations for one."""
+        """Measure the first images that the models get."""
         if self.num_measured >= 100:  # a hundred per process are enough
             return
         self.num_measured += len(prepared.clean)
         self.first_images += measure_images(prepared, weight)
-        if self.accelerator.is_main_process:
-            if self.first_inputs is None and weight.any():  # waits for the device, once
-                self.first_inputs = take_first(prepared, 16)
-            self.costs.count_operations(prepared)
+        # `any` waits for the device, once
+        if self.accelerator.is_main_process and self.first_inputs is None and weight.any():
+            self.first_inputs = take_first(prepared, 16)
 
     def add(self, sums: StepSums, step: NextStep, lr: float) -> None:
         """Add what `train_step` returned for a step."""

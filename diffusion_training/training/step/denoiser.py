@@ -14,13 +14,8 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
-from diffusion_training.models import (
-    cast_weights,
-    check_shapes,
-    hash_weights,
-    load_weights,
-    read_precision,
-)
+from diffusion_training.models import cast_weights, hash_weights, load_weights, read_precision
+from diffusion_training.shapes import check_shapes
 from diffusion_training.training.lora.lora import (
     Merge,
     add_lora,
