@@ -125,7 +125,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
-    return Flags(**vars(args) | {"output_dir": output_dir})
+    return parser.freeze(args, output_dir=output_dir)
 
 
 # --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
