@@ -617,7 +617,7 @@ def main(args: argparse.Namespace) -> None:
         images = ImageRows(remote_rows, remote_rows.column_names[0], args.mask_column)
     else:
         images = load_rows(args, others=[args.caption_column])
-        texts = sample_captions(images.rows, args.caption_column)
+        texts = sample_captions(images.rows, args.caption_column, args.caption_prefix)
     launch_flags = {"mixed_precision": mixed_precision}
     caches = plan_caches(recorded, images, encoders, described, launch_flags)
     tokenizers = encoders.tokenizers

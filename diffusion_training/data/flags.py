@@ -41,6 +41,13 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
         type=number(1e-6, 1e6),
         help="relative probabilities of the captions of an image, such as 0.3 0.7",
     )
+    add(
+        "--caption_prefix",
+        type=str.strip,
+        useless_with="--latents_dir or --class_column",
+        help="words in front of every caption that does not begin with them, such as the trigger "
+        "'sks dog,'; --shuffle_caption leaves them there; a dropped caption has none",
+    )
 
 
 def add_reference_flags(add: Callable[..., Any]) -> None:
