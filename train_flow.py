@@ -140,12 +140,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=number(-100, 100),
         default=0.0,
         help="mean of --weighting_scheme logit_normal; above 0 gives more noise",
+        useless_with="--weighting_scheme uniform",
     )
     add(
         "--logit_std",
         type=number(1e-3, 100),
         default=1.0,
         help="standard deviation of --weighting_scheme logit_normal",
+        useless_with="--weighting_scheme uniform",
     )
     add(
         "--shift",

@@ -127,6 +127,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--output_kohya_format",
         **SWITCHED_ON,
         help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
+        needs="--rank",
     )
 
     add = parser.add_argument_group("objective").add_argument

@@ -233,6 +233,8 @@ def describe_settings(
         "bucket_max_ratio bucket_no_upscale skip_empty_captions caption_weights"
     ).split()
     settings = described | {"transform": {name: getattr(transform, name) for name in names}}
+    if transform.caption_prefix:
+        settings["transform"]["caption_prefix"] = transform.caption_prefix
     ragged = ("ragged embeddings", "ragged ids")
     features: dict[str, Any] = {name: True for name in family_features if name not in ragged}
     features |= {

@@ -665,7 +665,7 @@ def open_images(*argv):
     images = load_rows(args, others=["text"])
     _, tokenizers = load_text_encoders(open_base(args), torch.float32)
     transform = make_transform(args, images.column, images.mask_column, None, 3, args.resolution)
-    choice = choose_captions(args, None)
+    choice = choose_captions(args, None, [])
     return CaptionedImages(images, transform, tokenizers, choice, None, 0)
 
 

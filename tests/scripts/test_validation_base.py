@@ -472,10 +472,10 @@ def test_flags_that_do_nothing_end_in_a_sentence(tmp_path):
     for flags, sentence in (
         (["--validation_base=x", *prompts], "--validation_base does nothing without --rank"),
         (["--validation_lora=x", *prompts], "--validation_lora does nothing without --rank"),
-        ([base[2], "--validation_base=x"], "does nothing without samples"),
+        ([base[2], "--validation_base=x"], "does nothing without --validation_prompts"),
         (
             [base[2], "--validation_base=x", *prompts, "--num_validation_images=0"],
-            "without samples",
+            "does nothing without --num_validation_images",
         ),
         ([base[2], "--validation_base_steps=4", *prompts], "--validation_base_steps does nothing"),
         ([base[2], "--validation_base_guidance=4", *prompts], "guidance does nothing without"),
