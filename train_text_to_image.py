@@ -65,6 +65,8 @@ from diffusion_training.training.flags import (
     add_prompt_flags,
     add_saving_flags,
     add_shard_flag,
+    add_timestep_flags,
+    check_timesteps,
     check_training_args,
 )
 from diffusion_training.training.lora.lora_flags import (
@@ -132,6 +134,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     add = parser.add_argument_group("objective").add_argument
     add_noise_flags(add)
+    add_timestep_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
 
@@ -167,6 +170,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_single_file writes a pipeline, not a LoRA: leave out one of the two")
     check_data_args(parser, args)
     check_training_args(parser, args)
+    check_timesteps(parser, args)
     check_lora_args(parser, args)
     return parser.freeze(args)
 
@@ -363,8 +367,11 @@ def compute_loss(
     if args.input_perturbation:
         # the input gets noise that the target does not have (arXiv:2301.11706)
         perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
+    # of 1000, but a scheduler may have another number of them
     num_timesteps = noise_scheduler.config.num_train_timesteps
-    timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
+    low = args.min_timestep * num_timesteps // 1000
+    high = math.ceil(args.max_timestep * num_timesteps / 1000)
+    timesteps = torch.randint(low, high, (len(images),), device=images.device)
     # In float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
     prediction = objective.predict(models, noisy_images, timesteps, condition)
@@ -522,7 +529,7 @@ def main(args: Namespace) -> None:
     data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
-    epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    epoch_rows = partial(choose_rows, train_rows, data.dataset, args_of_data.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
     # The model and its loss.

@@ -3,7 +3,16 @@
 import argparse
 import os
 
-from diffusion_training.arguments import PATH, Add, is_address, local_path, number, size
+from diffusion_training.arguments import (
+    PATH,
+    Add,
+    OneOrMore,
+    is_address,
+    list_values,
+    local_path,
+    number,
+    size,
+)
 from diffusion_training.data.flags import (
     add_bucket_flags,
     add_flip_flag,
@@ -77,9 +86,16 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         )
     if args.follow and (len(caches) != 1 or args.latents_weights):
         parser.error("--follow needs one --latents_dir, without --latents_weights")
-    if args.latents_weights and len(args.latents_weights) != len(caches):
+    sides = list_values(args.resolution)
+    if len(sides) > 1 and not (args.cache_latents or caches):
+        parser.error("several values of --resolution need --cache_latents")
+    count = len(caches)
+    what = "--latents_dir"
+    if not caches and len(sides) > 1:
+        count, what = len(sides), "--resolution"
+    if args.latents_weights and len(args.latents_weights) != count:
         parser.error(
-            f"--latents_weights needs a value for each --latents_dir: {len(caches)}, not "
+            f"--latents_weights needs a value for each {what}: {count}, not "
             f"{len(args.latents_weights)}"
         )
     addresses = [*filter(is_address, caches)]
@@ -105,7 +121,8 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--latents_weights",
         nargs="+",
         type=number(1e-3, 1e3),
-        help="a number for each --latents_dir: how often an epoch uses its rows (default: once)",
+        help="a number for each --latents_dir: how often an epoch uses its rows (default: once); "
+        "or for each --resolution: how often an image has this size, compared with the others",
     )
     add_storage_flags(add)
 
@@ -131,8 +148,12 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--resolution",
         type=number(2, 16384, int),
+        nargs="+",
+        action=OneOrMore,
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
-        "than this square (default: that of the cache, else the model's, such as 512 or 1024)",
+        "than this square; several values, with --cache_latents: each time in one of these sizes, "
+        "and samples in the first (default: that of the cache, else the model's, such as 512 or "
+        "1024)",
     )
     add_image_flags(add)
     add_transform_flags(add)

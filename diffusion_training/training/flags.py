@@ -100,6 +100,30 @@ def add_noise_flags(add: Add) -> None:
     )
 
 
+def add_timestep_flags(add: Add) -> None:
+    """Add the flags for a range of noise levels."""
+    add(
+        "--min_timestep",
+        type=number(0, 999, int),
+        default=0,
+        help="train only with at least so much noise, from 0 (none) to 1000 (only noise)",
+    )
+    add(
+        "--max_timestep",
+        type=number(1, 1000, int),
+        default=1000,
+        help="train only with less noise than this, from 0 (none) to 1000 (only noise)",
+    )
+
+
+def check_timesteps(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags of `add_timestep_flags` leave no noise level."""
+    if args.min_timestep >= args.max_timestep:
+        parser.error(
+            f"--min_timestep {args.min_timestep} must be below --max_timestep {args.max_timestep}"
+        )
+
+
 def add_schedule_flags(add: Add) -> None:
     """Add the flags for the noise schedule of a new pipeline."""
     add(

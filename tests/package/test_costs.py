@@ -228,7 +228,9 @@ def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
 
 def test_operations_include_networks_that_only_the_loss_uses(base):
     unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
-    flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
+    flags = argparse.Namespace(
+        noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0, min_timestep=0, max_timestep=1000
+    )
     predict = script.predict_noise
     real = partial(script.compute_loss, flags, DDPMScheduler())
     prompts = {"prompt_embeds": CONDITION["encoder_hidden_states"]}

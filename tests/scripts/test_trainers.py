@@ -340,6 +340,7 @@ REFUSED = {  # flags: words of the sentence
     "flow": {
         f"{LATENTS} --output_kohya_format": "there is no flag --output_kohya_format",
         f"{LATENTS} --logit_std=0": "--logit_std",
+        f"{LATENTS} --min_timestep=500 --max_timestep=500": "must be below --max_timestep 500",
         f"{LATENTS} --resolution=8 --center_crop": "does nothing with",
     },
 }

@@ -143,7 +143,8 @@ def add_validation_base_flags(add: Add) -> None:
         "--validation_base",
         type=PATH,
         help="with --rank, a pipeline made from the base that draws in few steps, such as "
-        "Tongyi-MAI/Z-Image-Turbo: the samples are also drawn with it and the LoRA",
+        "Tongyi-MAI/Z-Image-Turbo, or its transformer in one .safetensors file: the samples are "
+        "also drawn with it and the LoRA",
         needs=(
             "--rank",
             "--validation_prompts or --validation_metrics",
