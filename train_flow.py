@@ -147,18 +147,21 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         default=0.0,
         help="mean of the normal distribution of logit_normal, shift, flux_shift and sigmoid; "
         "above 0 gives more noise",
+        needs="--weighting_scheme logit_normal|shift|flux_shift|sigmoid",
     )
     add(
         "--logit_std",
         type=number(1e-3, 100),
         default=1.0,
         help="standard deviation of the same distribution",
+        needs="--weighting_scheme logit_normal|shift|flux_shift|sigmoid",
     )
     add(
         "--mode_scale",
         type=number(-1, 1.75),
         default=1.29,
         help="scale of --weighting_scheme mode; above 0 gives more levels halfway",
+        needs="--weighting_scheme mode",
     )
     add_timestep_flags(add)
     add(
@@ -484,7 +487,7 @@ def train_step(
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
-    range of the first 100 images and counts the operations for one; it changes nothing.
+    range of the first 100 images; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device, except the scaler of fp16 and, in the
@@ -672,6 +675,8 @@ def main(args: Namespace) -> None:
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes * data.num_lengths)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

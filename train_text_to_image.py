@@ -91,7 +91,7 @@ DEMO_LORA = f"""
     --train_data_dir {HERE}/demo/ducks --pretrained_model_name_or_path {HERE}/demo/drawings
     --output_dir lora-duck --resolution 64 --train_batch_size 10 --num_train_epochs 80 --validation_epochs 40
     --learning_rate 2e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 --guidance_scale 1.5 {DEMO_BOTH}
-    --preserve_prior --prior_every 4 --caption_dropout 0
+    --lora_layers attention --preserve_prior --prior_every 4 --caption_dropout 0
     --class_prompt "a red car" "a blue cup on yellow" "an orange fish" "a green apple on pink" "a pink heart"
         "a purple balloon on blue" "a yellow tree on green" "a blue gift" "a mushroom on yellow" "a red melon"
     --validation_prompts "a yellow duck on blue" "a purple duck on pink" "a red car on yellow" "a green apple"
@@ -129,6 +129,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--output_kohya_format",
         **SWITCHED_ON,
         help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
+        needs="--rank",
     )
 
     add = parser.add_argument_group("objective").add_argument
@@ -403,7 +404,7 @@ def train_step(
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
-    range of the first 100 images and counts the operations for one; it changes nothing.
+    range of the first 100 images; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device, except the scaler of fp16 and, in the
@@ -583,6 +584,8 @@ def main(args: Namespace) -> None:
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

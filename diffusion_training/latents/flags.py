@@ -26,30 +26,6 @@ from diffusion_training.data.flags import (
     check_source,
 )
 
-# flags that do nothing with --latents_dir
-IMAGES_ONLY = (
-    "dataset_config_name",
-    "dataset_split",
-    "image_column",
-    "caption_column",
-    "max_train_samples",
-    "caption_extension",
-    "center_crop",
-    "image_interpolation_mode",
-    "min_size",
-    "skip_empty_captions",
-    "dataloader_num_workers",
-    "bucket_step",
-    "bucket_max_ratio",
-    "mask_column",
-    "bucket_no_upscale",
-    "prefetch_factor",
-    "instance_prompt",
-    "folder_repeats",
-    "streaming",
-    "shuffle_buffer",
-)
-
 
 def add_storage_flags(add: Add) -> None:
     """Add the flags for caches that are remote, or have too many rows for one permutation.
@@ -61,12 +37,14 @@ def add_storage_flags(add: Add) -> None:
         type=local_path,
         help="if --latents_dir is an address (s3://...): local folder for copies of the cache's "
         "files (shards)",
+        needs="--latents_dir *://*",
     )
     add(
         "--shards_size",
         type=size(1, 10**18),
         default=10**11,
         help="maximum size of --shards_dir, such as 50GB (default: 100GB)",
+        needs="--latents_dir *://*",
     )
     add(
         "--shuffle_shards",
@@ -74,6 +52,7 @@ def add_storage_flags(add: Add) -> None:
         default=2,
         help="if a cache has too many rows to shuffle them all: number of shards whose rows are "
         "shuffled together",
+        needs="--latents_dir",
     )
     add(
         "--follow",
@@ -138,13 +117,6 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         )
     if args.cache_latents and args.streaming:
         parser.error("--cache_latents stores the latents of all images: leave --streaming out")
-    # --cache_latents of a recipe says how to make a cache if none is given
-    for name in IMAGES_ONLY if caches and not args.cache_latents else ():
-        if vars(args)[name] != parser.get_default(name):
-            parser.error(
-                f"--{name} does nothing with --latents_dir: give it to precompute_latents.py, "
-                "or leave it out"
-            )
 
 
 def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +148,7 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--cache_latents",
+        useless_with="--latents_dir",
         nargs="?",
         const="device",
         choices=["device", "cpu"],

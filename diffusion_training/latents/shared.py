@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from diffusion_training import __version__
-from diffusion_training.arguments import Flags, list_values
+from diffusion_training.arguments import Flags, list_values, make_parser
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import count_references, name_shared_folder
 from diffusion_training.data.references import add_references
@@ -114,7 +114,7 @@ def cache_folder(launch: Launch, args: Namespace, script: str) -> list[str]:
 
 def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
     """The flags of precompute_latents.py that decide what the cache holds, except for defaults."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser("precompute_latents.py", None)
     add_cache_flags(parser)
     add_stream_flags(parser.add_argument, trains=False)
     defaults = vars(parser.parse_args([]))
@@ -128,7 +128,10 @@ def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
         flags["mixed_precision"] = "no"
     if args.shuffle_caption:  # the trainer has to encode the captions
         flags |= {"text_cache": "ids", "clip_skip": None}
-    return {name: value for name, value in flags.items() if value != defaults[name]}
+    idle = {each.dest for each in parser.find_idle(argparse.Namespace(**defaults | flags))}
+    return {
+        name: value for name, value in flags.items() if value != defaults[name] and name not in idle
+    }
 
 
 def describe(flags: dict[str, Any], args: Namespace) -> list:

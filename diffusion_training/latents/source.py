@@ -95,7 +95,9 @@ def open_data(
         encoders = load_encoders(base, launch.dtype, with_vae=False)
         encoders.text_encoders.requires_grad_(False).to(launch.device)
         if args.shuffle_caption:
-            reads = encoders.tokenizers, choose_captions(args, caption_weights)
+            transforms = [cache.settings["transform"] for cache in caches.values()]
+            prefixes = [each.get("caption_prefix") for each in transforms]
+            reads = encoders.tokenizers, choose_captions(args, caption_weights, prefixes)
     empty_prompt = {
         name: (embeds.float() if embeds.is_floating_point() else embeds).to(launch.device)
         for name, embeds in first.empty_prompt.items()

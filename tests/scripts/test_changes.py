@@ -54,7 +54,7 @@ from diffusion_training.batches import Prepared
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.models import list_parameters
-from diffusion_training.training.step.costs import copy_shapes, count_flops, count_memory
+from diffusion_training.training.step.costs import Costs, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 LOSSES = {
@@ -630,9 +630,9 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
     """This covers a second trained module and a network in the loss, whose weights stay frozen."""
     seen = {}
 
-    def spy_on_loss(copies, objective, prepared):
-        seen["operations"] = count_flops(copies, objective, prepared)
-        return seen["operations"]
+    def spy_on_costs(costs, objective):
+        seen["costs"] = costs
+        return count_first(costs, objective)
 
     def spy_on_memory(models, averaged, frozen, num_processes, optimizer):
         seen["memory"] = count_memory(models, averaged, frozen, num_processes, optimizer)
@@ -640,8 +640,8 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
         seen["before"] = [weight.clone() for weight in seen["frozen"]]
         return seen["memory"]
 
-    monkeypatch.setattr("diffusion_training.training.step.costs.copy_shapes", copy_shapes)
-    monkeypatch.setattr("diffusion_training.training.step.costs.count_flops", spy_on_loss)
+    count_first = Costs.count_first
+    monkeypatch.setattr(Costs, "count_first", spy_on_costs)
     monkeypatch.setattr("diffusion_training.training.step.costs.count_memory", spy_on_memory)
     found = {}
     for name in ("plain", "trained_module", "perceptual"):
@@ -650,7 +650,12 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
             script = apply(CHANGES[name], "text", tmp_path)
         flags = list_flags(root, tmp_path / name, name, "text")
         run(script, *flags, "--max_train_steps=1", "--holdout=0")
-        found[name] = {**seen, "loss": metrics(tmp_path / name)[0]["loss"]}
+        operations = seen["costs"].flops
+        found[name] = {
+            **seen,
+            "operations": operations,
+            "loss": metrics(tmp_path / name)[0]["loss"],
+        }
         assert not any(weight.requires_grad for weight in seen["frozen"])
         assert all(map(torch.equal, seen["before"], seen["frozen"]))
     plain, module, perceptual = found.values()

@@ -117,7 +117,8 @@ class OtherBase(SampleBase):
         )
         speed = read_plain_lora(self.lora, model, self.family) if self.lora else None
         # the factor alpha / rank is in the weights of a file
-        flags = Namespace(**vars(args) | {"lora_alpha": args.rank, "lora_dropout": 0.0})
+        plain = {"lora_alpha": args.rank, "lora_dropout": 0.0, "use_rslora": False}
+        flags = Namespace(**vars(args) | plain)
         add_lora(model, trained.adapter["target_modules"], "", launch.dtype, flags)
         own = {key.removeprefix(f"{folder}."): value.float() for key, value in weights.items()}
         set_peft_model_state_dict(model, own)
