@@ -78,7 +78,7 @@ def open_data(
         family = base.family.restore_findings(settings)
     base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
-    resolution = list_values(args.resolution or transform["resolution"])[0]
+    resolution = transform["resolution"]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
     exact = load_matching_encoders(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()

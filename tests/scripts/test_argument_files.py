@@ -393,6 +393,7 @@ resolution = 8
   [[datasets.subsets]]
   image_dir = "{0}/others"
   flip_aug = false
+  caption_prefix = "sks,"
 """
 
 
@@ -425,6 +426,7 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     assert sum(mirrored[:6]) > 3 and not sum(mirrored[6:])  # others have no mirrored images
     commands = [" ".join(command) for command in forked]
     assert ["--random_flip" in command for command in commands] == [True, False]
+    assert ["--caption_prefix=sks," in command for command in commands] == [False, True]
     assert ["--resolution=16" in command for command in commands] == [True, False]
     assert f"--data={file}\n" in (tmp_path / "out/run.args").read_text()
     report = json.loads((tmp_path / "out/report.json").read_text())
