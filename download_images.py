@@ -75,6 +75,7 @@ from diffusion_training.arguments import (
     Flags,
     is_address,
     make_parser,
+    name_start,
     number,
     parse_demo,
 )
@@ -250,7 +251,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     args = parser.parse_args(argv)
     if args.input is args.dataset_name is None:
-        args = parse_demo(parser, DEMO, argv, launcher="python")
+        args = parse_demo(parser, DEMO, argv)
     if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
         needed = "--output_dir and one of --input and --dataset_name are needed"
         parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
@@ -613,7 +614,7 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
         model = f"{HERE}/demo/models --model_family prx --resolution 8"
         model += " --output_dir latents-digits-flow"
     print(
-        f"Next: accelerate launch precompute_latents.py --train_data_dir {args.output_dir}"
+        f"Next: {name_start('precompute_latents.py')} --train_data_dir {args.output_dir}"
         f"{streaming} --pretrained_model_name_or_path {model}"
     )
 

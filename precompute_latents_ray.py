@@ -100,7 +100,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset_name is None and args.train_data_dir is None:
         from precompute_latents import choose_demo  # its imports take seconds
 
-        args = parse_demo(parser, choose_demo(args.model_family), argv, launcher="python")
+        args = parse_demo(parser, choose_demo(args.model_family), argv)
     output_dir = args.output_dir.removeprefix("file://")
     check_ray_args(parser, args.address, output_dir)
     local = {**vars(args), "output_dir": output_dir}

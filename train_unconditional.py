@@ -461,7 +461,8 @@ def draw_images(
     noise = [torch.randn(shape, generator=generator, device=device) for generator in generators]
     images = torch.stack(noise)
     scheduler.set_timesteps(args.ddpm_num_inference_steps)
-    for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=not launch.is_main):
+    hides_bar = None if launch.is_main else True  # None: where there is no terminal
+    for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=hides_bar):
         if stop_signal.received:
             break
         prediction = unet(images, timestep).sample

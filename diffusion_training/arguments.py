@@ -20,9 +20,9 @@ from diffusion_training.errors.printing import hide_secrets, note_secrets, short
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
-RUN_ARGS = "# accelerate launch "  # the beginning of a file that `format_args` made
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
 # in a file of flags: a string or an escaped character, or what a shell leaves out
+PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
 SKIPPED = re.compile(
     r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|\\\r?\n|(?<!\S)\#[^\r\n]*""", re.DOTALL
 )
@@ -189,6 +189,13 @@ class OneOrMore(argparse.Action):
         setattr(namespace, self.dest, values if len(values) > 1 else values[0])
 
 
+class OrNo(argparse.Action):
+    """Action for a flag whose value "no" takes back the value in a @FILE: it stores None."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, None if values == "no" else values)
+
+
 class Flags(argparse.Namespace):
     """The user's flags, read-only. `complete_args` makes a copy with what a run has found out.
 
@@ -295,21 +302,36 @@ def steps_or_share(text: str) -> int | float:
 steps_or_share.__dict__["bounds"] = 0, 10**9, int
 
 
-def parse_demo(
-    parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
-) -> argparse.Namespace:
+def name_start(script: str | Path) -> str:
+    """Return how a command that starts a script begins: as this run was started, or by `python`.
+
+    script: its path, or the name of another script. Those of an installed package have no path that
+    one would type.
+    """
+    # `accelerate launch` sets this variable
+    launcher = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"
+    path = Path(script)
+    if PACKAGED.is_dir() and (path.resolve().parent == PACKAGED or not path.is_file()):
+        return f"{launcher} -m diffusion_training {path.stem}"
+    return f"{launcher} {shlex.quote(os.path.relpath(path))}"
+
+
+def parse_demo(parser: Parser, demo: str, argv: list[str] | None) -> argparse.Namespace:
     """Parse the demo's command line, overridden by the flags in `argv`, and print it in full."""
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
         note_secrets(command)
-        full = f"{launcher} {parser.prog} {shlex.join(command)}"
+        full = f"{name_start(parser.folder / parser.prog)} {shlex.join(command)}"
         print(f"No data given, so this is the demo. The full command:\n{hide_secrets(full)}")
     return parser.parse_args(command)
 
 
-def format_args(flags: dict[str, Any], script: str, leave_out: Sequence[str] = ()) -> str:
-    """Format {name: value} as the text of a file that @FILE reads, one flag per line."""
-    lines = [f"{RUN_ARGS}{script} @run.args"]
+def format_args(flags: dict[str, Any], start: str, leave_out: Sequence[str] = ()) -> str:
+    """Format {name: value} as the text of a file that @FILE reads, one flag per line.
+
+    start: the beginning of the command that reads the file, such as "python train_flow.py".
+    """
+    lines = [f"# {start} @run.args"]
     for name, value in flags.items():
         if name in leave_out or value is None:
             continue

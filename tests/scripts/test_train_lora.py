@@ -278,6 +278,7 @@ def test_lora_output_is_complete_and_redraws_the_last_samples(
     assert "A LoRA of rank 2 for the U-Net of `sd`" in card and card.count("rank | 2 |") == 1
     assert card.index("| rank | 2 |") < card.index("<details>") < card.index("| adam_beta1 | 0.9 |")
     assert str(tmp_path) not in card and str(inputs) not in card
+    assert '# Put the path or the id of this base in place of "sd"' in card
     grid = np.array(Image.open(out / "samples/step-0000004.png").convert("RGB")).astype(int)
     differences = []
     for adapter in (None, max(files)):
@@ -502,7 +503,12 @@ def test_rank_without_other_flags_selects_the_lora_demo(tmp_path, capsys):
     assert args.rank == 16 and args.max_train_steps == 3
     assert [Path(args.train_data_dir).name, args.latents_dir] == ["ducks", None]
     assert args.preserve_prior
-    assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
+    assert vars(script.parse_args(shlex.split(printed)[2:])) == vars(args)
+    # `no` takes back what a recipe gives
+    flags = ["--latents_dir=x", "--base_precision=int8", "--blocks_to_swap=all"]
+    flags += ["--base_precision=no", "--blocks_to_swap=no"]
+    args = script.parse_args(["--pretrained_model_name_or_path=x", *flags])
+    assert (args.base_precision, args.blocks_to_swap) == (None, None)
     whole = script.parse_args([])
     assert whole.rank is None and whole.latents_dir == ["latents-animals"]
 

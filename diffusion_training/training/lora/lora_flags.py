@@ -5,7 +5,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, check_package, number
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OrNo, check_package, number
 
 # flags that do nothing without --rank
 LORA_ONLY = (
@@ -32,9 +32,10 @@ def add_lora_flags(add: Add) -> None:
     add(
         "--rank",
         "--lora_rank",
-        type=number(1, 4096, int),
-        help="train a LoRA of this rank, such as 16 (default: train the whole model; on resuming, "
-        "that of the checkpoint)",
+        type=number(1, 4096, int, "no"),
+        action=OrNo,
+        help="train a LoRA of this rank, such as 16 (default: no, train the whole model; on "
+        "resuming, that of the checkpoint)",
     )
     add(
         "--lora_type",
@@ -87,7 +88,8 @@ def add_lora_flags(add: Add) -> None:
     )
     add(
         "--base_precision",
-        choices=["int8", "nf4"],
+        choices=["int8", "nf4", "no"],
+        action=OrNo,
         help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
         "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
     )
@@ -99,7 +101,8 @@ def add_lora_flags(add: Add) -> None:
     )
     add(
         "--blocks_to_swap",
-        type=number(1, 10**4, int, "all"),
+        type=number(1, 10**4, int, "all", "no"),
+        action=OrNo,
         help="with --rank, number of the denoiser's blocks, or all, whose frozen weights stay in "
         "the host's memory, to save the GPU's: each is copied to the GPU when it computes; "
         "includes gradient checkpointing",
