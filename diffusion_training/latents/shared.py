@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from diffusion_training import __version__
-from diffusion_training.arguments import Flags
+from diffusion_training.arguments import Flags, list_values, make_parser
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import count_references, name_shared_folder
 from diffusion_training.data.references import add_references
@@ -47,11 +47,13 @@ def cache_latents_once(launch: Launch, args: Namespace, script: str) -> Namespac
     flags = choose_flags(args, launch.mixed_precision)
     folder = name_shared_folder("latents", args.cache_dir) / hash_values(describe(flags, args))
     folder.mkdir(parents=True, exist_ok=True)
+    sides = list_values(args.resolution)
+    places = [folder / str(side) for side in sides] if len(sides) > 1 else [folder]
     with FileLock(f"{folder}.lock"):
         # A killed run may have left a process that still encodes. It has this lock.
         with FileLock(folder / ".lock"):
             pass
-        if not (folder / "state.json").exists():
+        if not all((place / "state.json").exists() for place in places):
             print_once(f"Encoding the images, once for all runs, into {folder}")
             on_gpu = is_gpu(launch.device) and args.cache_latents != "cpu"
             flags |= {name: vars(args)[name] for name in WITHOUT_EFFECT}
@@ -59,17 +61,20 @@ def cache_latents_once(launch: Launch, args: Namespace, script: str) -> Namespac
             path = str(Path(script).with_name("precompute_latents.py"))
             make_cache([path, *format_words(flags)], list_environment(args.cache_latents))
     print_once(f"Latents: {folder}, for all runs with these images and models")
-    skipped = load_cache(folder).settings["skipped"]
+    skipped = load_cache(places[0]).settings["skipped"]
     if skipped:
-        listed = folder / "skipped.jsonl"
+        listed = places[0] / "skipped.jsonl"
         print_once(f"{amount(skipped, 'image')} could not be used: {listed} says why")
-    found = {"latents_dir": [str(folder)], "dataset_name": None, "train_data_dir": None}
+    found = {"latents_dir": [*map(str, places)], "dataset_name": None, "train_data_dir": None}
+    if len(places) > 1:  # an image counts once an epoch, in one of the sizes
+        odds = args.latents_weights or [1.0] * len(places)
+        found |= {"latents_weights": [each / sum(odds) for each in odds]}
     return Flags(args.given, args.typed, **vars(args) | found)
 
 
 def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
     """The flags of precompute_latents.py that decide what the cache holds, except for defaults."""
-    parser = argparse.ArgumentParser()
+    parser = make_parser("precompute_latents.py", None)
     add_cache_flags(parser)
     add_stream_flags(parser.add_argument, trains=False)
     defaults = vars(parser.parse_args([]))
@@ -83,7 +88,10 @@ def choose_flags(args: Namespace, mixed_precision: str) -> dict[str, Any]:
         flags["mixed_precision"] = "no"
     if args.shuffle_caption:  # the trainer has to encode the captions
         flags |= {"text_cache": "ids", "clip_skip": None}
-    return {name: value for name, value in flags.items() if value != defaults[name]}
+    idle = {each.dest for each in parser.find_idle(argparse.Namespace(**defaults | flags))}
+    return {
+        name: value for name, value in flags.items() if value != defaults[name] and name not in idle
+    }
 
 
 def describe(flags: dict[str, Any], args: Namespace) -> list:

@@ -45,6 +45,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
+from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32
@@ -111,6 +112,9 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
     seen = []
     scheduler = pipeline.scheduler
 
+    if scheduler.config.get("invert_sigmas"):  # of Mochi, whose time is the share of the image
+        time = 1 - time
+
     def set_timesteps(num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
         scheduler.timesteps = torch.tensor([1000 * time])
         scheduler.sigmas = torch.tensor([time, 0.0])
@@ -137,7 +141,7 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
     options |= size | more
     pipeline(prompt=caption, num_inference_steps=2, output_type="latent", **options)
     (velocity,) = seen
-    return velocity
+    return -velocity if scheduler.config.get("invert_sigmas") else velocity
 
 
 def in_order(family, noise, velocity):
@@ -158,7 +162,7 @@ GATED = ("krea2", "qwen_image_2_1", "ernie_image", "nucleus")
     "name", [n if n in GATED else pytest.param(n, marks=pytest.mark.long) for n in ALL]
 )
 @torch.no_grad()
-def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
+def test_attention_and_mlp_are_the_layers_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
     monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
     ALL[name](tmp_path / name)
     flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
@@ -192,8 +196,14 @@ def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, mon
         # of a time embedding there is one row, or one for each token, whatever the tokens are
         if len(first) > 1 and not torch.equal(first, second):
             expected.add(full)
-    assert {*family.choose_layers(model, "all")} - uncalled == expected
+    assert {*family.choose_layers(model, "attention_mlp")} - uncalled == expected
     assert len(expected) > 4
+    further = LAYERS[kind.__name__].further if kind.__name__ in LAYERS else ()
+    assert {*family.choose_layers(model, "all")} - uncalled == expected | {*further}
+    attention = {*family.choose_layers(model, "attention")}
+    assert attention < {*family.choose_layers(model, "attention_mlp")}
+    both = [name for name in attention if "mlp" in name]  # of FLUX.2's single blocks
+    assert bool(both) == (kind.__name__ == "Flux2Transformer2DModel")
 
 
 @pytest.mark.parametrize("name", ["cogview4", "flux", "klein", "flux2"])
@@ -240,6 +250,7 @@ GUIDANCE = {  # the flags of guidance 2.5 in samples; hunyuan_image draws withou
     "krea2": {"guidance_scale": 1.5},
     "hunyuan_image": {},
 }
+FOUR_PIXELS = ("ernie_image", "flux2", "klein", "wan", "skyreels_v2", "sana_video")  # per latent
 PATCH_SIZES = dict.fromkeys(FEW, 2) | {"hunyuan_image": 1}  # of transformers
 
 
@@ -266,7 +277,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
         prompts = encode(encoders, [caption])
         time = torch.tensor([0.5])
         ours.append(family.predict(pipeline.transformer, noise, time, prompts))
-        size = {"height": SIDE} if name in ("ernie_image", "flux2", "klein") else {}
+        size = {"height": SIDE} if name in FOUR_PIXELS else {}
         theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **size)
         assert torch.equal(ours[-1], in_order(family, noise, theirs).float())
     assert not torch.equal(*ours)

@@ -107,6 +107,8 @@ class DenoiserCalls:
         # and some take captions of one length: see `probe_batching`.
         self.one_by_one = "references" in findings
         self.code = code
+        # Mochi's time counts the share of the image, and its velocity goes from noise to image
+        self.is_inverted = code.scheduler.config.invert_sigmas
         self.structure = findings["structure"]
         self.parts: list[TextTensor] = findings["parts"]
         self.image_argument = findings.get("references", {}).get("name", "image")
@@ -286,6 +288,8 @@ class DenoiserCalls:
             lengths = prompts["prompt_lengths"].tolist()
         texts = self.join(prompts)
         leaves = list_tensors(texts)
+        if self.is_inverted:
+            times = 1 - times
         call = self.get_call(noisy.shape, lengths, leaves)
         arguments = call.fill([noisy, *references, *leaves])
         for position, formula in call.times.items():
@@ -293,6 +297,8 @@ class DenoiserCalls:
             like = call.leaves[position]
             if like.numel() == len(times):
                 time = time.view(like.shape)
+            elif like.dim() > 1:  # for each token of each image
+                time = time.view(-1, *[1] * (like.dim() - 1)).expand(like.shape)
             arguments[position] = time.to(like.dtype)
         context: Any = contextlib.nullcontext()
         if noisy.is_meta:
@@ -302,7 +308,8 @@ class DenoiserCalls:
             context = on_meta()
         with context:
             output = model(**tree_unflatten(arguments, call.spec))[0]
-        return self.read(output, noisy.shape, lengths)
+        velocity = self.read(output, noisy.shape, lengths)
+        return -velocity if self.is_inverted else velocity
 
     def list_values(
         self, call: Call, shape: torch.Size, lengths: list[int], prompts: dict[str, torch.Tensor]
