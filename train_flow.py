@@ -197,7 +197,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_saving_flags(add)
 
     args = parser.parse_args(argv)
-    if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
+    if not (args.latents_dir or args.dataset_name or args.train_data_dir or args.data):
         if args.cache_latents:  # as recipes say
             parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO, argv)
@@ -611,7 +611,7 @@ def main(args: Namespace) -> None:
     # which family it belongs to: the wrong script ends here, before any image is encoded
     base = open_trained_base(args, "train_flow.py", record_family)
     # --cache_latents: runs precompute_latents.py first, before any model is loaded here
-    args_of_data = cache_latents_once(launch, args, __file__)
+    args_of_data = cache_latents_once(launch, args, __file__, run.checkpoint_settings)
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)

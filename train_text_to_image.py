@@ -155,7 +155,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
 
     args = parser.parse_args(argv)
-    if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
+    if not (args.latents_dir or args.dataset_name or args.train_data_dir or args.data):
         if args.cache_latents:  # as recipes say
             parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
@@ -522,7 +522,7 @@ def main(args: Namespace) -> None:
     # which family it belongs to: the wrong script ends here, before any image is encoded
     base = open_trained_base(args, "train_text_to_image.py")
     # --cache_latents: runs precompute_latents.py first, before any model is loaded here
-    args_of_data = cache_latents_once(launch, args, __file__)
+    args_of_data = cache_latents_once(launch, args, __file__, run.checkpoint_settings)
     noise_scheduler, sampler = make_schedulers(base, args)
 
     # The data comes before the model, which must fit the latents and embeddings.

@@ -72,7 +72,18 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     """
     check_captions(parser, args)
     caches = args.latents_dir or []
-    if not caches:
+    if args.data:
+        from diffusion_training.latents.data_file import read_data_file
+
+        others = ("latents_dir", "train_data_dir", "dataset_name", "streaming", "folder_repeats")
+        for name in others:
+            if vars(args)[name]:
+                parser.error(f"--{name} can't be combined with --data, which names the images")
+        try:
+            read_data_file(args.data, vars(args))
+        except (OSError, ValueError) as error:
+            parser.error(f"--data {args.data} can't be used: {error}")
+    elif not caches:
         check_source(parser, args)
     elif args.dataset_name or args.train_data_dir:
         parser.error(
@@ -87,7 +98,7 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     if args.follow and (len(caches) != 1 or args.latents_weights):
         parser.error("--follow needs one --latents_dir, without --latents_weights")
     sides = list_values(args.resolution)
-    if len(sides) > 1 and not (args.cache_latents or caches):
+    if len(sides) > 1 and not (args.cache_latents or args.data or caches):
         parser.error("several values of --resolution need --cache_latents")
     count = len(caches)
     what = "--latents_dir"
@@ -128,6 +139,13 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
+    add(
+        "--data",
+        type=local_path,
+        help="a .toml file of several folders of images, each with its own num_repeats, captions, "
+        "flip_aug and resolution, in the form of musubi-tuner and sd-scripts, see docs/data.md; "
+        "includes --cache_latents",
+    )
     add(
         "--cache_latents",
         useless_with="--latents_dir",

@@ -173,6 +173,7 @@ class CachedLatents(torch.utils.data.Dataset):
         self.caption_weights = caption_weights
         self.reads_captions = reads_captions
         self.folders = list(caches)
+        settings = [cache.settings for cache in caches.values()]
         self.opened: dict[int, OpenShard] = {}
         self.parts = [cache.shards for cache in caches.values()]
         for shards in self.parts:
@@ -182,13 +183,14 @@ class CachedLatents(torch.utils.data.Dataset):
         self.starts = self.lengths.cumsum() - self.lengths  # number of each shard's first row
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
         self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
-        columns = self.parts[0].columns
+        # whether each cache has mirrored images; the columns are those of one that has
+        self.flips = [each["transform"]["random_flip"] for each in settings]
+        columns = self.parts[self.flips.index(True) if any(self.flips) else 0].columns
         self.columns = [column for column in columns if column.is_in_batch]
         # A batch is padded at least as far as the empty prompt, which may replace a caption; to the
         # full length (None) if the model sees padding.
         mask = next(iter(caches.values())).empty_prompt.get("prompt_mask")
         self.least_tokens = None if mask is None else int(mask.sum())
-        settings = [cache.settings for cache in caches.values()]
         self.shape = settings[0]["latents_shape"]
         self.shapes = np.array([each["latents_shape"] for each in settings])
         self.groups = group_sizes(settings)
@@ -277,6 +279,7 @@ class CachedLatents(torch.utils.data.Dataset):
                 texts.append(opened.read_text(index, self.reads_captions[0]))
             views, index = opened.view(index)
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
+            flip = flip and self.flips[int(np.searchsorted(self.firsts, shard, side="right")) - 1]
             flipped.append(flip)
             if self.caption_weights:
                 lengths = views["prompt_lengths"][index]

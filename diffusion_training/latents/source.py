@@ -128,6 +128,7 @@ def open_data(
         mask_column=args.mask_column,
         num_workers=0,  # a thread is faster than processes, which would have to send their batches
         captions=sample_cached_captions(first.shards) if wants_tags else [],
+        folders=vars(args).get("folders", {}),
         classes=classes,
     )
 
@@ -307,7 +308,7 @@ def check_cache(
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
-    if args.random_flip and not transform["random_flip"]:
+    if args.random_flip and not transform["random_flip"] and not args.data:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
     side = transform["resolution"]
     if args.resolution and side not in (sides := list_values(args.resolution)):

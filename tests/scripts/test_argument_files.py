@@ -1,5 +1,6 @@
 """recipes/: each fits on its GPU, and trains on a tiny model; --cache_latents."""
 
+import json
 import os
 import re
 import shlex
@@ -375,6 +376,99 @@ def test_cache_latents_names_the_images_that_it_lacks(tmp_path, flags, forked, c
     skipped = state.with_name("skipped.jsonl")
     assert f"1 image could not be used: {skipped} says why" in capsys.readouterr().out
     assert "0.png" in skipped.read_text()
+
+
+DATA = """
+[general]
+flip_aug = true
+caption_extension = ".txt"
+
+[[datasets]]
+resolution = [16, 16]
+image_directory = "{0}/photos"
+num_repeats = 3
+
+[[datasets]]
+resolution = 8
+  [[datasets.subsets]]
+  image_dir = "{0}/others"
+  flip_aug = false
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("without_figures")
+def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, monkeypatch, capsys):
+    make_captioned(tmp_path / "others", 4)
+    file = tmp_path / "data.toml"
+    file.write_text(DATA.format(tmp_path))
+    own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
+    own = [*own, f"--data={file}", "--train_batch_size=8"]
+    getitem, choose = CachedLatents.__getitem__, train.module.choose_rows
+
+    def spy(self, keys):
+        batch = getitem(self, keys)
+        for (_, row, _), flipped in zip(keys, batch["flipped"].tolist(), strict=True):
+            mirrored[row % 10] += flipped
+        return batch
+
+    def note(*given):
+        rows = choose(*given)
+        counts.append(np.bincount(rows % 10).tolist())
+        return rows
+
+    counts, mirrored = [], np.zeros(10, int)
+    monkeypatch.setattr(CachedLatents, "__getitem__", spy)
+    monkeypatch.setattr(train.module, "choose_rows", note)
+    train(*own)
+    assert counts and all(each == [3] * 6 + [1] * 4 for each in counts)
+    assert sum(mirrored[:6]) > 3 and not sum(mirrored[6:])  # others have no mirrored images
+    commands = [" ".join(command) for command in forked]
+    assert ["--random_flip" in command for command in commands] == [True, False]
+    assert ["--resolution=16" in command for command in commands] == [True, False]
+    assert f"--data={file}\n" in (tmp_path / "out/run.args").read_text()
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert "data.toml" in json.dumps(report)
+    # the same command resumes, with a changed file it does not
+    own += ["--resume_from_checkpoint=latest"]
+    train(*own, "--num_train_epochs=2")
+    capsys.readouterr()
+    file.write_text(DATA.format(tmp_path).replace("num_repeats = 3", "num_repeats = 2"))
+    said = train.refused(*own, "--num_train_epochs=3")
+    assert (
+        f"--data {file} has changed since the checkpoint ({tmp_path}/photos.num_repeats 3 -> 2)"
+        in (said)
+    )
+    assert len(forked) == 2
+
+
+@pytest.mark.parametrize("old, new, sentence", [
+    ("flip_aug = true", "flip = true", "it has flip, which is not one of image_directory, ima"),
+    ("flip_aug = true", "batch_size = 4", "it has batch_size, which is a flag here: --train_batch"),
+    ("/others", "/photos", "photos twice: give it once, with num_repeats"),
+    ("/others", "/none", "/none is not a folder"),
+    ("num_repeats = 3", "num_repeats = 0", "its num_repeats is 0: it must be at least 1"),
+    ("num_repeats = 3", "num_repeats = true", "its num_repeats is True, not one int"),
+    ("[16, 16]", "[16, 8]", "its resolution is [16, 8], not one int"),
+    ("[general]", "[generally]", "it has generally, but only general and datasets are read"),
+    ("[general]", "[general", "can't be used: "),
+    ('image_dir = "{0}/others"', "", "one of its [[datasets]] has no image_directory"),
+])  # fmt: skip
+def test_a_data_file_that_can_not_be_used_ends_in_a_sentence(tmp_path, flags, old, new, sentence):
+    (tmp_path / "others").mkdir()
+    file = tmp_path / "data.toml"
+    assert old in DATA
+    file.write_text(DATA.replace(old, new).format(tmp_path))
+    own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
+    assert sentence in train.refused(*own, f"--data={file}", status=2)
+
+
+def test_a_data_file_is_the_only_source_of_images(tmp_path, flags):
+    said = train.refused(*flags, "--data=none.toml", status=2)
+    assert "--train_data_dir can't be combined with --data" in said
+    own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
+    said = train.refused(*own, "--data=none.toml", status=2)
+    assert "--data none.toml can't be used: [Errno 2]" in said
 
 
 @pytest.mark.ci

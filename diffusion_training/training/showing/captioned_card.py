@@ -94,10 +94,11 @@ def describe_text_to_image(
         if source.endswith(".safetensors"):
             opener = f"{own.pipeline}.from_single_file"
         transformer = []
-        if all(file) and args.rank:
+        path, shown = file
+        if path and shown and args.rank:
             from diffusion_training.families.transformer_file import write_loading
 
-            transformer = write_loading(own.model, *file, source, DTYPE)
+            transformer = write_loading(own.model, path, shown, source, DTYPE)
         guidance = own.guidance_args(scale)
         if own.has_guider and "guidance_scale" in guidance:
             scale = guidance.pop("guidance_scale")

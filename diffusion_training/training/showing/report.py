@@ -166,7 +166,8 @@ def name_run(step: int, args: Namespace, local: bool) -> About:
     flags = vars(args)
     output_dir = args.output_dir
     base = flags.get("pretrained_model_name_or_path")
-    data = flags.get("latents_dir") or flags.get("dataset_name") or flags.get("train_data_dir")
+    sources = ("latents_dir", "dataset_name", "train_data_dir", "data")
+    data = next(flags[source] for source in sources if flags.get(source))
     prompts = flags.get("validation_prompts") or ["a photograph"]
     return About(
         step,
