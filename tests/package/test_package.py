@@ -49,15 +49,15 @@ ROOMS = [
 # for what is imported at the start. The second one adds what functions import when they are called,
 # and what only types need, since moving an import does not make a script smaller.
 LIMITS = {
-    "caption_images": (23_900, 25_400),
-    "download_images": (16_500, 18_500),
-    "precompute_latents": (45_500, 64_900),
-    "precompute_latents_ray": (52_900, 72_300),
-    "reconstruct_ema": (11_300, 12_200),
-    "train_flow": (88_100, 121_500),
-    "train_on_ray": (9_200, 9_200),
-    "train_text_to_image": (87_600, 103_800),
-    "train_unconditional": (58_500, 63_500),
+    "caption_images": (24_400, 26_400),
+    "download_images": (17_200, 19_400),
+    "precompute_latents": (46_600, 67_100),
+    "precompute_latents_ray": (54_000, 74_500),
+    "reconstruct_ema": (11_800, 12_800),
+    "train_flow": (91_200, 126_100),
+    "train_on_ray": (10_000, 10_000),
+    "train_text_to_image": (90_700, 107_800),
+    "train_unconditional": (60_200, 64_500),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
 NEVER = {
