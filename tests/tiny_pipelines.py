@@ -23,6 +23,9 @@ SINGLE = {"num_layers": 1, "num_single_layers": 1, **HEADS, "joint_attention_dim
 DOUBLE = {"num_layers": 2, **HEADS}
 FOUR = {"in_channels": 4, "out_channels": 4}
 AXES = (4, 6, 6)
+# pixels of images that some of them need at least, others 16
+SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32, "sana_video": 32}
+SIDES |= {"wan_5b": 64, "ltx": 32, "hunyuan_video": 32}
 # options of VAEs
 STATISTICS = {"latents_mean": [-0.5, 0.1, 0.3, 1.0], "latents_std": [0.8, 1.2, 2.0, 0.5]}
 

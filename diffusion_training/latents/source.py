@@ -308,7 +308,7 @@ def check_cache(
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
-    if args.random_flip and not transform["random_flip"] and not args.data:
+    if args.random_flip and not transform["random_flip"] and "folders" not in args:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
     side = transform["resolution"]
     if args.resolution and side not in (sides := list_values(args.resolution)):

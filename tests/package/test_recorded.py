@@ -242,11 +242,11 @@ def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, mo
     assert said == (name in ("klein", "flux2"))
 
 
-FEW = ("z_image", "flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
+FEW = ("z_image", "flux", "wan_5b", "krea2", "hunyuan_image")  # one of each mechanism
 GUIDANCE = {  # the flags of guidance 2.5 in samples; hunyuan_image draws without
     "z_image": {"guidance_scale": 1.5},  # it counts from 0
     "flux": {"true_cfg_scale": 2.5, "guidance_scale": 1.0},
-    "chroma": {"guidance_scale": 2.5},
+    "wan_5b": {"guidance_scale": 2.5},  # like Chroma
     "krea2": {"guidance_scale": 1.5},
     "hunyuan_image": {},
 }
@@ -285,6 +285,35 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
     assert len(sampled.results) == len(family.guided["results"] if family.guided else [0])
     later = family.predict(pipeline.transformer, noise, torch.tensor([0.25]), prompts)
     assert not torch.equal(later, ours[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi"])
+@torch.no_grad()
+def test_a_perfect_prediction_gives_the_latents_of_a_still_back(tmp_path, name, monkeypatch):
+    """By the pipeline's own scheduler, which tells the sign of the velocity, and where time is 0."""
+    pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
+    pipeline.set_progress_bar_config(disable=True)
+    family = encoders.family
+    noise = draw_noise(encoders, 1)
+    latents = torch.randn(noise.shape, generator=torch.Generator().manual_seed(2))
+    calls = family.own_calls
+    numbers = torch.arange(noise.numel(), dtype=torch.float32)
+    run = recorded.PipelineTrace("step", numbers.reshape, texts=[calls.make_texts([1])])
+    calls.run(1, noise.shape[2:], run)
+    packed = (noise - latents).flatten()[run.sample.flatten().long()].view_as(run.sample)
+    sign = -1 if name == "mochi" else 1
+    monkeypatch.setattr(pipeline.transformer, "forward", lambda *args, **options: (sign * packed,))
+    prompts = encode(encoders, CAPTIONS[:1])
+    read = family.predict(pipeline.transformer, noise, torch.tensor([0.5]), prompts)
+    assert torch.equal(read, noise - latents)
+    options = family.findings["off"] | family.findings["own"] | {"height": SIDE, "width": SIDE}
+    with drawing(type(pipeline), lambda shape, *args, **more: noise.reshape(shape)):
+        drawn = pipeline(
+            prompt=CAPTIONS[0], num_inference_steps=8, output_type="latent", **options
+        ).frames
+    rounding = {"rtol": 0, "atol": 5e-3 if "wan" in name else 1e-4}  # UniPC begins below 1
+    torch.testing.assert_close(in_order(family, noise, drawn), latents, **rounding)
 
 
 @torch.no_grad()
@@ -596,7 +625,32 @@ VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransforme
             "it takes no prompt",
         ),
         ("NoPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "has no class of this name"),
-        ("WanPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "it draws videos"),
+        (
+            "WanPipeline",
+            {name: TRANSFORMER for name in ("transformer", "transformer_2")}
+            | {"vae": VAE, "boundary_ratio": 0.875},
+            "it has two experts: transformer draws the noise levels above 0.875, .* Choose Wan 2.1",
+        ),
+        (
+            "WanImageToVideoPipeline",
+            {"transformer": TRANSFORMER, "vae": VAE},
+            "it makes a video of image, which stills can't teach: choose",
+        ),
+        (
+            "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+            {"transformer": TRANSFORMER, "vae": VAE},
+            "it makes a video of video, which stills can't teach: choose",
+        ),
+        (
+            "LTX2Pipeline",
+            {"transformer": TRANSFORMER, "vae": VAE, "audio_vae": VAE},
+            "it draws videos with sound \\(audio_vae\\) in one transformer, .* such as Wan 2.1",
+        ),
+        (
+            "HunyuanVideo15Pipeline",
+            {"transformer": TRANSFORMER, "vae": VAE, "guider": ["diffusers", "X"]},
+            "it draws videos, and its transformer is called by a guider .* a plain pipeline, such",
+        ),
         (
             "Ideogram4Pipeline",
             {"transformer": TRANSFORMER, "unconditional_transformer": TRANSFORMER, "vae": VAE},

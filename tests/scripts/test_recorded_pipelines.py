@@ -32,8 +32,7 @@ from diffusion_training.latents.settings import fingerprint_cache
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 precompute, train = Script("precompute_latents"), Script("train_flow")
 CAPTIONS = ["a digit zero", "a handwritten digit one", "digit", "one", "a digit two", ""]
-SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32, "sana_video": 32}
-SIDES |= {"wan_5b": 64, "ltx": 32, "hunyuan_video": 32}
+SIDES = tiny_pipelines.SIDES
 NEW = "flux"  # tried in CI
 LORA = "pytorch_lora_weights.safetensors"
 

@@ -551,6 +551,12 @@ class Recorded(Family):
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Without text encoders, it replays the embeddings of an `EncodedCaption`."""
         kind = self.pipeline_class
+        own = getattr(diffusers, self.configs["scheduler"]["_class_name"])
+        sampler: Any = parts.get("scheduler")
+        # a multistep solver of flow matching, such as Wan's, draws with the shift of training
+        if type(sampler) is diffusers.FlowMatchEulerDiscreteScheduler and own is not type(sampler):
+            solver = own.from_config(self.configs["scheduler"], flow_shift=sampler.config.shift)
+            parts = parts | {"scheduler": solver}
         is_whole = any(name in parts for name in self.index if name.startswith("text_encoder"))
         return make_pipeline(kind if is_whole else replay(kind), parts, self.index)
 

@@ -185,7 +185,7 @@ def read_rank(args: argparse.Namespace) -> int | None:
     if given == "latest":
         found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
         steps = {path.parent.name.removeprefix("checkpoint-"): path.parent for path in found}
-        folders = [steps[max(filter(str.isdecimal, steps), key=int)]] if steps else []
+        folders = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)[-1:]]
     for path in (path for folder in folders for path in folder.glob("*/adapter_config.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):  # the run reads it once more
             return json.loads(path.read_text())["r"]
