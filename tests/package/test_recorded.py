@@ -727,7 +727,8 @@ def test_a_layout_of_more_numbers_than_float32_counts_is_exact(monkeypatch):
     shift = torch.randn(32, 1, generator=generator)
 
     def decode(calls, vae, size, noise):
-        return ((noise.view(32, -1) / scale) + shift).flatten()[order].view(1, 32, *size)
+        decoded = ((noise.view(32, -1) / scale) + shift).flatten()[order].view(1, 32, *size)
+        return SimpleNamespace(decoded=decoded, decoded_with=())
 
     monkeypatch.setattr(layout, "trace_decoding", decode)
     assert torch.equal(layout.probe_layout(StandIn(), None, size).order, order)
