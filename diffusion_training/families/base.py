@@ -192,8 +192,6 @@ class Family:
     image_argument = "image"  # of the pipeline, for references
     needs_references = False  # can't the pipeline be called without one?
     samples_one_by_one = True  # one call of the pipeline per sample
-    attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
-    other_layers: tuple[str, ...] = ()  # added by --lora_layers all
     suggests_lora = True  # do the commands that are printed train a LoRA?
 
     # ---- which models are of this family
@@ -504,10 +502,14 @@ class Family:
     # ---- LoRA
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """--lora_layers as ends of names; attention and all omit those not in the model."""
-        if which not in ("attention", "all"):
+        """--lora_layers as ends of names; its sets omit those not in the model."""
+        # here, because few runs need the table
+        from diffusion_training.training.lora.lora_layers import COMMON, LAYER_SETS, LAYERS
+
+        if which not in LAYER_SETS:
             return [end.strip() for end in which.split(",")]
-        ends = [*self.attention, *(self.other_layers if which == "all" else ())]
+        layers = LAYERS.get(type(model).__name__, COMMON)
+        ends = [*layers.choose(which), *(layers.further if which == "all" else ())]
         names = [f".{name}" for name, _ in model.named_modules()]
         return [end for end in ends if any(name.endswith(f".{end}") for name in names)]
 

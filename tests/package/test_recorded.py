@@ -45,6 +45,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
+from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32
@@ -161,7 +162,7 @@ GATED = ("krea2", "qwen_image_2_1", "ernie_image", "nucleus")
     "name", [n if n in GATED else pytest.param(n, marks=pytest.mark.long) for n in ALL]
 )
 @torch.no_grad()
-def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
+def test_attention_and_mlp_are_the_layers_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
     monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
     ALL[name](tmp_path / name)
     flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
@@ -195,8 +196,14 @@ def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, mon
         # of a time embedding there is one row, or one for each token, whatever the tokens are
         if len(first) > 1 and not torch.equal(first, second):
             expected.add(full)
-    assert {*family.choose_layers(model, "all")} - uncalled == expected
+    assert {*family.choose_layers(model, "attention_mlp")} - uncalled == expected
     assert len(expected) > 4
+    further = LAYERS[kind.__name__].further if kind.__name__ in LAYERS else ()
+    assert {*family.choose_layers(model, "all")} - uncalled == expected | {*further}
+    attention = {*family.choose_layers(model, "attention")}
+    assert attention < {*family.choose_layers(model, "attention_mlp")}
+    both = [name for name in attention if "mlp" in name]  # of FLUX.2's single blocks
+    assert bool(both) == (kind.__name__ == "Flux2Transformer2DModel")
 
 
 @pytest.mark.parametrize("name", ["cogview4", "flux", "klein", "flux2"])
@@ -219,11 +226,14 @@ def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, mo
         tokens = math.prod(size) / family.patch_size(pipeline.transformer) ** 2
         expected = compute_mu(config, tokens)
         found = family.choose_mu(size, expected)
-        for steps in (4, 50):
+        for steps in (4, 50, 200):
             with pytest.raises(Stopped):
                 pipeline(prompt="a", num_inference_steps=steps, height=height, width=width)
         if name in ("klein", "flux2"):
             assert given[4] > given[50] > found == expected
+            # with the usual config of a scheduler, it is the pipeline's shift in many steps
+            usual = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True).config
+            assert compute_mu(usual, tokens) == pytest.approx(given[200], rel=1e-5)
         elif name == "flux":
             assert given[4] == given[50] == pytest.approx(found) and found == expected
         else:

@@ -176,7 +176,8 @@ class DenoiserCalls:
 
         It is what the pipeline gives its scheduler. expected: by the scheduler's config, which is
         kept where the pipeline's is equal up to rounding, or depends on the number of steps as
-        well, so that it is no property of the model. That is printed once.
+        well. FLUX.2's pipelines shift more in fewer steps, which is good for few large steps, and
+        in 200 steps by what the config says: that is the model's own shift. It is printed once.
         """
         if size not in self.shifts:
             few, many = (self.measure_mu(size, steps) for steps in (4, FULL_STEPS))
@@ -188,8 +189,9 @@ class DenoiserCalls:
                     PartialState().print(
                         f"In {FULL_STEPS} steps, {self.code.kind.__name__} shifts noise levels at "
                         f"{height} x {width} pixels by {math.exp(many):.3g}, and in fewer steps by "
-                        f"more. Training shifts them by {math.exp(expected):.3g}, as the "
-                        "scheduler's config says: --shift sets another shift"
+                        f"more, in 200 steps by {math.exp(self.measure_mu(size, 200) or 0):.3g}. "
+                        f"Training shifts them by {math.exp(expected):.3g}, as the scheduler's "
+                        "config says: --shift sets another shift"
                     )
             self.shifts[size] = found
         return self.shifts[size]

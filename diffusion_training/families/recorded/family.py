@@ -567,9 +567,24 @@ class Recorded(Family):
     # ---- LoRA
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """Linear layers of the blocks: those of attention, or all but those in `SPARED`."""
-        if which not in ("attention", "all"):
+        """Linear layers of the blocks, by the table; of other models, all but those in `SPARED`."""
+        from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
+
+        if which not in LAYER_SETS:
             return super().choose_layers(model, which)
+        if layers := LAYERS.get(type(model).__name__):
+            ends = tuple(f".{end}" for end in layers.choose(which))
+            further = tuple(f".{end}" for end in layers.further if which == "all")
+            return [
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, torch.nn.Linear)
+                and (
+                    re.search(r"\.\d+\.", name)
+                    and name.endswith(ends)
+                    or f".{name}".endswith(further)
+                )
+            ]
         chosen = []
         for name, module in model.named_modules():
             of_block = re.search(r"\.\d+\.(.+)", name.lower())  # such as blocks.0.attn.to_q
@@ -581,7 +596,7 @@ class Recorded(Family):
             is_attention &= not re.search("gate|embed", name.lower())
             is_spared = SPARED.search(name.lower()) or "embed" in inner or is_router(model, name)
             if isinstance(module, torch.nn.Linear) and inner and not is_spared:
-                if is_attention or which == "all":
+                if is_attention or which != "attention":
                     chosen.append(name)
         return chosen
 

@@ -117,9 +117,9 @@ def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layou
             if not torch.equal(order.sort().values, torch.arange(count)):
                 raise Unrecordable("its VAE gets other numbers than its latents")
             back = order.argsort()
-            shifts, larges = (each.flatten()[back] for each in (shift, large))
-            further = of_zeros.decoded_with
-        calls.layouts[size] = Layout(shift.shape[1:], order, shifts, larges, further)
+            shape = shift.shape[1:]
+            shift, large = (each.flatten()[back] for each in (shift, large))
+        calls.layouts[size] = Layout(shape, order, shift, large, of_zeros.decoded_with)
     return calls.layouts[size]
 
 

@@ -1,0 +1,127 @@
+"""benchmarks/speedrun.py: which runs it does, what it measures, and that it continues."""
+
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, reset
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import speedrun
+
+DUCKS = speedrun.TASKS["ducks"]
+REFERENCE = "attention 0.002"
+
+
+def make_run(name, seed, loss, curve=None, **more):
+    run = {"setting": name, "folder": f"{name}-{seed}", "seed": seed, "held_out_loss": loss}
+    run |= {"held_out_losses": curve or {"0": 1.0, "240": loss}, "step_seconds": 0.5}
+    run |= {"weights": 1000, "subject": 1.0, "copy": 0.0, "prior": 2.0, "commit": "a"}
+    return run | more
+
+
+def test_the_plan_refines_the_best_settings_of_the_grid_and_skips_what_is_done():
+    losses = {"attention 0.0047": 0.3, "attention_mlp 0.00085": 0.2, "all 0.0047": 0.1}
+    results, order = [], []
+    for setting, seed in speedrun.plan(DUCKS, results, 2):
+        order.append((setting.name, seed))
+        results.append(make_run(setting.name, seed, losses.get(setting.name, 0.5)))
+    grid = [f"{layers} {rate:g}" for rate in speedrun.RATES for layers in DUCKS.layers]
+    assert order[:15] == [(name, 0) for name in grid] and grid[0] == REFERENCE
+    assert {name for name, _ in order[15:19]} == {REFERENCE, *losses}
+    changes = [item for item in order[19:] if ", " in item[0]]
+    assert changes == order[19 : 19 + len(changes)]
+    assert changes[0] == ("all 0.0047, 80 steps", 0)
+    assert all(name.startswith("all 0.0047, ") for name, _ in changes)
+    assert len(set(order)) == len(order) == 2 * (15 + len(changes) // 2)
+    (setting,) = {name: each for each, _ in speedrun.plan(DUCKS, results, 2)
+                  if (name := each.name) == "all 0.0047, 80 steps"}.values()  # fmt: skip
+    assert setting.flags == {
+        "lora_layers": "all", "rank": 3, "learning_rate": 0.0047, "max_train_steps": 80
+    }  # fmt: skip
+
+
+def test_the_table_compares_runs_of_the_same_seed():
+    results = [make_run(REFERENCE, seed, loss) for seed, loss in enumerate((0.1, 0.2, 0.3))]
+    curves = {0: {"0": 1, "40": 0.09, "80": 0.05}, 1: {"0": 1, "40": 0.3, "80": 0.1}}
+    results += [make_run("fast", seed, 0.05 + 0.05 * seed, curves[seed]) for seed in curves]
+    results.append(make_run("slow", 0, 0.5, {"0": 1, "80": 0.5}))
+    fast, reference, slow = speedrun.make_table(DUCKS, results)
+    assert fast[:2] == ["fast", "2"] and reference[0] == f"{REFERENCE} (reference)"
+    assert fast[3] == "0.0750 ± 0.3177"  # 12.71 standard errors
+    assert fast[4] == "0.50 ± 0.00"  # though the losses differ by a factor of two
+    assert fast[5] == "40, 80" and fast[6] == "30"  # (40 + 80) / 2 steps of half a second
+    assert reference[4:6] == ["1.00 ± 0.00", "240, 240, 240"]
+    assert slow[3] == "0.5000" and slow[4:7] == ["5.00", "never", ""]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", speedrun.TASKS)
+def test_settings_are_trained_measured_and_kept(tmp_path, monkeypatch, capsys, task):
+    """Runs of both trainers with few steps, then the same command again."""
+    monkeypatch.setattr(speedrun, "BASE_STEPS", 4)
+    monkeypatch.setattr(speedrun, "MEASURED", 4)
+    argv = [f"--task={task}", "--steps=8", "--seeds=1", f"--output_dir={tmp_path}"]
+    argv += ["--only", REFERENCE, "attention_mlp 0.002"]
+    try:
+        speedrun.main(argv)
+    finally:
+        reset()
+    log = tmp_path / task / "results.jsonl"
+    runs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [run["setting"] for run in runs] == [REFERENCE, "attention_mlp 0.002"]
+    for run in runs:
+        assert [*run["held_out_losses"]] == ["0", "4", "8"] and run["step_seconds"] > 0
+        assert 0 <= run["subject"] <= 1 and 0 <= run["copy"] <= 1 and run["prior"] > 0
+        assert (tmp_path / task / "runs" / run["folder"] / "samples.png").exists()
+    attention, mlp = (run["weights"] for run in runs)
+    assert attention != mlp and 0.8 < attention / mlp < 1.25  # about as many
+    page = (tmp_path / task / "report.html").read_text()
+    assert all(f"runs/{run['folder']}/samples.png" in page for run in runs)
+    said = capsys.readouterr().out
+    assert f"| {REFERENCE} (reference) | 1 |" in said
+    # a second start does only what is missing
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    monkeypatch.setattr(
+        speedrun, "run_setting", lambda task, setting, seed, *more: make_run(setting.name, seed, 1)
+    )
+    try:
+        speedrun.main(argv)
+    finally:
+        reset()
+    names = [json.loads(line)["setting"] for line in log.read_text().splitlines()]
+    assert names == [REFERENCE, "attention_mlp 0.002"]
+
+
+def test_held_out_rows_are_those_of_the_trainer(tmp_path):
+    """`choose_held_out` repeats what `hold_out` does."""
+    from types import SimpleNamespace
+
+    import datasets
+
+    from diffusion_training.training.held_out import hold_out
+
+    names = [f"{i}.png" for i in range(30)]
+    datasets.Dataset.from_dict({"key": names}).save_to_disk(str(tmp_path))
+    accelerator = SimpleNamespace(print=lambda *words: None)
+
+    class Rows:
+        def __len__(self):
+            return len(names)
+
+        def names(self):
+            return iter(names)
+
+    for seed in range(3):
+        _, held_out = hold_out(accelerator, Rows(), speedrun.HELD_OUT, seed)
+        assert speedrun.choose_held_out(tmp_path, seed) == sorted(held_out)
+
+
+def test_distances_are_those_of_pixels():
+    images = torch.randint(256, (3, 3, 4, 4), dtype=torch.uint8)
+    found = speedrun.measure_errors(images, images[:2])
+    assert found.shape == (3, 2) and found[1, 1] == 0 < found[2, 1]
+    expected = (images[2].float() - images[1].float()).square().sum().sqrt()
+    assert found[2, 1] == pytest.approx(expected.item(), rel=1e-4)
