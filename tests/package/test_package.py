@@ -51,7 +51,7 @@ ROOMS = [
 LIMITS = {
     "caption_images": (24_400, 26_400),
     "download_images": (17_200, 19_400),
-    "precompute_latents": (46_600, 67_100),
+    "precompute_latents": (46_600, 67_200),
     "precompute_latents_ray": (54_000, 74_500),
     "reconstruct_ema": (11_800, 12_800),
     "train_flow": (91_200, 126_100),
