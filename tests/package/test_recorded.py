@@ -25,6 +25,7 @@ from diffusion_training.data.encoders import encode_images, encode_prompts, load
 from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import load_family
+from diffusion_training.families.lora_layers import LAYERS
 from diffusion_training.families.opening import find_base, open_base
 from diffusion_training.families.recorded import family as recorded
 from diffusion_training.families.recorded import findings as recorded_captions
@@ -45,7 +46,6 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
-from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32

@@ -568,7 +568,7 @@ class Recorded(Family):
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """Linear layers of the blocks, by the table; of other models, all but those in `SPARED`."""
-        from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
+        from diffusion_training.families.lora_layers import LAYER_SETS, LAYERS
 
         if which not in LAYER_SETS:
             return super().choose_layers(model, which)
