@@ -65,6 +65,18 @@ def add_full_bf16_flag(add: Add) -> None:
     )
 
 
+def add_fit_flag(add: Add) -> None:
+    """Add the flag that chooses among those that change no result."""
+    add(
+        "--fit",
+        type=number(1e-3, 10**4, float, "auto"),
+        metavar="auto|GB",
+        help="choose the fastest way to take a step within so many GB of a GPU's memory (auto: "
+        "nine tenths of what is free): gradient checkpointing of no blocks, some or all, and with "
+        "--rank blocks that stay in the host's memory; the results are the same",
+    )
+
+
 def add_noise_flags(add: Add) -> None:
     """Add the flags for the noise that U-Nets learn to predict."""
     add(
@@ -425,6 +437,12 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             )
     plans = ("gradient_checkpointing", "checkpoint_blocks", "blocks_to_swap")
     given = vars(args)
+    if given.get("fit"):
+        excluded = {
+            "--train_batch_size auto": args.train_batch_size == "auto",
+            "--shard": given.get("shard"),
+        }
+        refuse_together(parser, "--fit", excluded)
     if given.get("keep_attention") and not any(given.get(name) for name in plans):
         parser.error(
             "--keep_attention does nothing without --gradient_checkpointing, --checkpoint_blocks "

@@ -54,9 +54,9 @@ LIMITS = {
     "precompute_latents": (45_500, 64_900),
     "precompute_latents_ray": (52_900, 72_300),
     "reconstruct_ema": (11_300, 12_200),
-    "train_flow": (86_700, 119_400),
+    "train_flow": (87_000, 122_500),
     "train_on_ray": (9_200, 9_200),
-    "train_text_to_image": (86_400, 101_800),
+    "train_text_to_image": (86_700, 104_900),
     "train_unconditional": (58_500, 63_500),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
