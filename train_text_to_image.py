@@ -57,6 +57,7 @@ from diffusion_training.families.flags import (
 from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
+    add_fit_flag,
     add_full_bf16_flag,
     add_init_flag,
     add_logging_flags,
@@ -120,6 +121,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_init_flag(add)
     add_encoder_flags(add)
     add_device_flags(add)
+    add_fit_flag(add)
     add_shard_flag(add)
     add_full_bf16_flag(add)
 
@@ -231,7 +233,12 @@ from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
-from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
+from diffusion_training.training.step.denoiser import (
+    adapt_denoiser,
+    check_denoiser,
+    fit_denoiser,
+    load_denoiser,
+)
 from diffusion_training.training.step.objective import (
     held_out_epsilon_loss,
     make_schedulers,
@@ -553,10 +560,12 @@ def main(args: Namespace) -> None:
     # what samples are drawn with: the base and, with --validation_base, another one as well
     bases = choose_sample_bases(launch, base, data, unet, args)
 
-    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps.
+    # Batch size, learning rate and number of steps. --train_batch_size auto tries whole steps;
+    # --fit chooses what is computed twice, and what waits in the host's memory.
     plan = plan_run(
-        launch, run, models, objective, train_step, data.dataset, train_rows, order, args
-    )
+        launch, run, models, objective, train_step, data.dataset, train_rows, order, args,
+        fit_denoiser,
+    )  # fmt: skip
     if plan.is_done:  # the checkpoint is beyond --max_train_steps, which has been printed
         return
     # From here on, `args` has the values that were found.

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import fail
+from diffusion_training.memory import is_gpu
 
 
 def compute_in_float32(model: torch.nn.Module) -> bool:
@@ -169,6 +170,16 @@ def checkpoint_gradients(models: Models, args: Namespace) -> None:
             elif args.keep_attention and isinstance(segment.forward, Checkpointed):
                 contexts = partial(create_selective_checkpoint_contexts, ATTENTION)
                 segment.forward.options["context_fn"] = contexts
+
+
+# the flags of a plan, which win over --fit
+PLANS = ("gradient_checkpointing", "checkpoint_blocks", "blocks_to_swap")
+
+
+def chooses_plan(device: torch.device, args: Namespace) -> bool:
+    """Whether --fit chooses which blocks are checkpointed and swapped: on a GPU, without PLANS."""
+    flags = vars(args)
+    return bool(flags.get("fit")) and is_gpu(device) and not any(map(flags.get, PLANS))
 
 
 def list_checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:

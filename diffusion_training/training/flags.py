@@ -65,6 +65,18 @@ def add_full_bf16_flag(add: Add) -> None:
     )
 
 
+def add_fit_flag(add: Add) -> None:
+    """Add the flag that chooses among those that change no result."""
+    add(
+        "--fit",
+        type=number(1e-3, 10**4, float, "auto"),
+        metavar="auto|GB",
+        help="choose the fastest way to take a step within so many GB of a GPU's memory (auto: "
+        "nine tenths of what is free): gradient checkpointing of no blocks, some or all, and with "
+        "--rank blocks that stay in the host's memory; the results are the same",
+    )
+
+
 def add_noise_flags(add: Add) -> None:
     """Add the flags for the noise that U-Nets learn to predict."""
     add(
@@ -478,6 +490,13 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
                 "and begin --lr_step_rules with a small factor"
             )
+    given = vars(args)
+    if given.get("fit"):
+        excluded = {
+            "--train_batch_size auto": args.train_batch_size == "auto",
+            "--shard": given.get("shard"),
+        }
+        refuse_together(parser, "--fit", excluded)
     if args.posthoc_ema and len({f"{width:g}" for width in args.posthoc_ema}) < 2:
         parser.error("--posthoc_ema needs two different widths, such as 0.05 0.10")
     for name in ("rank", "shard"):

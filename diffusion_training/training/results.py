@@ -187,8 +187,10 @@ class Results:
         libraries = ("torch", "diffusers", "transformers", "accelerate")
         versions = [f"{name} {importlib.metadata.version(name)}" for name in libraries]
         python = f"Python {platform.python_version()}"
+        fitted = self.args.fitted if "fitted" in self.args else None
         return {
             "processes": self.launch.describe(),
+            **({"chosen by --fit": fitted} if fitted else {}),
             "memory in use": self.records.costs.describe().partition(": ")[2],
             "time": f"{format_duration(time.monotonic() - self.begun_at)}{since}",
             "images": images,

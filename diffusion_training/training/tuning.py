@@ -45,6 +45,7 @@ class Plan:
     is_done: bool  # whether nothing is left to train
     progress: Progress
     state: dict[str, Any]  # of the checkpoint; see `read_state`
+    fitted: str | None  # the flags of the plan that --fit has chosen
 
     def settings(self) -> dict[str, Any]:
         """The values to record, under the names of the flags."""
@@ -56,6 +57,7 @@ class Plan:
             "lr_warmup_steps",
             "max_train_steps",
             "checkpointing_steps",
+            "fitted",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -70,12 +72,13 @@ def plan_run(
     train_rows: Any,
     order: Order,
     args: Namespace,
+    fit: Callable[..., str | None] | None = None,
 ) -> Plan:
     """Choose batch size, learning rate and number of steps; the same on all processes.
 
     The batch size comes first, because a checkpoint's position in the data is a number of images.
 
-    train_rows: the rows to train on. order: their order.
+    train_rows: the rows to train on. order: their order. fit: for --fit, see `fit_models`.
     """
     num_images = len(order.rows(0))
     state = run.read_state(num_images, args)
@@ -85,6 +88,12 @@ def plan_run(
     per_micro_batch = batch_size * launch.num_processes
     progress = Progress(state, num_images, per_micro_batch, accumulation_steps, order)
     accelerator = launch.accelerator
+    fitted = None
+    if fit and args.fit:
+        batch = make_largest(dataset, train_rows)
+        fitted = fit(launch, models, objective, batch, state["settings"], args)
+    elif launch.compile:
+        announce_changed_bits(accelerator, state["settings"], vars(args))
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
     lr_scheduler, lr_warmup_steps = choose_warmup(accelerator, max_train_steps, state, args)
     plan = Plan(
@@ -102,6 +111,7 @@ def plan_run(
         is_done=progress.global_step > max_train_steps and not args.find_lr,
         progress=progress,
         state=state,
+        fitted=fitted,
     )
     if plan.is_done:
         accelerator.print(
@@ -137,9 +147,7 @@ def choose_batch_size(
     if batch_size == "auto":
         fits = before.get("train_batch_size")
         if fits is None:
-            sizes = dataset.sizes
-            largest = 0 if sizes is None else np.argmax(count_latents(sizes[train_rows]))
-            batch = dataset.longest(int(train_rows[largest]))
+            batch = make_largest(dataset, train_rows)
             most = per_process if total else max(num_processes, len(train_rows)) // num_processes
             fits = largest_batch(launch, models, objective, train_step, batch, most, args)
         batch_size = next(n for n in range(fits, 0, -1) if not total or per_process % n == 0)
@@ -162,6 +170,28 @@ def choose_batch_size(
         f"{amount(num_processes, 'process')} = {amount(images, 'image')} per step"
     )
     return batch_size, accumulation_steps
+
+
+def make_largest(dataset: TrainingData, train_rows: Any) -> Batch:
+    """A batch of one image, of the largest size, with the longest caption."""
+    sizes = dataset.sizes
+    largest = 0 if sizes is None else np.argmax(count_latents(sizes[train_rows]))
+    return dataset.longest(int(train_rows[largest]))
+
+
+def announce_changed_bits(
+    accelerator: Accelerator, before: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    """Print that compiled code rounds in another way if other blocks are checkpointed than before.
+
+    before: a checkpoint's settings.
+    """
+    names = ("gradient_checkpointing", "checkpoint_blocks", "keep_attention")
+    for name in names:
+        if before.get(name, flags[name]) != flags[name]:
+            accelerator.print(
+                f"With --compile, another --{name} than the checkpoint's changes the last bits"
+            )
 
 
 def count_latents(sizes: np.ndarray) -> np.ndarray:

@@ -37,10 +37,17 @@ class BlockSwap:
     device: where the blocks compute.
     """
 
-    def __init__(self, model: torch.nn.Module, number: int | str, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        number: int | str,
+        device: torch.device,
+        is_pinned: bool = True,
+    ) -> None:
         """Call it when the adapters have been added, before the model is moved.
 
-        number: of blocks to swap, the first ones; all if it is larger, or "all".
+        number: of blocks to swap, the first ones; all if it is larger, or "all". is_pinned: False
+            until `keep` is called.
         """
         blocks = list_segments(model)
         if not blocks:
@@ -64,13 +71,25 @@ class BlockSwap:
             }
             block.forward = Checkpointed(partial(self.compute, block, len(self.weights)))
             self.weights.append(weights)
-        pin(self.list_weights(), device)
         model.block_swap = self
+        if is_pinned:
+            self.keep(model, len(blocks))
+
+    def keep(self, model: torch.nn.Module, number: int) -> None:
+        """Keep only the first blocks on the host, 0 for none; call it before the model is moved."""
+        self.weights[number:] = [{} for _ in self.weights[number:]]
+        self.ahead = {}
+        pin(self.list_weights(), self.device)
         ids = {id(weight) for weight in self.list_weights()}
+        own = model.named_parameters(remove_duplicate=False)
         # DDP can't have weights on several devices; each process loads the same ones
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
             model, [name for name, weight in own if id(weight) in ids]
         )
+        if number == 0:
+            del model.block_swap
+            for block in list_segments(model).values():
+                del block.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockSwap":
         return self

@@ -110,7 +110,8 @@ class OtherBase(SampleBase):
         folder = self.family.folder
         launch = self.launch
         # as in `load_denoiser` and `adapt_denoiser`
-        device = torch.device("cpu") if args.blocks_to_swap else launch.device
+        swap = getattr(trained, "block_swap", None)  # of --blocks_to_swap or --fit
+        device = torch.device("cpu") if swap else launch.device
         source, options = self.base.locate(self.base.transformer, folder)
         model, _ = load_base(
             type(trained), str(source), args.base_precision, device, launch.dtype, **options
@@ -125,10 +126,10 @@ class OtherBase(SampleBase):
         if speed:
             add_speed_lora(model, speed)
         model.requires_grad_(False)
-        if args.blocks_to_swap:
+        if swap:
             from diffusion_training.training.lora.block_swap import BlockSwap
 
-            BlockSwap(model, args.blocks_to_swap, launch.device)
+            BlockSwap(model, sum(map(bool, swap.weights)), launch.device)
         put_on_device(model, launch.device)
         # what `prepare_model` does, which also keeps a reference to the model
         model.forward = convert_outputs_to_fp32(launch.accelerator.autocast()(model.forward))

@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 
 from diffusion_training.batches import Models, Predict
+from diffusion_training.blocks import chooses_plan, list_segments
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Prompts
@@ -64,14 +65,15 @@ def load_denoiser(
                 cast_weights(model, torch.bfloat16, trained=True)
             return model, source, ""
         if args.rank:
-            if args.blocks_to_swap or is_gpu(launch.device):
+            swaps = args.blocks_to_swap or may_swap(launch, args)
+            if args.blocks_to_swap or (is_gpu(launch.device) and not swaps):
                 from diffusion_training.training.lora.block_swap import check_memory
 
                 check_memory(
                     kind, source, launch, args.base_precision, args.blocks_to_swap, **options
                 )
             # of a quantized base; what is not swapped is moved later
-            device = torch.device("cpu") if args.blocks_to_swap else launch.device
+            device = torch.device("cpu") if swaps else launch.device
             merge = None
             if args.training_adapter:
                 from diffusion_training.training.lora.training_adapter import read_training_adapter
@@ -134,11 +136,27 @@ def adapt_denoiser(
     add_lora(model, layers, base_hash, launch.dtype, flags)
     if network:
         load_network_weights(model, network, family.folder, family.convert_lora)
-    if args.blocks_to_swap:
+    if args.blocks_to_swap or may_swap(launch, args):
         from diffusion_training.training.lora.block_swap import BlockSwap
 
-        swap = BlockSwap(model, args.blocks_to_swap, launch.device)
-        launch.accelerator.print(swap.describe())
+        if args.blocks_to_swap:
+            swap = BlockSwap(model, args.blocks_to_swap, launch.device)
+            launch.accelerator.print(swap.describe())
+        elif list_segments(model):  # until --fit has chosen
+            BlockSwap(model, "all", launch.device, is_pinned=False)
+
+
+def may_swap(launch: Launch, args: Namespace) -> bool:
+    """Whether --fit may keep blocks of a LoRA's base in the host's memory."""
+    can_swap = args.base_precision != "nf4" and not launch.compile
+    return can_swap and chooses_plan(launch.device, args)
+
+
+def fit_denoiser(*given: Any) -> str | None:
+    """Choose the plan of --fit; see `fit_models`."""
+    from diffusion_training.training.step.fit import fit_models
+
+    return fit_models(*given)
 
 
 def check_denoiser(
