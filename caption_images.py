@@ -96,7 +96,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=PATH,
         help="model of transformers that describes images: its id on the hub, or a folder",
     )
-    add("--revision", help="branch, tag or commit of the model on the hub")
+    add(
+        "--revision",
+        help="branch, tag or commit of the model on the hub",
+        useless_with="--pretrained_model_name_or_path FILE",
+    )
     add(
         "--prompt",
         help="what to ask of the model, such as '<MORE_DETAILED_CAPTION>' for Florence-2 (default: "

@@ -72,9 +72,9 @@ from typing import Any
 from diffusion_training.arguments import (
     COUNT,
     PATH,
-    Flags,
     is_address,
     make_parser,
+    name_start,
     number,
     parse_demo,
 )
@@ -131,8 +131,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=PATH,
         help="instead of --input: data set of such tables, on the hub or local",
     )
-    add("--dataset_config_name", help="configuration of the data set, if it has several")
-    add("--dataset_split", default="train", help="split to read")
+    add(
+        "--dataset_config_name",
+        help="configuration of the data set, if it has several",
+        needs="--dataset_name",
+    )
+    add("--dataset_split", default="train", help="split to read", needs="--dataset_name")
     add("--url_column", default="url", help="column of URLs")
     add("--caption_column", default="text", help="column of captions, or of lists of captions")
     add("--keep_columns", nargs="+", default=[], help="columns to copy into the shards")
@@ -183,6 +187,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         type=number(1, 100, int),
         default=95,
         help="JPEG quality of images that --resize_to shrinks",
+        needs="--resize_to",
     )
     add = parser.add_argument_group("requests").add_argument
     add(
@@ -250,7 +255,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
     args = parser.parse_args(argv)
     if args.input is args.dataset_name is None:
-        args = parse_demo(parser, DEMO, argv, launcher="python")
+        args = parse_demo(parser, DEMO, argv)
     if (args.input is None) == (args.dataset_name is None) or args.output_dir is None:
         needed = "--output_dir and one of --input and --dataset_name are needed"
         parser.error(f"{needed}, such as --input urls.parquet --output_dir images")
@@ -284,7 +289,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     except ValueError as error:
         parser.error(f"--allow_private_addresses: {error}; give a network such as 10.1.0.0/16")
     opt_out = [directive.lower() for directive in args.opt_out]
-    return Flags(**vars(args) | {"allow_private_addresses": networks, "opt_out": opt_out})
+    return parser.freeze(args, allow_private_addresses=networks, opt_out=opt_out)
 
 
 # --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
@@ -613,7 +618,7 @@ def report_result(summary: dict, num_rows: int, args: Namespace) -> None:
         model = f"{HERE}/demo/models --model_family prx --resolution 8"
         model += " --output_dir latents-digits-flow"
     print(
-        f"Next: accelerate launch precompute_latents.py --train_data_dir {args.output_dir}"
+        f"Next: {name_start('precompute_latents.py')} --train_data_dir {args.output_dir}"
         f"{streaming} --pretrained_model_name_or_path {model}"
     )
 

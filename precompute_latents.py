@@ -723,7 +723,11 @@ def main(args: Namespace) -> None:
     load_exact = None
     if launch.dtype != torch.float32:
         load_exact = functools.cache(functools.partial(load_encoders, base, torch.float32))
-    texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
+    texts = (
+        sample_captions(images.rows, args.caption_column, args.caption_prefix)
+        if launch.is_main
+        else []
+    )
     if not list_reference_columns(images.rows, args):  # edits may share one instruction
         report_equal(texts, args)
     report_emptied(encoders.tokenizers, texts)

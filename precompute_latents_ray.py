@@ -100,7 +100,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dataset_name is None and args.train_data_dir is None:
         from precompute_latents import choose_demo  # its imports take seconds
 
-        args = parse_demo(parser, choose_demo(args.model_family), argv, launcher="python")
+        args = parse_demo(parser, choose_demo(args.model_family), argv)
     output_dir = args.output_dir.removeprefix("file://")
     check_ray_args(parser, args.address, output_dir)
     local = {**vars(args), "output_dir": output_dir}
@@ -125,7 +125,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         parser.error("start this script once, with python: Ray starts the processes")
-    return Flags(**vars(args) | {"output_dir": output_dir})
+    return parser.freeze(args, output_dir=output_dir)
 
 
 # --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
@@ -617,7 +617,7 @@ def main(args: argparse.Namespace) -> None:
         images = ImageRows(remote_rows, remote_rows.column_names[0], args.mask_column)
     else:
         images = load_rows(args, others=[args.caption_column])
-        texts = sample_captions(images.rows, args.caption_column)
+        texts = sample_captions(images.rows, args.caption_column, args.caption_prefix)
     launch_flags = {"mixed_precision": mixed_precision}
     caches = plan_caches(recorded, images, encoders, described, launch_flags)
     tokenizers = encoders.tokenizers

@@ -69,6 +69,8 @@ from diffusion_training.training.flags import (
     add_prompt_flags,
     add_saving_flags,
     add_shard_flag,
+    add_timestep_flags,
+    check_timesteps,
     check_training_args,
 )
 from diffusion_training.training.lora.lora_flags import (
@@ -79,6 +81,8 @@ from diffusion_training.training.lora.lora_flags import (
 from diffusion_training.training.scores.metric_flags import add_metric_flags
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
+# distributions of noise levels, by the names that sd-scripts, musubi-tuner and diffusers have
+SCHEMES = ["logit_normal", "uniform", "mode", "cosmap", "sigmoid", "shift", "flux_shift"]
 # The command line of the demo, which runs if no data is given. The user's flags override it.
 DEMO = f"""
     --latents_dir latents-digits-flow --pretrained_model_name_or_path {HERE}/demo/models
@@ -116,7 +120,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--transformer_file",
         type=PATH,
         help="weights of the transformer, instead of the pipeline's: the .safetensors file that "
-        "ComfyUI has, in bf16",
+        "ComfyUI has, in bf16 or fp8",
     )
     add_init_flag(add)
     add_family_flags(add)
@@ -131,22 +135,35 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("objective").add_argument
     add(
         "--weighting_scheme",
-        choices=["logit_normal", "uniform"],
+        choices=SCHEMES,
         default="logit_normal",
-        help="distribution from which the noise levels in training are drawn (arXiv:2403.03206)",
+        help="distribution from which the noise levels in training are drawn (arXiv:2403.03206): "
+        "logit_normal, which others call shift, uniform, mode and cosmap with the pipeline's shift "
+        "or --shift, flux_shift with that of FLUX.1, sigmoid without one",
     )
     add(
         "--logit_mean",
         type=number(-100, 100),
         default=0.0,
-        help="mean of --weighting_scheme logit_normal; above 0 gives more noise",
+        help="mean of the normal distribution of logit_normal, shift, flux_shift and sigmoid; "
+        "above 0 gives more noise",
+        needs="--weighting_scheme logit_normal|shift|flux_shift|sigmoid",
     )
     add(
         "--logit_std",
         type=number(1e-3, 100),
         default=1.0,
-        help="standard deviation of --weighting_scheme logit_normal",
+        help="standard deviation of the same distribution",
+        needs="--weighting_scheme logit_normal|shift|flux_shift|sigmoid",
     )
+    add(
+        "--mode_scale",
+        type=number(-1, 1.75),
+        default=1.29,
+        help="scale of --weighting_scheme mode; above 0 gives more levels halfway",
+        needs="--weighting_scheme mode",
+    )
+    add_timestep_flags(add)
     add(
         "--shift",
         type=number(1e-2, 100),
@@ -180,7 +197,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_saving_flags(add)
 
     args = parser.parse_args(argv)
-    if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
+    if not (args.latents_dir or args.dataset_name or args.train_data_dir or args.data):
         if args.cache_latents:  # as recipes say
             parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO, argv)
@@ -215,6 +232,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_data_args(parser, args)
     check_reference_flags(parser, args)
     check_training_args(parser, args)
+    check_timesteps(parser, args)
     check_lora_args(parser, args)
     return parser.freeze(args)
 
@@ -284,7 +302,11 @@ from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.denoiser import adapt_denoiser, check_denoiser, load_denoiser
-from diffusion_training.training.step.flow_schedule import choose_shift, make_scheduler
+from diffusion_training.training.step.flow_schedule import (
+    choose_training_shift,
+    draw_sigmas,
+    make_scheduler,
+)
 from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer
 from diffusion_training.training.tuning import find_learning_rate, plan_run
 
@@ -400,7 +422,8 @@ def compute_loss(
 
     Returns the sum over images of weight * mean squared error of the velocity.
 
-    shift_for_size: (height, width) of latents -> shift of the noise levels; see `choose_shift`.
+    shift_for_size: (height, width) of latents -> shift of the noise levels; see
+        `choose_training_shift`.
     objective: `predict` calls `predict_velocity`; `frozen` holds networks that only the loss uses.
     models: {"transformer": ...}, the trained models.
     prepared: see `prepare_batch`.
@@ -409,14 +432,11 @@ def compute_loss(
     """
     images, condition, loss_inputs = prepared
     noise = torch.randn(images.shape, device=images.device)
-    if args.weighting_scheme == "logit_normal":
-        # more levels halfway between image and noise (arXiv:2403.03206, 3.1)
-        sigmas = torch.randn(len(images), device=images.device)
-        sigmas = torch.sigmoid(args.logit_mean + args.logit_std * sigmas)
-    else:
-        sigmas = torch.rand(len(images), device=images.device)
+    sigmas = draw_sigmas(args, len(images), images.device)
     shift = shift_for_size(*images.shape[2:])
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
+    low, high = args.min_timestep / 1000, args.max_timestep / 1000
+    sigmas = low + (high - low) * sigmas
     # In float32: bfloat16 would round the sigmas to 8 bits.
     noisy_images = add_noise(images, noise, sigmas)
     prediction = objective.predict(models, noisy_images, sigmas, condition)
@@ -467,7 +487,7 @@ def train_step(
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
-    range of the first 100 images and counts the operations for one; it changes nothing.
+    range of the first 100 images; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device, except the scaler of fp16 and, in the
@@ -591,7 +611,7 @@ def main(args: Namespace) -> None:
     # which family it belongs to: the wrong script ends here, before any image is encoded
     base = open_trained_base(args, "train_flow.py", record_family)
     # --cache_latents: runs precompute_latents.py first, before any model is loaded here
-    args_of_data = cache_latents_once(launch, args, __file__)
+    args_of_data = cache_latents_once(launch, args, __file__, run.checkpoint_settings)
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)
@@ -600,7 +620,7 @@ def main(args: Namespace) -> None:
     sampler = make_scheduler(base, data.resolution, args)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
-    epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    epoch_rows = partial(choose_rows, train_rows, data.dataset, args_of_data.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
     # The model and its loss.
@@ -611,9 +631,8 @@ def main(args: Namespace) -> None:
     models: Models = {"transformer": transformer}
     frozen: Models = {}  # only for the loss: on the device, under autocast, never saved
     # (height, width) of latents -> shift of the noise levels; the pipeline may have its own formula
-    shift_for_size = partial(
-        choose_shift, sampler, base.family.patch_size(transformer), family=base.family
-    )
+    patch_size = base.family.patch_size(transformer)
+    shift_for_size = choose_training_shift(args.weighting_scheme, sampler, patch_size, base.family)
     objective = Objective(
         prepare=partial(prepare_batch, data, args.caption_dropout),
         predict=predict,
@@ -656,6 +675,8 @@ def main(args: Namespace) -> None:
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(transformer, launch.compile, order.num_sizes * data.num_lengths)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

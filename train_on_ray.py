@@ -137,7 +137,7 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     if sys.argv[1:] if argv is None else argv:
         args = parser.parse_args(argv)
     else:
-        args = parse_demo(parser, DEMO, argv, launcher="python")
+        args = parse_demo(parser, DEMO, argv)
     if args.min_workers > args.max_workers:
         parser.error(f"--min_workers {args.min_workers} exceeds --max_workers {args.max_workers}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:

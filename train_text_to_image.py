@@ -65,6 +65,8 @@ from diffusion_training.training.flags import (
     add_prompt_flags,
     add_saving_flags,
     add_shard_flag,
+    add_timestep_flags,
+    check_timesteps,
     check_training_args,
 )
 from diffusion_training.training.lora.lora_flags import (
@@ -89,7 +91,7 @@ DEMO_LORA = f"""
     --train_data_dir {HERE}/demo/ducks --pretrained_model_name_or_path {HERE}/demo/drawings
     --output_dir lora-duck --resolution 64 --train_batch_size 10 --num_train_epochs 80 --validation_epochs 40
     --learning_rate 2e-3 --lr_scheduler cosine --lr_warmup_steps 20 --snr_gamma 5 --guidance_scale 1.5 {DEMO_BOTH}
-    --preserve_prior --prior_every 4 --caption_dropout 0
+    --lora_layers attention --preserve_prior --prior_every 4 --caption_dropout 0
     --class_prompt "a red car" "a blue cup on yellow" "an orange fish" "a green apple on pink" "a pink heart"
         "a purple balloon on blue" "a yellow tree on green" "a blue gift" "a mushroom on yellow" "a red melon"
     --validation_prompts "a yellow duck on blue" "a purple duck on pink" "a red car on yellow" "a green apple"
@@ -127,10 +129,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--output_kohya_format",
         **SWITCHED_ON,
         help="with --rank, write a second LoRA file, for ComfyUI, A1111 and sd-scripts",
+        needs="--rank",
     )
 
     add = parser.add_argument_group("objective").add_argument
     add_noise_flags(add)
+    add_timestep_flags(add)
 
     add_optimization_flags(parser, lr_scheduler="constant", adam_beta1=0.9, adam_weight_decay=1e-2)
 
@@ -151,7 +155,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     )
 
     args = parser.parse_args(argv)
-    if args.latents_dir is None and args.dataset_name is None and args.train_data_dir is None:
+    if not (args.latents_dir or args.dataset_name or args.train_data_dir or args.data):
         if args.cache_latents:  # as recipes say
             parser.error("give images: --train_data_dir FOLDER, or --dataset_name")
         args = parse_demo(parser, DEMO_LORA if args.rank else DEMO, argv)
@@ -166,6 +170,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("--output_single_file writes a pipeline, not a LoRA: leave out one of the two")
     check_data_args(parser, args)
     check_training_args(parser, args)
+    check_timesteps(parser, args)
     check_lora_args(parser, args)
     return parser.freeze(args)
 
@@ -362,8 +367,11 @@ def compute_loss(
     if args.input_perturbation:
         # the input gets noise that the target does not have (arXiv:2301.11706)
         perturbed = noise + args.input_perturbation * torch.randn(noise.shape, device=noise.device)
+    # of 1000, but a scheduler may have another number of them
     num_timesteps = noise_scheduler.config.num_train_timesteps
-    timesteps = torch.randint(num_timesteps, (len(images),), device=images.device)
+    low = args.min_timestep * num_timesteps // 1000
+    high = math.ceil(args.max_timestep * num_timesteps / 1000)
+    timesteps = torch.randint(low, high, (len(images),), device=images.device)
     # In float32: in bfloat16 the first timesteps would get no noise at all.
     noisy_images = noise_scheduler.add_noise(images, perturbed, timesteps)
     prediction = objective.predict(models, noisy_images, timesteps, condition)
@@ -396,7 +404,7 @@ def train_step(
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
-    range of the first 100 images and counts the operations for one; it changes nothing.
+    range of the first 100 images; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device, except the scaler of fp16 and, in the
@@ -514,14 +522,14 @@ def main(args: Namespace) -> None:
     # which family it belongs to: the wrong script ends here, before any image is encoded
     base = open_trained_base(args, "train_text_to_image.py")
     # --cache_latents: runs precompute_latents.py first, before any model is loaded here
-    args_of_data = cache_latents_once(launch, args, __file__)
+    args_of_data = cache_latents_once(launch, args, __file__, run.checkpoint_settings)
     noise_scheduler, sampler = make_schedulers(base, args)
 
     # The data comes before the model, which must fit the latents and embeddings.
     data = open_data(launch, base, run.checkpoint, run.checkpoint_settings, args_of_data)
     train_rows, held_out = hold_out(accelerator, data.dataset, args.holdout, args.seed)
     # the rows that an epoch takes: all, or shares of the caches by --latents_weights
-    epoch_rows = partial(choose_rows, train_rows, data.dataset, args.latents_weights)
+    epoch_rows = partial(choose_rows, train_rows, data.dataset, args_of_data.latents_weights)
     order = Order(epoch_rows, args.seed, data.dataset.sizes)
 
     # The model and its loss.
@@ -576,6 +584,8 @@ def main(args: Namespace) -> None:
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(unet, launch.compile, order.num_sizes)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

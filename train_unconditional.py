@@ -176,9 +176,10 @@ from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
-from diffusion_training.models import check_shapes, compile_model, freeze_on_device, load_weights
+from diffusion_training.models import compile_model, freeze_on_device, load_weights
 from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
 from diffusion_training.repositories import fetch_model
+from diffusion_training.shapes import check_shapes
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
@@ -393,7 +394,7 @@ def train_step(
 
     objective: calls `prepare_batch` and `compute_loss`. models, optimizer: as wrapped by
     Accelerate. on_batch(prepared, weight): looks at each micro-batch. In `main` it measures the
-    range of the first 100 images and counts the operations for one; it changes nothing.
+    range of the first 100 images; it changes nothing.
 
     Returns the sums of this process. After an fp16 overflow, accelerator.optimizer_step_was_skipped
     is True. Nothing here waits for the device, except the scaler of fp16 and, in the
@@ -461,7 +462,8 @@ def draw_images(
     noise = [torch.randn(shape, generator=generator, device=device) for generator in generators]
     images = torch.stack(noise)
     scheduler.set_timesteps(args.ddpm_num_inference_steps)
-    for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=not launch.is_main):
+    hides_bar = None if launch.is_main else True  # None: where there is no terminal
+    for timestep in tqdm(scheduler.timesteps, "Sampling", leave=False, disable=hides_bar):
         if stop_signal.received:
             break
         prediction = unet(images, timestep).sample
@@ -605,6 +607,8 @@ def main(args: Namespace) -> None:
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(unet, launch.compile)
     # Accelerate wraps the models (DDP on several processes, autocast) and the optimizer (the scaler

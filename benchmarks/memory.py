@@ -844,7 +844,7 @@ def count_samples(
             most = memory.peak - before
         vae = make_vae(model).eval()
         memory.peak = before = memory.held
-        vae.decode(family.unpack_latents(vae, latents[:1]))
+        family.decode(vae, latents[:1])
         return 4 * count_numbers(vae), max(most, memory.peak - before)
 
 

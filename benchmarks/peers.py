@@ -110,7 +110,7 @@ def make_flags(folder, cli):
             ]
             if name == "sdxl_lora":
                 models, own = bench.make_sdxl(folder / "sdxl", cli.size), ["--no-use_ema"]
-                text[-1] = "--rank=4"
+                text[-1:] = ["--rank=4", "--lora_layers=attention"]  # as in diffusers' script
             text += [f"--pretrained_model_name_or_path={models}"]
             for way, kind in {"from a cache": "embeddings", "from a cache of ids": "ids"}.items():
                 rows = cli.batch_size * cli.steps

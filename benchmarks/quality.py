@@ -337,6 +337,7 @@ def compare_prior(cli):
                 folder = f"prior-{number}-{seed}"
                 launch(
                     "train_text_to_image.py", folder, cli, f"--seed={seed}", "--rank=16",
+                    "--lora_layers=attention",
                     f"--max_train_steps={cli.train_steps}", f"--train_data_dir={data}",
                     f"--pretrained_model_name_or_path={base}", "--resolution=8",
                     "--train_batch_size=64", "--learning_rate=3e-3", "--lr_scheduler=cosine",

@@ -1,6 +1,12 @@
 """Code that the scripts share: arithmetic, files and formats."""
 
+import logging
+
 __version__ = "0.1.0"
+
+# diffusers and peft import bitsandbytes where it is installed. On some CPUs it then warns of a
+# missing kernel for 4-bit inference, also in runs that use no 4 bits.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check_version(version: str, script: str) -> None:

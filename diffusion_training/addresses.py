@@ -6,12 +6,15 @@ network, or a bucket that only the user's keys open.
 
 import contextlib
 import functools
+import io
 import ipaddress
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import fsspec
 
@@ -34,6 +37,19 @@ class PrivateAddress(OSError):
 
 class Unreached(OSError):
     """A server has not answered, or has a fault: the row may be readable later."""
+
+
+class Offline(ConnectionError):
+    """The network is gone, or a server that has answered before: a fault of the machine."""
+
+
+# seconds between tries
+WAITS: dict[type[Exception], tuple[float, ...]] = {Unreached: (1, 4), Offline: (1, 4, 16, 64)}
+MOST = 2**30 + 1  # bytes of a file: one more than an image may have
+# {(host, port) that has answered: the networks that may be reached, see `check_address`}
+ANSWERED: dict[tuple[str, int], list[str] | None] = {}
+SILENT: set[str] = set()  # addresses that were tried in vain before any host had answered
+FEW = 4  # such addresses that are taken for servers that are gone
 
 
 def check_address(address: str, allowed: list[str] | None) -> None:
@@ -84,7 +100,8 @@ def is_below(address: str, folder: str) -> bool:
 def opening(path: str, allowed: Sequence[str]) -> Iterator[IO[bytes]]:
     """Open the file that a row names. `allowed`: see `list_allowed`.
 
-    Raises ValueError if a row may not name it, or if its server refuses it.
+    Raises ValueError if a row may not name it, or if its server refuses it. Waits for a server with
+    a fault, then raises Unreached, or Offline if no server can be reached.
     """
     *outer, target = path.split("::")
     target = re.sub(r"^(file|local)://", "", target)
@@ -106,32 +123,86 @@ def opening(path: str, allowed: Sequence[str]) -> Iterator[IO[bytes]]:
         with open(target, "rb") as file:
             yield file
         return
-    try:
-        # not `fsspec.open`, which takes the ? of a query for a pattern
-        fs, name = fsspec.url_to_fs("::".join([*outer, target]), **options)
-        with fs.open(name) as file:
-            yield file
-    except Exception as error:
-        if scheme in ("http", "https"):
-            raise_for_server(error)
-        raise
+    whole = "::".join([*outer, target])
+    if scheme in ("http", "https"):
+        yield io.BytesIO(fetch(whole, target, options))
+        return
+    # not `fsspec.open`, which takes the ? of a query for a pattern
+    fs, name = fsspec.url_to_fs(whole)
+    with fs.open(name) as file:
+        yield file
 
 
-def raise_for_server(error: Exception) -> None:
-    """Raise what an error of an HTTP request means for a row: fsspec hides all behind a 404."""
+def fetch(path: str, target: str, options: dict[str, Any]) -> bytes:
+    """The content of a file at an HTTP server. target: the address without what it is packed in."""
+    tries = 0
+    while True:
+        try:
+            fs, name = fsspec.url_to_fs(path, **options)
+            with fs.open(name) as file:
+                content = file.read(MOST)
+            ANSWERED[find_host(target)] = None if options else []
+            return content
+        except Exception as error:
+            fault = find_fault(error, target)
+            if fault is None:
+                raise
+            waits = WAITS.get(type(fault), ())
+            if tries >= len(waits):
+                raise fault from None
+        time.sleep(waits[tries])
+        tries += 1
+
+
+def find_host(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def find_fault(error: Exception, target: str) -> Exception | None:
+    """What an error of an HTTP request means for a row: fsspec hides all behind a 404."""
     chain: list[Any] = [error]
     for each in chain:  # it grows meanwhile; aiohttp keeps the system's error in `os_error`
         causes = (each.__cause__, each.__context__, getattr(each, "os_error", None))
         chain += [cause for cause in causes if cause and cause not in chain]
     if any(isinstance(each, PrivateAddress) for each in chain):
-        raise ValueError("private address: allow it with --allow_addresses") from None
+        return ValueError("private address: allow it with --allow_addresses")
     status = next((each.status for each in chain if hasattr(each, "status")), None)
     if status is not None and status < 500 and status != 429:
-        raise ValueError(f"HTTP {status}") from None
+        return ValueError(f"HTTP {status}")
     if any(isinstance(each, ValueError) for each in chain):  # of the address
-        raise ValueError("it is no valid address") from None
+        return ValueError("it is no valid address")
     names = {kind.__name__ for each in chain for kind in type(each).__mro__}
     if status is not None:
-        raise Unreached(f"HTTP {status}") from None
-    if names & {"ClientError", "TimeoutError", "ConnectionError"}:
-        raise Unreached(f"its server can't be reached ({type(chain[-1]).__name__})") from None
+        return Unreached(f"HTTP {status}")
+    if not names & {"ClientError", "TimeoutError", "ConnectionError"}:
+        return None
+    reason = type(chain[-1]).__name__
+    if is_online(target):
+        return Unreached(f"its server can't be reached ({reason})")
+    return Offline(
+        f"{find_host(target)[0]} can't be reached, nor can any other server ({reason}): check the "
+        "network, then run the command again"
+    )
+
+
+def is_online(failed: str) -> bool:
+    """Whether an address that can't be reached is that of a server which is gone.
+
+    A data set of many hosts has such addresses, and a run goes on without them. But one that has
+    answered before is not gone, and without a network no row would be read any more.
+    """
+    if not ANSWERED:
+        SILENT.add(failed)
+        return len(SILENT) < FEW
+    return find_host(failed) not in ANSWERED and can_connect(*[*ANSWERED.items()][-1])
+
+
+def can_connect(host: tuple[str, int], allowed: list[str] | None) -> bool:
+    with contextlib.suppress(OSError):
+        for info in socket.getaddrinfo(*host, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), open_socket(info, allowed) as connection:
+                connection.settimeout(10)
+                connection.connect(info[4])
+                return True
+    return False

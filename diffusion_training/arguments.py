@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import fnmatch
 import functools
 import gc
 import importlib.util
@@ -20,9 +21,9 @@ from diffusion_training.errors.printing import hide_secrets, note_secrets, short
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
-RUN_ARGS = "# accelerate launch "  # the beginning of a file that `format_args` made
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
 # in a file of flags: a string or an escaped character, or what a shell leaves out
+PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
 SKIPPED = re.compile(
     r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|\\\r?\n|(?<!\S)\#[^\r\n]*""", re.DOTALL
 )
@@ -94,7 +95,36 @@ def find_advice(flag: str, docs: Path) -> str | None:
     return None
 
 
-class Parser(argparse.ArgumentParser):
+class Needs(argparse._ActionsContainer):
+    """`add_argument` with two more parameters: what a flag needs, so that it does something.
+
+    needs: conditions that must all be true, and useless_with: those that must be false. A condition
+    is a flag, such as "--rank", or a flag with values, any of which will do: "--optimizer
+    adamw|muon", "--train_data_dir *.npy". FILE stands for a path on this machine.
+    "--a or --b" is true if one of them is. A flag that does nothing is an error on the command line
+    if it is strict, and else a line: settings of samples stay in a command without prompts.
+    """
+
+    def add_argument(
+        self,
+        *names: Any,
+        needs: str | Sequence[str] = (),
+        useless_with: str = "",
+        strict: bool = True,
+        **options: Any,
+    ) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        vars(action)["needs"] = [needs] if isinstance(needs, str) else [*needs]
+        vars(action)["useless_with"] = useless_with
+        vars(action)["strict"] = strict
+        return action
+
+
+class Group(Needs, argparse._ArgumentGroup):
+    """A group of flags in --help."""
+
+
+class Parser(Needs, argparse.ArgumentParser):
     """A parser that reads the flags in @FILE as a shell would, and suggests a flag after a typo.
 
     argparse itself takes each line as one argument, but a value may span several lines.
@@ -102,9 +132,15 @@ class Parser(argparse.ArgumentParser):
 
     folder = Path()  # of the script: it has recipes/, and docs/ knows the flags of other programs
 
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> Group:
+        group = Group(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = []
         self.typed = sys.argv[1:] if args is None else args
+        self.own = self.name_flags(self.typed)
         if args is None:  # this process runs a script, whose slow imports come next
             # They leave hardly any garbage, and to look for it takes a sixth of the processor time
             # of a start. `in_one_sentence` turns that on again.
@@ -151,8 +187,70 @@ class Parser(argparse.ArgumentParser):
 
     def freeze(self, args: argparse.Namespace, **defaults: Any) -> "Flags":
         """The parsed flags, read-only. defaults: values that depend on other flags."""
+        self.check_needs(args)
         given = [name for name, value in vars(args).items() if value != self.get_default(name)]
         return Flags(given, self.typed, **vars(args) | defaults)
+
+    def name_flags(self, words: Sequence[str]) -> dict[str, str]:
+        """The flags among some words, as {name in `args`: as it is written}."""
+        names = [word.split("=")[0] for word in words]
+        actions = self._option_string_actions
+        return {actions[name].dest: name for name in names if name in actions}
+
+    def check_needs(self, args: argparse.Namespace) -> None:
+        """Stop with an error if a flag of the command line does nothing, by its `Needs`.
+
+        Recipes, run.args and the demo have flags for many runs: for theirs, a line is printed.
+        """
+        flags_of: dict[str, list[str]] = {}
+        for action, why in self.find_idle(args).items():
+            flag = self.own.get(action.dest)
+            if flag and vars(action)["strict"]:
+                todo = "leave it out" if why.startswith("with ") else "give both, or leave it out"
+                self.error(f"{flag} does nothing {why}: {todo}")
+            flags_of.setdefault(why, []).append(f"--{action.dest}")
+        if flags_of and os.environ.get("RANK", "0") == "0":
+            print(
+                "Flags that do nothing in this run:",
+                "; ".join(f"{' '.join(flags)} ({why})" for why, flags in flags_of.items()),
+            )
+
+    def find_idle(self, args: argparse.Namespace) -> dict[argparse.Action, str]:
+        """The flags that do nothing beside the others, as {flag: why}."""
+        return {
+            action: why
+            for action in self._actions
+            if vars(args).get(action.dest, action.default) != action.default
+            and (why := self.find_idle_reason(action, args))
+        }
+
+    def find_idle_reason(self, action: argparse.Action, args: argparse.Namespace) -> str | None:
+        """Why a flag does nothing beside the others, such as "without --rank"; None if it does."""
+        for condition in vars(action)["needs"]:
+            choices = [each for each in condition.split(" or ") if self.knows(each)]
+            if not any(self.is_true(each, args) for each in choices):
+                return (
+                    f"without {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}"
+                )
+        for condition in filter(self.knows, vars(action)["useless_with"].split(" or ")):
+            if self.is_true(condition, args):
+                return f"with {condition}"
+        return None
+
+    def knows(self, condition: str) -> bool:
+        """Whether this script has the flag of a condition."""
+        return condition.split(" ")[0] in self._option_string_actions
+
+    def is_true(self, condition: str, args: argparse.Namespace) -> bool:
+        """Whether a condition of `Needs` is true."""
+        flag, _, patterns = condition.partition(" ")
+        value = vars(args).get(self._option_string_actions[flag].dest)
+        if patterns == "FILE":
+            return value is not None and os.path.exists(value)
+        if not patterns:
+            return bool(value)
+        choices = patterns.split("|")
+        return any(fnmatch.fnmatch(str(v), each) for v in list_values(value) for each in choices)
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -187,6 +285,13 @@ class OneOrMore(argparse.Action):
                 f"{option_string} {' '.join(map(str, values))} gives a value twice: leave one out"
             )
         setattr(namespace, self.dest, values if len(values) > 1 else values[0])
+
+
+class OrNo(argparse.Action):
+    """Action for a flag whose value "no" takes back the value in a @FILE: it stores None."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, None if values == "no" else values)
 
 
 class Flags(argparse.Namespace):
@@ -295,21 +400,38 @@ def steps_or_share(text: str) -> int | float:
 steps_or_share.__dict__["bounds"] = 0, 10**9, int
 
 
-def parse_demo(
-    parser: Parser, demo: str, argv: list[str] | None, launcher: str = "accelerate launch"
-) -> argparse.Namespace:
+def name_start(script: str | Path) -> str:
+    """Return how a command that starts a script begins: as this run was started, or by `python`.
+
+    script: its path, or the name of another script. Those of an installed package have no path that
+    one would type.
+    """
+    # `accelerate launch` sets this variable
+    launcher = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "python"
+    path = Path(script)
+    if PACKAGED.is_dir() and (path.resolve().parent == PACKAGED or not path.is_file()):
+        return f"{launcher} -m diffusion_training {path.stem}"
+    return f"{launcher} {shlex.quote(os.path.relpath(path))}"
+
+
+def parse_demo(parser: Parser, demo: str, argv: list[str] | None) -> argparse.Namespace:
     """Parse the demo's command line, overridden by the flags in `argv`, and print it in full."""
     command = shlex.split(demo) + (sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") == "0":
         note_secrets(command)
-        full = f"{launcher} {parser.prog} {shlex.join(command)}"
+        full = f"{name_start(parser.folder / parser.prog)} {shlex.join(command)}"
         print(f"No data given, so this is the demo. The full command:\n{hide_secrets(full)}")
-    return parser.parse_args(command)
+    args = parser.parse_args(command)
+    parser.own = parser.name_flags(sys.argv[1:] if argv is None else argv)
+    return args
 
 
-def format_args(flags: dict[str, Any], script: str, leave_out: Sequence[str] = ()) -> str:
-    """Format {name: value} as the text of a file that @FILE reads, one flag per line."""
-    lines = [f"{RUN_ARGS}{script} @run.args"]
+def format_args(flags: dict[str, Any], start: str, leave_out: Sequence[str] = ()) -> str:
+    """Format {name: value} as the text of a file that @FILE reads, one flag per line.
+
+    start: the beginning of the command that reads the file, such as "python train_flow.py".
+    """
+    lines = [f"# {start} @run.args"]
     for name, value in flags.items():
         if name in leave_out or value is None:
             continue

@@ -236,6 +236,19 @@ def fits(value: Any, form: Any) -> bool:
     return isinstance(value, form) and not isinstance(value, bool)
 
 
+def read_shard_names(index: str | Path) -> set[str]:
+    """The files in an index of sharded weights. Raises ValueError if it has another form."""
+    try:
+        content = json.loads(Path(index).read_text())
+    except ValueError:
+        content = None
+    if not fits(content, {"weight_map": dict}) or not fits(
+        [*content["weight_map"].values()], [str]
+    ):
+        raise ValueError(f"{Path(index).name} is damaged: it lists no files of weights")
+    return set(content["weight_map"].values())
+
+
 def find_differences(before: dict, now: dict, prefix: str = "") -> list[str]:
     """List the differences of two nested dicts, as ["vae.scaling_factor 0.18215 -> 0.13025"]."""
     differences = []

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import (
     AutocastKwargs,
     DynamoBackend,
@@ -234,9 +235,14 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
         CHANGED.enter_context(choose_attention(device))
     shard = shard and accelerator.num_processes > 1
     launch = Launch(accelerator, cores, precision, backend, accumulation_steps, shard)
-    accelerator.print(f"Processes: {launch.describe()}")
-    if sentence := advise_precision(device, precision, args):
-        accelerator.print(sentence)
+    loaders = ""
+    if "dataloader_num_workers" in args:
+        count = launch.choose_workers(args.dataloader_num_workers)
+        loaders = f"; loader processes for each: {count}"
+    accelerator.print(f"Processes: {launch.describe()}{loaders}")
+    for sentence in (advise_launcher(precision), advise_precision(device, precision, args)):
+        if sentence:
+            accelerator.print(sentence)
     return launch
 
 
@@ -249,9 +255,28 @@ def advise_precision(device: torch.device, precision: str, args: Namespace) -> s
         return None
     flags = "--mixed_precision bf16" + " or --allow_tf32" * ("allow_tf32" in args)
     return (
-        f"Float32 leaves the tensor cores of this GPU unused: {flags} is several times faster "
+        f"Float32 leaves the tensor cores of this GPU unused: {flags} is faster "
         "(--mixed_precision no keeps float32 and hides this line)"
     )
+
+
+def advise_launcher(mixed_precision: str) -> str | None:
+    """Return what a start by `python` leaves unused, in a sentence; None if that is nothing."""
+    if is_launched() or "RANK" in os.environ:  # torchrun and Ray set the latter
+        return None
+    num_devices = torch.accelerator.device_count()
+    if num_devices > 1:
+        return f"One of {num_devices} devices is used: `accelerate launch` starts on all of them"
+    used = {"num_processes": 1, "mixed_precision": mixed_precision}
+    with contextlib.suppress(Exception):  # no file, or one that only `accelerate launch` explains
+        config = vars(load_config_from_file(None))
+        unused = [f"{name}: {config[name]}" for name in used if config[name] != used[name]]
+        if unused:
+            return (
+                f"`python` does not read the settings of `accelerate config` ({', '.join(unused)})"
+                ": start with `accelerate launch` to use them"
+            )
+    return None
 
 
 def keep_compiled(cache_dir: str | None) -> None:

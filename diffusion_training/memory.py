@@ -113,16 +113,25 @@ def place_decoder(vae: Any, device: torch.device) -> None:
     decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
     fits = True
 
-    def decode_where_it_fits(latents: torch.Tensor, **options: Any) -> tuple[torch.Tensor]:
+    def decode_rows(vae: Any, latents: torch.Tensor, *times: torch.Tensor) -> tuple[torch.Tensor]:
+        if not times:
+            return decode(vae, latents, return_dict=False)
+        # sliced by diffusers 0.42, LTX's VAE would get the latents of another image for a time
+        rows = zip(latents.split(1), *(each.split(1) for each in times), strict=True)
+        return (torch.cat([decode(vae, *row, return_dict=False)[0] for row in rows]),)
+
+    def decode_where_it_fits(
+        latents: torch.Tensor, *further: torch.Tensor | None, return_dict: bool = False
+    ) -> tuple[torch.Tensor]:
         nonlocal fits
         held: Any = find()
-        options["return_dict"] = False
+        given = [latents, *(each for each in further if each is not None)]
         if fits:
             with contextlib.suppress(torch.OutOfMemoryError):
-                return decode(held, latents, **options)
+                return decode_rows(held, *given)
             print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
             fits = False
-        images = decode(held.to("cpu"), latents.cpu(), **options)[0]
+        images = decode_rows(held.to("cpu"), *(each.cpu() for each in given))[0]
         held.to(device)  # a pipeline may choose the device of its next image by the VAE's
         return (images.to(latents.device),)
 

@@ -23,8 +23,9 @@ from torch.nn.functional import group_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from diffusion_training.batches import Models, Predict
+from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained
+from diffusion_training.files import read_shard_names
 from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 
@@ -98,8 +99,7 @@ def find_weight_files(
     names = {f"{stem}{end}.safetensors"}
     index = os.path.join(source, subfolder, f"{stem}.safetensors.index{end}.json")
     if os.path.isfile(index):
-        with open(index) as file:
-            names = set(json.load(file)["weight_map"].values())
+        names = read_shard_names(index)
     for name in sorted(names):
         if not os.path.isfile(os.path.join(source, subfolder, name)):
             raise FileNotFoundError(f"{source}/{subfolder} has no {name}")
@@ -153,50 +153,6 @@ def take_shapes(condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return shapes
 
 
-class CheckedCall(NamedTuple):
-    """What `check_shapes` has seen."""
-
-    unreached: list[str]  # the names of the weights that the prediction does not depend on
-    inputs: set[str]  # see `name_inputs`
-
-
-def check_shapes(
-    models: Models,
-    predict: Predict,
-    name: str,
-    shape: Sequence[int],
-    condition: dict[str, torch.Tensor],
-) -> "CheckedCall":
-    """Check that models predict an image of `shape` [C, H, W] from one of the same shape.
-
-    It calls them on the meta device, without weights. name: the model's name in messages.
-    condition: that of one image; only shapes are used. Stops with an error if the call fails, or
-    the shapes differ.
-    """
-    inputs: set[str] = set()
-
-    def note(model: torch.nn.Module, args: Any, options: Any) -> None:
-        inputs.update(name_inputs(model, args, options))
-
-    with torch.device("meta"), torch.enable_grad(), explained(f"{name} can't be trained here"):
-        empty = {key: type(model).from_config(model.config) for key, model in models.items()}
-        for model in empty.values():
-            model.register_forward_pre_hook(note, with_kwargs=True)
-        prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
-        if list(prediction.shape[1:]) != list(shape):
-            raise ValueError(
-                f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
-            )
-        reached = list_reached(prediction)
-    unreached = [
-        name
-        for model in empty.values()
-        for name, weight in model.named_parameters()
-        if weight not in reached
-    ]
-    return CheckedCall(unreached, inputs)
-
-
 def name_inputs(model: torch.nn.Module, args: Sequence[Any], options: dict[str, Any]) -> set[str]:
     """The names of the tensors in a call of a model, such as added_cond_kwargs['time_ids']."""
     names = [*inspect.signature(type(model).forward).parameters][1:]
@@ -205,21 +161,10 @@ def name_inputs(model: torch.nn.Module, args: Sequence[Any], options: dict[str, 
     return {name for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
-def list_reached(tensor: torch.Tensor) -> set[torch.Tensor]:
-    """The parameters that a tensor was computed from, by its graph, without a backward pass."""
-    nodes = [tensor.grad_fn]
-    seen = {None, *nodes}
-    for node in nodes:
-        following = {each for each, _ in node.next_functions} - seen
-        seen |= following
-        nodes += following
-    return {node.variable for node in nodes if hasattr(node, "variable")}
-
-
 def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
     """Freeze weights that no loss can change, and their adapters: DDP would wait for them.
 
-    names: see `check_shapes`. For example, a transformer drops the text output of its last block.
+    names: see `CheckedCall`. For example, a transformer drops the text output of its last block.
     """
     for name, weight in model.named_parameters():
         layer, *adapter = re.split(r"\.lo(?:ra|kr)_", name)

@@ -5,10 +5,10 @@ commit, also if the branch moves meanwhile.
 """
 
 import functools
-import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from glob import escape
@@ -28,9 +28,10 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from tqdm.auto import tqdm
 
+from diffusion_training.errors.faults import is_refused_by_storage
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
-from diffusion_training.files import digest_file
+from diffusion_training.files import digest_file, read_shard_names
 
 # at the root of a repository with a pipeline, a model or a tokenizer is one of them
 MODEL_FILES = ("model_index.json", "config.json", "tokenizer_config.json")
@@ -46,6 +47,7 @@ VARIANT = re.compile(r"(?:diffusion_pytorch_)?model\.(\w+)(?:-\d+-of-\d+)?\.safe
 # configs and vocabularies; what else a repository may hold are weights, pictures and code
 SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".vocab", ".spm")
 SHA256 = 64  # digits; small files have a digest of git
+WAITS = (1, 4, 16)  # seconds between tries of a storage that refuses
 SHOWN = 10**8  # bytes from which on a download is announced, with a bar
 
 
@@ -104,13 +106,20 @@ class Repository:
             is_shown = size >= SHOWN
             if is_shown:
                 print(f"Downloading {size / 1e9:.3g} GB of {self.name} to {repository}", flush=True)
-            snapshot_download(
-                self.name,
-                revision=self.folder.name,
-                cache_dir=self.cache_dir,
-                allow_patterns=[escape(path) for path in missing],
-                tqdm_class=make_bars(is_shown),
-            )
+            for wait in (*WAITS, None):
+                try:
+                    snapshot_download(
+                        self.name,
+                        revision=self.folder.name,
+                        cache_dir=self.cache_dir,
+                        allow_patterns=[escape(path) for path in missing],
+                        tqdm_class=make_bars(is_shown),
+                    )
+                    break
+                except Exception as error:  # the client asks an address that has expired only once
+                    if wait is None or not is_refused_by_storage(error):
+                        raise
+                    time.sleep(wait)
             for path in missing:
                 self.check_digest(path, self.folder / path)
 
@@ -243,8 +252,7 @@ def choose_weights(
     for stem, kind in WEIGHTS:
         index = f"{prefix}{stem}.{kind}.index{end}.json"
         if index in names:
-            shards = json.loads((folder / index).read_text())["weight_map"].values()
-            return sorted({f"{prefix}{shard}" for shard in shards})
+            return sorted(f"{prefix}{shard}" for shard in read_shard_names(folder / index))
         if (path := f"{prefix}{stem}{end}.{kind}") in names:
             return [path]
     return []

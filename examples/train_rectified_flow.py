@@ -207,6 +207,8 @@ def main(args):
     state.load(accelerator, run, plan.state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    if launch.is_main:
+        objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
         compile_model(models["unet"], launch.compile)
     wrapped = {"unet": accelerator.prepare(models["unet"])}

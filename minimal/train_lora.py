@@ -144,9 +144,10 @@ def key_seed(purpose, *key):
 # you do not need. Noise is drawn in the shape of `noisy`, [N, channels, height, width]. The keys of
 # a prompt are arguments of the pipeline; in `predict` each has a list with a tensor per image.
 class StableDiffusion3:
-    # of attention, by the ends of their names; they get a LoRA
+    # of attention and MLP, by the ends of their names; they get a LoRA
     layers = "to_q", "to_k", "to_v", "to_out.0"
     layers += "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"
+    layers += "net.0.proj", "net.2"
     patch = 2  # numbers of `noisy` per token along a side
     has_frames = False  # is its VAE one for videos?
     batch = torch.stack  # how its pipeline takes the prompts of several images
@@ -171,6 +172,8 @@ class StableDiffusion3:
 
 
 class ZImage(StableDiffusion3):
+    layers = "to_q", "to_k", "to_v", "to_out.0"
+    layers += "feed_forward.w1", "feed_forward.w2", "feed_forward.w3"
     batch = list
 
     def encode(pipeline, text):
@@ -182,6 +185,7 @@ class ZImage(StableDiffusion3):
 
 
 class Flux(StableDiffusion3):
+    layers = StableDiffusion3.layers + ("proj_mlp", ".proj_out")  # the dot: of blocks alone
     guidance = None  # it was trained to draw without: the scale is an input of FLUX.1-dev
 
     def encode(pipeline, text):
@@ -205,7 +209,8 @@ class Flux(StableDiffusion3):
 
 
 class Flux2Klein(StableDiffusion3):
-    layers = StableDiffusion3.layers + ("to_qkv_mlp_proj", "to_out")
+    # both of the last hold attention and MLP
+    layers = StableDiffusion3.layers + ("linear_in", "linear_out", "to_qkv_mlp_proj", "to_out")
     patch = 1
 
     def encode(pipeline, text):

@@ -48,7 +48,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_pipelines import make_chat_tokenizer, make_klein, make_qwen_image, make_z_image, randomize  # noqa: E402, F401
 from tqdm import tqdm  # noqa: E402
 
-from diffusion_training import models as package_models  # noqa: E402
+from diffusion_training import shapes  # noqa: E402
 from diffusion_training.errors.sentences import AGAIN  # noqa: E402
 from diffusion_training.errors.stop_signals import SIGNALS  # noqa: E402
 from diffusion_training.families.known import load_family  # noqa: E402
@@ -498,19 +498,16 @@ FITTED = {}  # what `check_shapes` has found to fit
 def without_figures(monkeypatch):
     """Skip work that takes four fifths of a short run's time.
 
-    It is drawing curves, counting operations (on copies of the models), and checking the shapes of
-    models that were checked before.
+    It is drawing curves, and checking the shapes of models that were checked before.
     """
 
-    def check_once(
-        models, predict, name, shape, condition, check_shapes=package_models.check_shapes
-    ):
-        shapes = {key: value.shape for key, value in condition.items()}
+    def check_once(models, predict, name, shape, condition, check_shapes=shapes.check_shapes):
+        sizes = {key: value.shape for key, value in condition.items()}
         configs = [
             (type(model), {k: v for k, v in model.config.items() if k != "_name_or_path"})
             for model in models.values()
         ]
-        key = str((predict, configs, shape, shapes))
+        key = str((predict, configs, shape, sizes))
         if key not in FITTED:
             FITTED[key] = check_shapes(models, predict, name, shape, condition)
         return FITTED[key]
@@ -519,13 +516,6 @@ def without_figures(monkeypatch):
     monkeypatch.setattr(
         "diffusion_training.training.showing.report.draw_curves", lambda *args, **options: None
     )
-    # it copies models with `copy_shapes`
-    importlib.import_module("diffusion_training.training.keeping.checkpoint_copy")
-    costs = "diffusion_training.training.step.costs"
-    monkeypatch.setattr(
-        f"{costs}.copy_shapes", lambda value, *modules, **options: value
-    )  # 8 % of a run
-    monkeypatch.setattr(f"{costs}.count_flops", lambda *args: 10**6)
 
 
 def replace(args, **values):

@@ -23,6 +23,9 @@ SINGLE = {"num_layers": 1, "num_single_layers": 1, **HEADS, "joint_attention_dim
 DOUBLE = {"num_layers": 2, **HEADS}
 FOUR = {"in_channels": 4, "out_channels": 4}
 AXES = (4, 6, 6)
+# pixels of images that some of them need at least, others 16
+SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32, "sana_video": 32}
+SIDES |= {"wan_5b": 64, "ltx": 32, "hunyuan_video": 32}
 # options of VAEs
 STATISTICS = {"latents_mean": [-0.5, 0.1, 0.3, 1.0], "latents_std": [0.8, 1.2, 2.0, 0.5]}
 
@@ -879,6 +882,153 @@ add_blocks("z_image", "ZImageAutoBlocks", make_z_image)
 add_blocks("qwen_image", "QwenImageAutoBlocks", make_qwen_image)
 add_blocks("qwen_image_2_1", "QwenImage21AutoBlocks", MAKE["qwen_image_2_1"])
 add_blocks("ernie_image", "ErnieImageAutoBlocks", MAKE["ernie_image"])
+
+
+# ------------------------------------------------------------------- pipelines for videos
+
+TEMPLATE_END = 110  # characters of HunyuanVideo's template that are tokens of their own
+
+
+def make_umt5(tokenizer):
+    return make_t5(tokenizer, "UMT5")
+
+
+def make_flow_solver(shift=3.0):
+    """A multistep solver, as Wan and SkyReels have it."""
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+
+
+def make_wan_vae_2_1():
+    """4 x 4 pixels per latent, and 2 frames."""
+    return diffusers.AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        scale_factor_temporal=2,
+        scale_factor_spatial=4,
+        **STATISTICS,
+    )
+
+
+WAN = dict(
+    **DOUBLE, **FOUR, text_dim=WIDTH, freq_dim=16, ffn_dim=32, rope_max_seq_len=64
+)
+add(
+    "wan", "WanPipeline", text_encoder=make_umt5, vae=make_wan_vae_2_1,
+    transformer=("WanTransformer3DModel", WAN), scheduler=make_flow_solver,
+)  # fmt: skip
+
+
+@pipeline
+def make_wan_5b():
+    """Wan 2.2 TI2V 5B: a time for each token."""
+    tokenizer = make_chat_tokenizer(256)
+    return diffusers.WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=make_umt5(tokenizer),
+        vae=make_wan_vae(),
+        transformer=diffusers.WanTransformer3DModel(**WAN),
+        scheduler=make_flow_solver(5.0),
+        expand_timesteps=True,
+    )
+
+
+add(
+    "skyreels_v2", "SkyReelsV2Pipeline", text_encoder=make_umt5, vae=make_wan_vae_2_1,
+    transformer=("SkyReelsV2Transformer3DModel", WAN), scheduler=partial(make_flow_solver, 8.0),
+)  # fmt: skip
+
+
+def make_ltx_vae(**options):
+    """8 x 8 pixels per latent, and a time beside the latents, as LTX-Video since 0.9.1."""
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        down_block_types=("LTXVideoDownBlock3D",) * 2,
+        decoder_block_out_channels=(8, 8),
+        layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, True),
+        decoder_spatio_temporal_scaling=(True, True),
+        decoder_inject_noise=(False,) * 3,
+        downsample_type=("conv", "conv"),
+        upsample_residual=(False, False),
+        upsample_factor=(1, 1),
+        patch_size=2,
+        spatial_compression_ratio=8,
+        temporal_compression_ratio=4,
+        **options,
+    )
+
+
+LTX = dict(**FOUR, **DOUBLE, cross_attention_dim=WIDTH, caption_channels=WIDTH)
+add(
+    "ltx", "LTXPipeline", text_encoder=make_t5,
+    vae=partial(make_ltx_vae, timestep_conditioning=True),
+    transformer=("LTXVideoTransformer3DModel", LTX),
+    scheduler=partial(make_dynamic_scheduler, max_shift=2.05, shift_terminal=0.1),
+)  # fmt: skip
+
+
+def make_llama(tokenizer):
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
+    )  # fmt: skip
+    return transformers.LlamaModel(config)
+
+
+@pipeline
+def make_hunyuan_video():
+    """Of its template it cuts off 95 tokens, which are about as many here."""
+    from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video
+
+    tokenizer = make_chat_tokenizer(1024)
+    before, _, _ = pipeline_hunyuan_video.DEFAULT_PROMPT_TEMPLATE["template"].partition("{}")
+    tokenizer.add_tokens([before[:-TEMPLATE_END]])
+    return diffusers.HunyuanVideoPipeline(
+        text_encoder=make_llama(tokenizer),
+        tokenizer=tokenizer,
+        text_encoder_2=make_clip(max_position_embeddings=77),
+        tokenizer_2=make_clip_tokenizer(),
+        vae=diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4,
+            block_out_channels=(8, 8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+        ),
+        transformer=diffusers.HunyuanVideoTransformer3DModel(
+            **FOUR, **HEADS, num_layers=1, num_single_layers=1, num_refiner_layers=1,
+            text_embed_dim=WIDTH, pooled_projection_dim=WIDTH, rope_axes_dim=AXES,
+        ),
+        scheduler=make_scheduler(7.0),
+    )  # fmt: skip
+
+
+add(
+    "mochi", "MochiPipeline", text_encoder=make_t5,
+    vae=("AutoencoderKLMochi", dict(
+        latent_channels=12, out_channels=3, encoder_block_out_channels=(32,) * 4,
+        decoder_block_out_channels=(32,) * 4, layers_per_block=(1, 1, 1, 1, 1),
+    )),
+    transformer=("MochiTransformer3DModel", dict(
+        **DOUBLE, pooled_projection_dim=WIDTH, in_channels=12, text_embed_dim=WIDTH,
+        time_embed_dim=16,
+    )),
+    scheduler=lambda: diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+)  # fmt: skip
+add(
+    "sana_video", "SanaVideoPipeline", length=512, text_encoder=make_gemma2, vae=make_wan_vae_2_1,
+    transformer=("SanaVideoTransformer3DModel", dict(
+        **FOUR, **DOUBLE, num_cross_attention_heads=2, cross_attention_head_dim=16,
+        cross_attention_dim=32, caption_channels=WIDTH,
+    )),
+    scheduler=partial(make_flow_solver, 8.0),
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------- pipelines that edit images

@@ -37,6 +37,8 @@ class Data:
     # references of any values, for one image, as `read_references` adds them to the condition
     references: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    folders: dict[str, Any] = field(default_factory=dict)  # of --data: {folder: its flags}
+
     @functools.cached_property
     def empty_length(self) -> int:
         """How many tokens the empty prompt has."""
@@ -75,13 +77,15 @@ class Data:
 
     def settings(self) -> dict[str, Any]:
         """The values that a checkpoint records, under the names of the flags."""
-        settings = {
+        settings: dict[str, Any] = {
             "resolution": self.resolution,
             "clip_skip": self.clip_skip,
             "caption_weights": self.caption_weights,
             "mask_column": self.mask_column,
             "dataloader_num_workers": self.num_workers,
         }
+        if self.folders:
+            settings["folders"] = self.folders
         if order := getattr(self.dataset, "order", None):
             settings |= {"order": order, "shuffle_shards": order["shuffle_shards"]}
         return settings

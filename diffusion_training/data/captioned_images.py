@@ -54,7 +54,11 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
         add_references=add_references if with_references else None,
     )
     references = list_reference_columns(images.rows, args) if with_references else ()
-    texts = sample_captions(images.rows, args.caption_column) if launch.is_main else []
+    texts = (
+        sample_captions(images.rows, args.caption_column, args.caption_prefix)
+        if launch.is_main
+        else []
+    )
     in_float32 = launch.dtype == torch.float32
     encoders = None
     if in_float32:
@@ -97,7 +101,7 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
         images,
         transform,
         encoders.tokenizers,
-        choose_captions(args, caption_weights),
+        choose_captions(args, caption_weights, [args.caption_prefix]),
         sizes,
         args.shuffle_buffer,
     )

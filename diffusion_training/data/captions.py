@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import torch
 
-from diffusion_training.data.texts import CaptionChoice, Text, choose_caption
+from diffusion_training.data.texts import CaptionChoice, Text, add_prefix, choose_caption
 from diffusion_training.errors.printing import printable
 from diffusion_training.errors.sentences import explained
 from diffusion_training.families.base import Tokenizers
@@ -102,11 +102,13 @@ def tokenize_longest(tokenizers: Tokenizers, choice: CaptionChoice) -> dict[str,
 
 
 def sample_captions(
-    rows: datasets.Dataset | datasets.IterableDataset, column: str | list[str]
+    rows: datasets.Dataset | datasets.IterableDataset,
+    column: str | list[str],
+    prefix: str | None = None,
 ) -> list[str]:
     """The captions of up to 10,000 evenly spaced rows, from one or several columns.
 
-    From a stream, they are those of the first 100 rows.
+    From a stream, they are those of the first 100 rows. prefix: --caption_prefix.
     """
     selected = rows.select_columns(column)
     captions: list[Any] = []
@@ -118,7 +120,7 @@ def sample_captions(
         for values in selected[:: max(1, len(rows) // 10**4)].values():
             captions += values
     texts = [text[0] if isinstance(text, list) and text else text for text in captions]
-    return [text for text in texts if isinstance(text, str)]
+    return [add_prefix(text, prefix) for text in texts if isinstance(text, str)]
 
 
 def report_equal(texts: list[str], args: Namespace) -> None:
@@ -129,7 +131,7 @@ def report_equal(texts: list[str], args: Namespace) -> None:
     if (
         len(texts) > 1
         and len(set(texts)) == 1
-        and texts[0] != args.instance_prompt
+        and not (args.instance_prompt and texts[0].endswith(args.instance_prompt))
         and not args.folder_repeats
     ):
         print(

@@ -185,7 +185,7 @@ def try_encoders(encoders: Encoders) -> None:
             image_channels, channels = family.count_channels(vae)
             image = torch.zeros(1, image_channels, side, side, device=vae.device)
             latents = encode_images(encoders, image)
-            vae.decode(family.unpack_latents(vae, latents[:, :channels]).to(vae.dtype))
+            family.decode(vae, latents[:, :channels])
         with explained("the text encoder does not work"):
             ids = torch.zeros(1, 2, dtype=torch.long, device=vae.device)
             tokens: Any = {f"input_ids{suffix}": ids for suffix in family.suffixes}

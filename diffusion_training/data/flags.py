@@ -33,12 +33,20 @@ def add_caption_flags(add: Callable[..., Any]) -> None:
         default="text",
         help="column of captions or lists of them, or several columns; each epoch draws one per "
         "image; a cache keeps one of a list (all with --caption_weights), or all columns",
+        useless_with="--latents_dir",
     )
     add(
         "--caption_weights",
         nargs="+",
         type=number(1e-6, 1e6),
         help="relative probabilities of the captions of an image, such as 0.3 0.7",
+    )
+    add(
+        "--caption_prefix",
+        type=str.strip,
+        useless_with="--latents_dir or --class_column",
+        help="words in front of every caption that does not begin with them, such as the trigger "
+        "'sks dog,'; --shuffle_caption leaves them there; a dropped caption has none",
     )
 
 
@@ -89,20 +97,17 @@ def add_tag_flags(add: Callable[..., Any]) -> None:
         type=number(0, 1000, int),
         default=0,
         help="with --shuffle_caption, number of tags at the front that stay in place",
+        needs="--shuffle_caption",
     )
 
 
 def check_captions(parser: ArgumentParser, args: Namespace) -> None:
     """Stop with an error if the caption flags do not fit together."""
-    if vars(args).get("keep_tokens") and not args.shuffle_caption:
-        parser.error("--keep_tokens does nothing without --shuffle_caption")
     if vars(args).get("text_cache") == "ids" and args.clip_skip:
         parser.error(
             "--clip_skip does nothing with --text_cache ids: give it to the trainer, which encodes "
             "the captions"
         )
-    if args.bucket_no_upscale and not args.bucket_step:
-        parser.error("--bucket_no_upscale does nothing without --bucket_step: give both")
     if not isinstance(args.caption_column, list):
         return
     num_weights = len(weigh_captions(args) or [])
@@ -130,6 +135,7 @@ def add_stream_flags(add: Callable[..., Any], trains: bool = True) -> None:
         **SWITCH,
         help="read the data piece by piece, without downloading all of it first; a trainer then "
         "needs --max_train_steps",
+        useless_with="--latents_dir",
     )
     if trains:
         add(
@@ -137,6 +143,8 @@ def add_stream_flags(add: Callable[..., Any], trains: bool = True) -> None:
             type=COUNT,
             default=1000,
             help="with --streaming, number of images that are shuffled together",
+            needs="--streaming",
+            useless_with="--latents_dir",
         )
 
 
@@ -206,8 +214,17 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         type=PATH,
         help="data set on the Hugging Face hub, such as your-name/photos, or a folder with one",
     )
-    add("--dataset_config_name", help="configuration of the data set, if it has several")
-    add("--dataset_split", default="train", help="split of the data set to read")
+    add(
+        "--dataset_config_name",
+        help="configuration of the data set, if it has several",
+        useless_with="--latents_dir or --train_data_dir *.npy",
+    )
+    add(
+        "--dataset_split",
+        default="train",
+        help="split of the data set to read",
+        useless_with="--latents_dir or --train_data_dir *.npy",
+    )
     add(
         "--train_data_dir",
         type=PATH,
@@ -216,31 +233,37 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         "train_unconditional.py also takes an array of images in an .npy file",
     )
     add(
-        "--image_column", help="column of images (default: `image`, or the only column with images)"
+        "--image_column",
+        help="column of images (default: `image`, or the only column with images)",
+        useless_with="--latents_dir or --train_data_dir *.npy",
     )
     if captions:
         add_caption_flags(add)
         add(
             "--instance_prompt",
             help="caption for images that have none, such as 'a photo of sks dog'",
+            useless_with="--latents_dir",
         )
         add(
             "--folder_repeats",
             **SWITCH,
             help="use each image in a folder '10_sks dog' 10 times per epoch; images without a "
             "caption get 'sks dog'",
+            useless_with="--latents_dir",
         )
         add(
             "--caption_extension",
             default=".txt",
             help="extension of the caption files (photo.txt for photo.jpg), read if there is no "
             "caption column",
+            useless_with="--latents_dir or --streaming or --class_column",
         )
     add(
         "--max_train_samples",
         type=COUNT,
         help="use only this many images: random ones, or the first ones with --streaming or data "
         "at an address (default: all)",
+        useless_with="--latents_dir",
     )
     add(
         "--allow_addresses",
@@ -282,12 +305,18 @@ def check_source(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
 
 def add_image_flags(add: Add, trains: bool = True) -> None:
     """Add the flags for how images are loaded and cropped, with or without captions."""
-    add("--center_crop", **SWITCH, help="crop the centre of an image, not a random part")
+    add(
+        "--center_crop",
+        **SWITCH,
+        help="crop the centre of an image, not a random part",
+        useless_with="--latents_dir",
+    )
     add(
         "--min_size",
         type=number(0, 16384, int),
         default=0,
         help="skip images with a side shorter than this many pixels",
+        useless_with="--latents_dir",
     )
     add_worker_flag(add)
     if trains:
@@ -295,6 +324,7 @@ def add_image_flags(add: Add, trains: bool = True) -> None:
             "--prefetch_factor",
             type=COUNT,
             help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
+            useless_with="--latents_dir or --dataloader_num_workers 0",
         )
 
 
@@ -366,17 +396,24 @@ def add_worker_flag(add: Add) -> None:
         type=number(0, 1024, int),
         help="processes that decode images (default: one less than the CPU cores per launched "
         "process, at most 8)",
+        useless_with="--latents_dir",
     )
 
 
 def add_transform_flags(add: Add) -> None:
     """Add the flags that `transform_row` reads, besides those of `add_image_flags`."""
-    add("--skip_empty_captions", **SWITCH, help="skip images with an empty caption")
+    add(
+        "--skip_empty_captions",
+        **SWITCH,
+        help="skip images with an empty caption",
+        useless_with="--latents_dir or --class_column",
+    )
     add(
         "--image_interpolation_mode",
         choices=["bicubic", "bilinear", "nearest-exact"],
         default="bicubic",
         help="interpolation for resizing images, always antialiased",
+        useless_with="--latents_dir",
     )
 
 
@@ -387,6 +424,7 @@ def add_bucket_flags(add: Add) -> None:
         type=number(1, 4096, int),
         help="keep the aspect ratios of images, with sides that are multiples of this number, "
         "such as 64 (default: crop to squares)",
+        useless_with="--latents_dir",
     )
     add(
         "--use_aspect_ratio_buckets",
@@ -401,10 +439,19 @@ def add_bucket_flags(add: Add) -> None:
         default=2.0,
         help="with --bucket_step, crop images so that the longer side is at most this many times "
         "the shorter",
+        needs="--bucket_step",
+        useless_with="--latents_dir",
     )
-    add("--bucket_no_upscale", **SWITCH, help="with --bucket_step, never enlarge images")
+    add(
+        "--bucket_no_upscale",
+        **SWITCH,
+        help="with --bucket_step, never enlarge images",
+        needs="--bucket_step",
+        useless_with="--latents_dir",
+    )
     add(
         "--mask_column",
         help="column of masks; the loss counts where a mask is white (default: the file "
         "photo.mask.png beside photo.jpg)",
+        useless_with="--latents_dir",
     )

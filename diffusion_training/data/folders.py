@@ -44,7 +44,9 @@ def name_shared_folder(kind: str, cache_dir: str | None) -> Path:
 
 def is_shared(folder: str) -> bool:
     """Whether a folder is one of --cache_latents."""
-    return Path(folder).parent.parts[-2:] == name_shared_folder("latents", None).parts[-2:]
+    shared = name_shared_folder("latents", None).parts[-2:]
+    # one of several sizes is in a folder of its own
+    return any(parent.parts[-2:] == shared for parent in [*Path(folder).parents][:2])
 
 
 def list_paths(folder: str) -> list[str]:

@@ -28,6 +28,7 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import hash_values
 
 COLUMN = "conditioning_image"  # the column of the references that were found in files
+LEAST = 64  # pixels of a reference's side, which FLUX.2's pipelines need
 STEPS = 16  # of the side of a square result
 MAX_RATIO = 4.0  # of the longer side of a result to the shorter one
 
@@ -103,12 +104,15 @@ def index_folder(folder: str, owners: Sequence[str]) -> dict[str, str]:
 
 
 def resize_reference(pixels: torch.Tensor, side: int, interpolation: str) -> torch.Tensor:
-    """A reference [3, H, W] of its own ratio, with as many pixels as a square of this side.
+    """A reference [3, H, W] of its own ratio, with at most as many pixels as a square of this side.
 
-    The pipeline's code rounds its sides, by less than it would those of the stored image.
+    A smaller one stays as it is, because the pipeline enlarges it, or takes it so. The pipeline's
+    code rounds its sides, by less than it would those of the stored image.
     """
     height, width = pixels.shape[-2:]
     scale = side / math.sqrt(height * width)
+    if scale > 1:
+        scale = min(scale, max(1.0, LEAST / min(height, width)))
     size = [max(1, round(scale * height)), max(1, round(scale * width))]
     mode = TF.InterpolationMode(interpolation)
     return TF.resize(pixels, size, interpolation=mode, antialias=True)

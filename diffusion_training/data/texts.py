@@ -5,6 +5,7 @@ drawn, or all are kept.
 """
 
 from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,10 +27,22 @@ class CaptionChoice:
     weights: list[float] | None  # for several captions
     shuffle: bool = False
     num_kept: int = 0  # tags at the front that stay in place
+    prefixes: tuple[str, ...] = ()  # words before the tags, of each source, which stay there too
 
 
-def choose_captions(args: Namespace, weights: list[float] | None) -> CaptionChoice:
-    return CaptionChoice(args.seed, weights, args.shuffle_caption, args.keep_tokens)
+def choose_captions(
+    args: Namespace, weights: list[float] | None, prefixes: Iterable[str | None]
+) -> CaptionChoice:
+    """prefixes: the --caption_prefix of each source."""
+    kept = tuple(filter(None, prefixes))
+    return CaptionChoice(args.seed, weights, args.shuffle_caption, args.keep_tokens, kept)
+
+
+def add_prefix(text: str, prefix: str | None) -> str:
+    """A caption with --caption_prefix, which it may already have."""
+    if not prefix or text.startswith(prefix):
+        return text
+    return f"{prefix} {text}".strip()
 
 
 def strip_caption(text: str) -> str:
@@ -55,7 +68,7 @@ def draw_text(item: dict, choice: float, transform: Transform) -> str:
     text = strip_caption(text)
     if transform.skip_empty_captions and not text:
         raise ValueError("its caption is empty")
-    return text
+    return add_prefix(text, transform.caption_prefix)
 
 
 def list_captions(item: dict, transform: Transform) -> list[str | None]:
@@ -76,7 +89,8 @@ def list_captions(item: dict, transform: Transform) -> list[str | None]:
         texts = [text or None for text in texts]
     if not any(text is not None for text in texts):
         raise ValueError("it has no caption")
-    return texts
+    prefix = transform.caption_prefix
+    return [text if text is None else add_prefix(text, prefix) for text in texts]
 
 
 def choose_caption(text: Text, epoch: int | None, row: int, choice: CaptionChoice) -> str:
@@ -84,15 +98,19 @@ def choose_caption(text: Text, epoch: int | None, row: int, choice: CaptionChoic
 
     One caption of a list (see `list_captions`) is drawn by the weights. --shuffle_caption shuffles
     its comma-separated tags in each epoch, as kohya's sd-scripts do; the first --keep_tokens tags
-    stay in place. A held-out row, with epoch None, always gets the same caption, not shuffled.
+    stay in place, behind --caption_prefix. A held-out row, with epoch None, always gets the same
+    caption, not shuffled.
     """
     if isinstance(text, list):
         exists = [caption is not None for caption in text]
         text = text[draw_caption(choice.seed, epoch, row, choice.weights or (), exists)]
     if choice.shuffle and epoch is not None:
-        tags = [tag.strip() for tag in text.split(",")]
+        has = [prefix for prefix in choice.prefixes if text.startswith(prefix)]
+        front = max(has, key=len, default="")
+        front += "," * text.startswith(f"{front},")
+        tags = [tag.strip() for tag in text.removeprefix(front).split(",")]
         rest = tags[choice.num_kept :]
         rng = np.random.default_rng(step_seed("tags", choice.seed, epoch, row))
         shuffled = [rest[i] for i in rng.permutation(len(rest))]
-        text = ", ".join(tags[: choice.num_kept] + shuffled)
+        text = f"{front} {', '.join(tags[: choice.num_kept] + shuffled)}".strip()
     return text

@@ -19,6 +19,7 @@ class Transform:
     mask_column: str | None
     caption_column: str | list[str]
     caption_weights: list[float] | None  # if all captions of an image are kept
+    caption_prefix: str | None
     skip_empty_captions: bool
     channels: int  # 1 or 3
     resolution: int

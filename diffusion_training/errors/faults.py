@@ -97,13 +97,13 @@ def explain_hub(error: BaseException) -> str | None:
         return describe_unknown(name)
     if is_a(error, "RevisionNotFoundError"):
         return f"{name} has no such revision: see the branches and tags on its page"
-    said = getattr(error, "server_message", None) or response.reason_phrase
+    said = (getattr(error, "server_message", None) or response.reason_phrase)[:200]
     has_token = "authorization" in response.request.headers
     if status == 401 and not has_token:
         return f"the hub needs your token ({said}): run `hf auth login`"
     if status == 401:
         return f"the hub refuses your token ({said}): run `hf auth login`, or unset HF_TOKEN"
-    if status == 403 and not has_token:  # of the storage, which is sent no token, or of a firewall
+    if is_refused_by_storage(error):
         return (
             f"{response.request.url.host} refuses the request ({said}), because of a firewall or "
             "of an address that has expired: run it again"
@@ -116,7 +116,18 @@ def explain_hub(error: BaseException) -> str | None:
         return f"the hub allows no more requests for now (429): run it again {wait}"
     if status >= 500:
         return f"the hub has a fault ({status} {said}): run it again later"
-    return None
+    return f"{response.request.url.host} refuses the request ({status} {said}): run it again later"
+
+
+def is_refused_by_storage(error: BaseException) -> bool:
+    """Whether a request without a token was refused: by the storage, or by a firewall.
+
+    The storage is asked by an address that expires, and gets no token.
+    """
+    response: Any = getattr(error, "response", None)
+    if not is_a(error, "HfHubHTTPError") or response is None:
+        return False
+    return response.status_code == 403 and "authorization" not in response.request.headers
 
 
 def describe_gated(name: str, has_token: bool) -> str:

@@ -182,6 +182,7 @@ class Family:
     features: tuple[str, ...] = ("ragged embeddings",)  # those that a reader of its caches needs
     borrows_from: tuple[str, ...] = ()  # families whose VAE and text encoder a new model may use
     precision = "bfloat16"  # that the model card uses on a GPU
+    first_image = "images[0]"  # of what the pipeline returns, for the model card
     blocks = ""  # the class of a modular pipeline's blocks
     has_guider = False  # has a modular pipeline an object for guidance?
     can_rewrite = False  # has it a block that rewrites captions?
@@ -191,8 +192,6 @@ class Family:
     image_argument = "image"  # of the pipeline, for references
     needs_references = False  # can't the pipeline be called without one?
     samples_one_by_one = True  # one call of the pipeline per sample
-    attention: tuple[str, ...] = ("to_k", "to_q", "to_v", "to_out.0")  # for --lora_layers attention
-    other_layers: tuple[str, ...] = ()  # added by --lora_layers all
     suggests_lora = True  # do the commands that are printed train a LoRA?
 
     # ---- which models are of this family
@@ -355,6 +354,17 @@ class Family:
         """Unscaled latents [N, channels, h, w] as the VAE decodes them."""
         return latents
 
+    def decode(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        """The images of unscaled latents [N, channels, h, w], from -1 to 1.
+
+        [N, C, H, W], or [N, C, 1, H, W] of a VAE for videos.
+        """
+        return vae.decode(self.unpack_latents(vae, latents).to(vae.dtype))[0]
+
+    def read_images(self, result: Any) -> Any:
+        """The images that a pipeline has drawn, by what its call returns."""
+        return result.images
+
     def choose_reference_side(self, resolution: int, count: int) -> int:
         """The side in pixels of square references, as the pipeline resizes `count` of them."""
         return resolution
@@ -492,10 +502,14 @@ class Family:
     # ---- LoRA
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """--lora_layers as ends of names; attention and all omit those not in the model."""
-        if which not in ("attention", "all"):
+        """--lora_layers as ends of names; its sets omit those not in the model."""
+        # here, because few runs need the table
+        from diffusion_training.training.lora.lora_layers import COMMON, LAYER_SETS, LAYERS
+
+        if which not in LAYER_SETS:
             return [end.strip() for end in which.split(",")]
-        ends = [*self.attention, *(self.other_layers if which == "all" else ())]
+        layers = LAYERS.get(type(model).__name__, COMMON)
+        ends = [*layers.choose(which), *(layers.further if which == "all" else ())]
         names = [f".{name}" for name, _ in model.named_modules()]
         return [end for end in ends if any(name.endswith(f".{end}") for name in names)]
 

@@ -27,6 +27,7 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
             **SWITCH,
             help="with gradient checkpointing, store the result of each attention, which takes "
             "longest to compute again: faster, more memory, the same results",
+            needs="--gradient_checkpointing or --checkpoint_blocks or --blocks_to_swap",
         )
     add(
         "--compile",
@@ -86,6 +87,7 @@ def add_family_flags(add: Add) -> None:
         type=COUNT,
         help="maximum number of tokens of a caption; the rest is cut off "
         f"(default: the pipeline's{''.join(limits)})",
+        useless_with="--class_column",
     )
 
 
@@ -118,6 +120,7 @@ def add_encoder_flags(add: Add) -> None:
         "--tokenizer_name_or_path",
         type=PATH,
         help="tokenizer, if it is not stored with the text encoder: hub id or folder",
+        useless_with="--class_column",
     )
     add(
         "--clip_skip",
@@ -135,7 +138,12 @@ def add_pipeline_flags(add: Add) -> None:
         help="pretrained pipeline: hub id or folder; text-to-image U-Nets also from one "
         ".safetensors file",
     )
-    add("--revision", help="branch, tag or commit of the models on the hub")
+    add(
+        "--revision",
+        help="branch, tag or commit of the models on the hub",
+        needs="--pretrained_model_name_or_path",
+        useless_with="--pretrained_model_name_or_path FILE",
+    )
     add(
         "--variant", help="variant of the weight files to load, such as fp16 for *.fp16.safetensors"
     )

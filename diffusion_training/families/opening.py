@@ -127,6 +127,8 @@ def read_index(source: str | None) -> dict[str, Any]:
         if not Path(source, INDEX_FILES[0]).exists():  # of a pipeline of blocks
             return diffusers.ModularPipeline.load_config(source)
         index = diffusers.DiffusionPipeline.load_config(source)
+        if not isinstance(index, dict):
+            raise ValueError("model_index.json lists no parts")
         for name, entry in index.items():
             # other entries are settings of the pipeline
             is_part = name.startswith(("scheduler", "text_encoder", "tokenizer", "vae"))

@@ -38,8 +38,6 @@ class PRX(Family):
     max_tokens = 256
     borrows_from = ("sd",)
     takes_classes = True
-    attention = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
-    other_layers = ("gate_proj", "up_proj", "down_proj")
     suggests_lora = False
 
     def prepare(self, tokenizer: Any, caption: str) -> str:

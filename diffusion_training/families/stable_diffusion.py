@@ -60,9 +60,6 @@ class StableDiffusion(Family):
     features: tuple[str, ...] = ()
     precision = "float16"  # which all GPUs support
     samples_one_by_one = False
-    other_layers = (
-        "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv2", "conv_shortcut",
-    )  # fmt: skip
     text_part = "cond_stage_model"  # prefix of the text encoders in a single file
 
     def recognizes_file(self, names: set[str]) -> bool:

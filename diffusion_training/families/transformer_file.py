@@ -26,8 +26,14 @@ from diffusion_training.models import NOT_FINITE, is_finite, raise_for_keys
 
 PREFIX = "model.diffusion_model."  # of the denoiser's weights in a file with other models
 PRECISIONS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-# ends of names in files whose weights are products of fp8 and scales, and those of newer formats
-SCALES = re.compile(r"(scale_weight|weight_scale(_2|_inv)?|scaled_fp8|comfy_quant)$")
+FP8 = {"F8_E4M3", "F8_E5M2"}
+# The weights of some files are products of fp8 and scales, by one of these names: a scale for a
+# weight, for each of its rows, or for each block of 128 x 128 numbers.
+SCALES = re.compile(r"(.+\.)(scale_weight|weight_scale|weight_scale_inv)$")
+BLOCK = 128
+# what such files also hold: marks, and scales of inputs, for those who multiply in fp8
+MARKS = re.compile(r"(^|\.)(scaled_fp8|scale_input|input_scale)$")
+FORMAT = "comfy_quant"  # JSON on a weight's format, of which only fp8 is read
 SHARD = "5GB"  # written at a time
 
 
@@ -59,14 +65,14 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
     known = SINGLE_FILE_LOADABLE_CLASSES.get(kind.__name__)
     if known is None:
         fail(
-            f"--transformer_file: diffusers {diffusers.__version__} reads no {kind.__name__} from "
-            "one file: leave it out"
+            f"{path} can't be used: diffusers {diffusers.__version__} reads no {kind.__name__} "
+            "from one file: leave it out"
         )
     source, options = base.locate(None, base.family.folder, with_weights=False)
     options.pop("variant", None)
     with explained(f"{source} holds no {kind.__name__}"):
         config = kind.load_config(source, **options)
-    names = check_header(path)
+    names, scales = check_header(path)
     with torch.device("meta"):
         expected = kind.from_config(config).state_dict()
     shapes = {name: tuple(weight.shape) for name, weight in expected.items()}
@@ -86,6 +92,8 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
     def read() -> Callable[[Path], None]:
         with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
             weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
+            for name, key in scales.items():
+                weights[name] = multiply(weights[name], file.get_tensor(key), key)
         found = convert(Checkpoint(weights))
         broken = [name for name in shapes if not is_finite(widen(found[name]))]
         raise_for_keys(NOT_FINITE, broken)
@@ -102,12 +110,14 @@ def write_loading(kind: str, path: str, name: str, source: str, dtype: str) -> l
     kind: its class. name: how the file is called in the code. source: the pipeline. dtype: the
     name of the argument.
     """
-    lines = []
+    lines: list[str] = []
     weights = json.dumps(name)
     with contextlib.suppress(Exception):  # the run is over, and the file may be too
         with safe_open(path, "pt") as file:
-            has_prefix = any(key.startswith(PREFIX) for key in file.keys())
-        if has_prefix:  # for some classes diffusers expects none
+            keys = list(file.keys())
+        if any(map(SCALES.match, keys)):  # diffusers can't read it: the pipeline's own weights draw
+            return lines
+        if any(key.startswith(PREFIX) for key in keys):  # for some classes diffusers expects none
             lines.append(f"weights = load_file({weights})")
             weights = f'{{name.removeprefix("{PREFIX}"): x for name, x in weights.items()}}'
             lines.append(f"weights = {weights}")
@@ -116,31 +126,59 @@ def write_loading(kind: str, path: str, name: str, source: str, dtype: str) -> l
     return [*lines, f"transformer = {kind}.from_single_file({weights}, {options})"]
 
 
-def check_header(path: str) -> dict[str, tuple[str, list[int]]]:
-    """{name of a weight: (its name in the file, its shape)} of the denoiser in a file.
+def multiply(weight: torch.Tensor, scale: torch.Tensor, key: str) -> torch.Tensor:
+    """A weight in fp8 times its scale, in bfloat16. Raises ValueError if the shapes do not fit.
+
+    key: the name of the scale.
+    """
+    factor = scale.float()
+    if scale.numel() == 1:
+        factor = factor.reshape(())
+    elif [*scale.shape] in ([len(weight)], [len(weight), *[1] * (weight.dim() - 1)]):
+        factor = factor.view(-1, *[1] * (weight.dim() - 1))
+    elif [*scale.shape] == [-(-side // BLOCK) for side in weight.shape]:
+        for dim, side in enumerate(weight.shape):
+            factor = factor.repeat_interleave(BLOCK, dim).narrow(dim, 0, side)
+    else:
+        raise ValueError(f"{key} of shape {[*scale.shape]} scales a weight of {[*weight.shape]}")
+    return (weight.float() * factor).bfloat16()
+
+
+def check_header(path: str) -> tuple[dict[str, tuple[str, list[int]]], dict[str, str]]:
+    """The denoiser in a file.
 
     Stops with an error if it can't be read, or has weights in a precision that can't be trained on.
+
+    Returns ({name of a weight: (its name in the file, its shape)}, {name of a weight in fp8: the
+    name of its scale in the file}).
     """
     found = {}
-    precisions = set()
-    scaled = []
+    scales = {}
+    precisions: dict[str, str] = {}
+    others = []
     with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
         keys = list(file.keys())
         start = PREFIX if any(key.startswith(PREFIX) for key in keys) else ""
         for key in filter(lambda key: key.startswith(start), keys):
             part = file.get_slice(key)
-            if SCALES.search(key):
-                scaled.append(key)
-            elif 0 not in part.get_shape():  # those are mere marks
-                found[key.removeprefix(start)] = key, part.get_shape()
-                precisions.add(part.get_dtype())
-    if scaled or not precisions <= PRECISIONS:
-        what = f"such as {scaled[0]}" if scaled else ", ".join(sorted(precisions - PRECISIONS))
+            name = key.removeprefix(start)
+            if match := SCALES.match(name):
+                scales[f"{match[1]}weight"] = key
+            elif name.endswith(f".{FORMAT}"):
+                text = bytes(file.get_tensor(key).tolist())
+                if not str(json.loads(text).get("format")).startswith("float8"):
+                    others.append(f"{key}: {text.decode()}")
+            elif not MARKS.search(name) and 0 not in part.get_shape():
+                found[name] = key, part.get_shape()
+                precisions[name] = part.get_dtype()
+    others += {*precisions.values()} - PRECISIONS
+    others += [key for name, key in scales.items() if precisions.get(name) not in FP8]
+    if others:
         fail(
-            f"{path} holds quantized weights ({what}), which can't be converted exactly: give the "
-            "file in bf16, and --base_precision int8 or nf4 to save memory"
+            f"{path} holds quantized weights ({others[0]}) in a form that is not read here: give "
+            "the file in bf16 or fp8, and --base_precision int8 or nf4 to save memory"
         )
-    return found
+    return found, scales
 
 
 def check_weights(

@@ -62,7 +62,7 @@ def read_pixels(data: Data, vae: Any, batch: TextToImageBatch) -> torch.Tensor:
     latents = batch["latents"].float().unflatten(1, batch["latents_shape"])
     latents = latents[:, : data.latents.channels]  # the mean
     place_decoder(vae, latents.device)
-    images = vae.decode(data.family.unpack_latents(vae, latents).to(vae.dtype))[0]
+    images = data.family.decode(vae, latents)
     if images.dim() == 5:  # of a video VAE, one frame
         images = images[:, :, 0]
     return ((images.float() / 2 + 0.5).clamp(0, 1) * 255).round().byte()

@@ -389,7 +389,7 @@ def open_cache(
         # nothing was made with the flags before
         write_file(output_dir / "cache.json", json.dumps(cache | about, indent=1))
     path = output_dir / "run.args"
-    command = format_args(planned.flags, "precompute_latents.py", UNRECORDED_FLAGS)
+    command = format_args(planned.flags, "python precompute_latents.py", UNRECORDED_FLAGS)
     content = os.fsencode(hide_secrets(command))
     if accelerator.is_main_process and not (path.is_file() and path.read_bytes() == content):
         write_file(path, content)

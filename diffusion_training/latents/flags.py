@@ -3,7 +3,16 @@
 import argparse
 import os
 
-from diffusion_training.arguments import PATH, Add, is_address, local_path, number, size
+from diffusion_training.arguments import (
+    PATH,
+    Add,
+    OneOrMore,
+    is_address,
+    list_values,
+    local_path,
+    number,
+    size,
+)
 from diffusion_training.data.flags import (
     add_bucket_flags,
     add_flip_flag,
@@ -17,30 +26,6 @@ from diffusion_training.data.flags import (
     check_source,
 )
 
-# flags that do nothing with --latents_dir
-IMAGES_ONLY = (
-    "dataset_config_name",
-    "dataset_split",
-    "image_column",
-    "caption_column",
-    "max_train_samples",
-    "caption_extension",
-    "center_crop",
-    "image_interpolation_mode",
-    "min_size",
-    "skip_empty_captions",
-    "dataloader_num_workers",
-    "bucket_step",
-    "bucket_max_ratio",
-    "mask_column",
-    "bucket_no_upscale",
-    "prefetch_factor",
-    "instance_prompt",
-    "folder_repeats",
-    "streaming",
-    "shuffle_buffer",
-)
-
 
 def add_storage_flags(add: Add) -> None:
     """Add the flags for caches that are remote, or have too many rows for one permutation.
@@ -52,12 +37,14 @@ def add_storage_flags(add: Add) -> None:
         type=local_path,
         help="if --latents_dir is an address (s3://...): local folder for copies of the cache's "
         "files (shards)",
+        needs="--latents_dir *://*",
     )
     add(
         "--shards_size",
         type=size(1, 10**18),
         default=10**11,
         help="maximum size of --shards_dir, such as 50GB (default: 100GB)",
+        needs="--latents_dir *://*",
     )
     add(
         "--shuffle_shards",
@@ -65,6 +52,7 @@ def add_storage_flags(add: Add) -> None:
         default=2,
         help="if a cache has too many rows to shuffle them all: number of shards whose rows are "
         "shuffled together",
+        needs="--latents_dir",
     )
     add(
         "--follow",
@@ -84,7 +72,18 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
     """
     check_captions(parser, args)
     caches = args.latents_dir or []
-    if not caches:
+    if args.data:
+        from diffusion_training.latents.data_file import read_data_file
+
+        others = ("latents_dir", "train_data_dir", "dataset_name", "streaming", "folder_repeats")
+        for name in others:
+            if vars(args)[name]:
+                parser.error(f"--{name} can't be combined with --data, which names the images")
+        try:
+            read_data_file(args.data, vars(args))
+        except (OSError, ValueError) as error:
+            parser.error(f"--data {args.data} can't be used: {error}")
+    elif not caches:
         check_source(parser, args)
     elif args.dataset_name or args.train_data_dir:
         parser.error(
@@ -98,9 +97,16 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         )
     if args.follow and (len(caches) != 1 or args.latents_weights):
         parser.error("--follow needs one --latents_dir, without --latents_weights")
-    if args.latents_weights and len(args.latents_weights) != len(caches):
+    sides = list_values(args.resolution)
+    if len(sides) > 1 and not (args.cache_latents or args.data or caches):
+        parser.error("several values of --resolution need --cache_latents")
+    count = len(caches)
+    what = "--latents_dir"
+    if not caches and len(sides) > 1:
+        count, what = len(sides), "--resolution"
+    if args.latents_weights and len(args.latents_weights) != count:
         parser.error(
-            f"--latents_weights needs a value for each --latents_dir: {len(caches)}, not "
+            f"--latents_weights needs a value for each {what}: {count}, not "
             f"{len(args.latents_weights)}"
         )
     addresses = [*filter(is_address, caches)]
@@ -111,13 +117,6 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         )
     if args.cache_latents and args.streaming:
         parser.error("--cache_latents stores the latents of all images: leave --streaming out")
-    # --cache_latents of a recipe says how to make a cache if none is given
-    for name in IMAGES_ONLY if caches and not args.cache_latents else ():
-        if vars(args)[name] != parser.get_default(name):
-            parser.error(
-                f"--{name} does nothing with --latents_dir: give it to precompute_latents.py, "
-                "or leave it out"
-            )
 
 
 def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -133,14 +132,23 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
         "--latents_weights",
         nargs="+",
         type=number(1e-3, 1e3),
-        help="a number for each --latents_dir: how often an epoch uses its rows (default: once)",
+        help="a number for each --latents_dir: how often an epoch uses its rows (default: once); "
+        "or for each --resolution: how often an image has this size, compared with the others",
     )
     add_storage_flags(add)
 
     add = parser.add_argument_group("data: images, encoded in every step").add_argument
     add_source_flags(add, captions=True)
     add(
+        "--data",
+        type=local_path,
+        help="a .toml file of several folders of images, each with its own num_repeats, captions, "
+        "flip_aug and resolution, in the form of musubi-tuner and sd-scripts, see docs/data.md; "
+        "includes --cache_latents",
+    )
+    add(
         "--cache_latents",
+        useless_with="--latents_dir",
         nargs="?",
         const="device",
         choices=["device", "cpu"],
@@ -158,8 +166,12 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--resolution",
         type=number(2, 16384, int),
+        nargs="+",
+        action=OneOrMore,
         help="side of the square images in pixels; with --bucket_step, no image has more pixels "
-        "than this square (default: that of the cache, else the model's, such as 512 or 1024)",
+        "than this square; several values, with --cache_latents: each time in one of these sizes, "
+        "and samples in the first (default: that of the cache, else the model's, such as 512 or "
+        "1024)",
     )
     add_image_flags(add)
     add_transform_flags(add)

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import fsspec
 
-from diffusion_training.arguments import list_values
+from diffusion_training.arguments import list_values, name_start
 from diffusion_training.data.captions import report_cut
 from diffusion_training.data.encoders import Latents, check_sides, describe_latents
 from diffusion_training.data.flags import weigh_captions
@@ -84,10 +84,10 @@ class PlannedCache:
 
     def suggest_training(self) -> str:
         """The command that trains on the cache."""
-        words = ["accelerate", "launch", self.family.script]
+        start = name_start(self.family.script)
         if self.output_dir in DEMO_CACHES:
-            return shlex.join(words)
-        words += ["--latents_dir", self.output_dir]
+            return start
+        words = ["--latents_dir", self.output_dir]
         for name in MODEL_FLAGS:
             if self.flags[name] is not None:
                 words += [f"--{name}", self.flags[name]]
@@ -105,7 +105,7 @@ class PlannedCache:
             words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
         if self.family.reads_references:
             words += ["--caption_dropout", "0"]
-        return shlex.join(words)
+        return f"{start} {shlex.join(words)}"
 
     def with_batch_size(self, size: int) -> "PlannedCache":
         return replace(self, batch_size=size, flags=self.flags | {"batch_size": size})
@@ -155,6 +155,7 @@ def plan_caches(
         if count:
             shape = family.shape_reference(encoders.vae, reference_side)
             about["references"] = {"count": count, "side": reference_side, "shape": shape}
+            about["references"]["are_enlarged"] = False  # in caches of before, which lack it
         settings = describe_settings(
             described | {"latents_shape": list(latents.shape)} | about,
             transform,
@@ -232,6 +233,8 @@ def describe_settings(
         "bucket_max_ratio bucket_no_upscale skip_empty_captions caption_weights"
     ).split()
     settings = described | {"transform": {name: getattr(transform, name) for name in names}}
+    if transform.caption_prefix:
+        settings["transform"]["caption_prefix"] = transform.caption_prefix
     ragged = ("ragged embeddings", "ragged ids")
     features: dict[str, Any] = {name: True for name in family_features if name not in ragged}
     features |= {

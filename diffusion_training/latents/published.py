@@ -5,6 +5,7 @@ the VAE gives them, and `labels`, [N].
 """
 
 import math
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from diffusion_training.families.base import Encoders
 from diffusion_training.files import hash_values
 
 NAMES = ("latents", "latents_flip")
+FLOATS = {"F64", "F32", "F16", "BF16"}  # types in safetensors
 TRIED = 8  # images that the VAE decodes and encodes again, of up to as many files
 
 
@@ -32,6 +34,8 @@ def open_published(args: Namespace) -> ImageRows:
     columns: dict[str, list] = {"file": [], "number": [], args.class_column: []}
     for path in sorted(map(str, Path(source).glob("[!.]*.safetensors"))):
         with explained(f"{path} can't be read as published latents"):
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise ValueError("it is not a file")  # a pipe might never end
             labels = safe_open(path, "pt").get_tensor(args.class_column)
             if labels.ndim != 1:
                 raise ValueError(f"{args.class_column} has the shape {[*labels.shape]}, not [N]")
@@ -56,6 +60,8 @@ def check_published(rows: Any, encoders: Encoders, args: Namespace) -> None:
             file = safe_open(path, "pt")
             names = (*NAMES, args.class_column)
             first, mirrored, labels = (file.get_slice(name).get_shape() for name in names)
+            if wrong := {file.get_slice(name).get_dtype() for name in NAMES} - FLOATS:
+                raise ValueError(f"its latents are numbers of the type {min(wrong)}")
         for shape in shapes:
             expected = [*labels, *shape]
             if not first == mirrored == expected:
@@ -68,7 +74,12 @@ def check_published(rows: Any, encoders: Encoders, args: Namespace) -> None:
     for path in chosen:
         file = safe_open(path, "pt")
         count = math.ceil(TRIED / len(chosen))
-        pairs = torch.stack([file.get_slice(name)[:count].float() for name in NAMES], dim=1)
+        columns = [file.get_slice(name) for name in NAMES]
+        total = columns[0].get_shape()[0]
+        # all over the file, because it may have been joined of several
+        numbers = dict.fromkeys(number * total // count for number in range(count))
+        read = (torch.stack([each[n].float() for n in numbers]) for each in columns)
+        pairs = torch.stack([*read], dim=1)
         # other rows will be skipped
         latents, mirrored = pairs[pairs.isfinite().flatten(1).all(dim=1)].unbind(dim=1)
         if not len(latents):

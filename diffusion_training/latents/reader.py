@@ -173,6 +173,7 @@ class CachedLatents(torch.utils.data.Dataset):
         self.caption_weights = caption_weights
         self.reads_captions = reads_captions
         self.folders = list(caches)
+        settings = [cache.settings for cache in caches.values()]
         self.opened: dict[int, OpenShard] = {}
         self.parts = [cache.shards for cache in caches.values()]
         for shards in self.parts:
@@ -182,13 +183,17 @@ class CachedLatents(torch.utils.data.Dataset):
         self.starts = self.lengths.cumsum() - self.lengths  # number of each shard's first row
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
         self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
-        columns = self.parts[0].columns
+        # whether each cache has mirrored images; the columns are those of one that has
+        self.flips = [each["transform"]["random_flip"] for each in settings]
+        columns = self.parts[self.flips.index(True) if any(self.flips) else 0].columns
         self.columns = [column for column in columns if column.is_in_batch]
         # A batch is padded at least as far as the empty prompt, which may replace a caption; to the
         # full length (None) if the model sees padding.
         mask = next(iter(caches.values())).empty_prompt.get("prompt_mask")
         self.least_tokens = None if mask is None else int(mask.sum())
-        self.shape = next(iter(caches.values())).settings["latents_shape"]
+        self.shape = settings[0]["latents_shape"]
+        self.shapes = np.array([each["latents_shape"] for each in settings])
+        self.groups = group_sizes(settings)
         # columns of sizes, by which the rows of a batch are alike
         self.size_columns = [c.name for c in columns if c.name in ("size", "reference_sizes")]
 
@@ -202,7 +207,9 @@ class CachedLatents(torch.utils.data.Dataset):
         With references, four numbers more for each: the size of its latents, and in pixels.
         """
         if not self.size_columns:
-            return None
+            if (self.shapes == self.shapes[0]).all():
+                return None
+            return np.repeat(self.shapes[:, 1:], np.diff(self.cache_ends, prepend=0), axis=0)
         views = [view for shard in range(len(self.lengths)) for view in self.open(shard).views]
         sizes = [np.concatenate([view[name] for view in views]) for name in self.size_columns]
         if "size" not in self.size_columns:
@@ -272,6 +279,7 @@ class CachedLatents(torch.utils.data.Dataset):
                 texts.append(opened.read_text(index, self.reads_captions[0]))
             views, index = opened.view(index)
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
+            flip = flip and self.flips[int(np.searchsorted(self.firsts, shard, side="right")) - 1]
             flipped.append(flip)
             if self.caption_weights:
                 lengths = views["prompt_lengths"][index]
@@ -280,7 +288,9 @@ class CachedLatents(torch.utils.data.Dataset):
                 name = column.mirrored if flip and column.mirrored else column.name
                 numbers = views[name][index]
                 if flip and column.is_map:
-                    width = size[1] if column.is_ragged else column.shape[-1]
+                    width = size[1]
+                    if not column.is_ragged:  # as in the first cache, times the size of this one
+                        width = column.shape[-1] * size[1] // self.shape[2]
                     numbers = numbers.reshape(-1, width)[:, ::-1].ravel()
                 if self.caption_weights and column.is_of_caption:
                     numbers = column.choose_caption_part(numbers, lengths, caption)
@@ -328,6 +338,9 @@ def choose_rows(
 ) -> np.ndarray:
     """Return the rows that an epoch takes: from each cache, weight * its number of rows.
 
+    Caches that hold the same images in several sizes count as one, with the sum of their weights,
+    and each time that an image is taken, its size is drawn with their weights as odds.
+
     `rows` are sorted. The rows of a cache, in an order drawn from the seed, are repeated without
     end, and each epoch takes the next weight * rows of them. With weight 3, an epoch takes each row
     three times; with 1.5, once or twice, and two epochs take each row three times. All epochs have
@@ -336,9 +349,12 @@ def choose_rows(
     """
     if not weights:
         return rows
-    parts = np.split(rows, np.searchsorted(rows, dataset.cache_ends[:-1]))
-    shares = [weight * len(part) for weight, part in zip(weights, parts, strict=True)]
-    for folder, share, part in zip(dataset.folders, shares, parts, strict=True):
+    of_caches = np.split(rows, np.searchsorted(rows, dataset.cache_ends[:-1]))
+    parts = [of_caches[group[0]] for group in dataset.groups]
+    odds = [np.array([weights[cache] for cache in group]) for group in dataset.groups]
+    shares = [float(each.sum()) * len(part) for each, part in zip(odds, parts, strict=True)]
+    folders = [dataset.folders[group[0]] for group in dataset.groups]
+    for folder, share, part in zip(folders, shares, parts, strict=True):
         if share < 1:
             fail(
                 f"--latents_weights takes {share:g} of the {len(part)} rows of {folder}: "
@@ -346,12 +362,43 @@ def choose_rows(
             )
     firsts = apportion(shares, epoch)
     ends = apportion(shares, epoch + 1)
+    starts = dataset.cache_ends - np.diff(dataset.cache_ends, prepend=0)
+    sizes = np.random.default_rng(step_seed("sizes", dataset.seed, epoch))
     chosen = []
-    for part, first, end in zip(parts, firsts, ends, strict=True):
+    for part, group, each, first, end in zip(
+        parts, dataset.groups, odds, firsts, ends, strict=True
+    ):
         rounds, indices = np.divmod(np.arange(first, end), len(part))
         order = np.random.default_rng(step_seed("weights", dataset.seed)).permutation(part)
-        chosen.append(order[indices] + (rounds - first // len(part)) * len(dataset))
+        taken = order[indices] + (rounds - first // len(part)) * len(dataset)
+        if len(group) > 1:
+            drawn = sizes.choice(len(group), len(taken), p=each / each.sum())
+            taken += (starts[group] - starts[group[0]])[drawn]
+        chosen.append(taken)
     return np.sort(np.concatenate(chosen))  # so that weights of 1 change nothing
+
+
+def group_sizes(settings: list[dict[str, Any]]) -> list[list[int]]:
+    """The numbers of caches, those that hold the same images in several sizes in one list.
+
+    Stops with an error if such caches lack different images, because their rows are not the same.
+    settings: of each cache.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, each in enumerate(settings):
+        source = each["source"].get("fingerprint")
+        sides = [settings[other]["transform"]["resolution"] for other in groups.get(source, [])]
+        is_other = source is None or each["transform"]["resolution"] in sides
+        groups.setdefault(number if is_other else source, []).append(number)
+    for group in (group for group in groups.values() if len(group) > 1):
+        first, *others = (settings[number]["shards"]["rows"] for number in group)
+        if any(each != first for each in others):
+            sides = [settings[number]["transform"]["resolution"] for number in group]
+            fail(
+                f"the caches of {', '.join(map(str, sides))} px hold different images: "
+                "skipped.jsonl in each says which could not be used; remove them from the data"
+            )
+    return list(groups.values())
 
 
 def apportion(shares: list[float], epochs: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diffusion_training.arguments import is_address
+from diffusion_training.arguments import is_address, list_values
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.data.captioned_images import open_images
 from diffusion_training.data.captions import report_cut
@@ -78,7 +78,7 @@ def open_data(
         family = base.family.restore_findings(settings)
     base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
-    resolution = args.resolution or transform["resolution"]
+    resolution = list_values(args.resolution or transform["resolution"])[0]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
     exact = load_matching_encoders(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
@@ -95,7 +95,9 @@ def open_data(
         encoders = load_encoders(base, launch.dtype, with_vae=False)
         encoders.text_encoders.requires_grad_(False).to(launch.device)
         if args.shuffle_caption:
-            reads = encoders.tokenizers, choose_captions(args, caption_weights)
+            transforms = [cache.settings["transform"] for cache in caches.values()]
+            prefixes = [each.get("caption_prefix") for each in transforms]
+            reads = encoders.tokenizers, choose_captions(args, caption_weights, prefixes)
     empty_prompt = {
         name: (embeds.float() if embeds.is_floating_point() else embeds).to(launch.device)
         for name, embeds in first.empty_prompt.items()
@@ -126,6 +128,7 @@ def open_data(
         mask_column=args.mask_column,
         num_workers=0,  # a thread is faster than processes, which would have to send their batches
         captions=sample_cached_captions(first.shards) if wants_tags else [],
+        folders=vars(args).get("folders", {}),
         classes=classes,
     )
 
@@ -146,6 +149,8 @@ def open_latents(
     if is_permuted and is_finished and not any(map(is_address, caches)):
         dataset = CachedLatents(caches, *options)
     else:
+        if len({tuple(cache.settings["latents_shape"]) for cache in caches.values()}) > 1:
+            fail("caches of several sizes can only be read from a disk, in the usual order")
         # here, because few runs read from a bucket, or billions of rows, or what is being made
         from diffusion_training.latents.stream import Storage, open_stored
 
@@ -253,18 +258,22 @@ def load_matching_encoders(
     """
     first = next(iter(caches.values())).settings
     encoders = load_encoders(base, EXACT)
-    check_sides(base.family.downscale(encoders.vae), args.resolution, args.bucket_step)
+    for side in list_values(args.resolution):
+        check_sides(base.family.downscale(encoders.vae), side, args.bucket_step)
     try_encoders(encoders)
     # --clip_skip does not change a cache of ids, which the trainer encodes
     compared = replace(encoders, clip_skip=0) if first["text_cache"] == "ids" else encoders
     described = describe_models(compared)
     resolution = first["transform"]["resolution"]
     latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
-    described |= {"latents": latents.kind, "latents_shape": list(latents.shape)}
+    described["latents"] = latents.kind
     described |= describe_prompts(encoders, encode_empty_prompt(encoders, base))
     described |= {name: first.get(name) for name in ("text_cache", "features", "references")}
     for folder, cache in caches.items():
         settings = cache.settings
+        side = settings["transform"]["resolution"]
+        shape = describe_latents(base.family, encoders.vae, side, first["latents"]).shape
+        described["latents_shape"] = list(shape)
         check_cache(folder, settings, described, caption_weights, args)
         limit, unit = settings["tokenizer"]["model_max_length"], base.family.caption_unit
         report_cut(settings["captions_cut"], settings["rows"], limit, unit, f"{folder}: ")
@@ -299,7 +308,9 @@ def check_cache(
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
-    if args.random_flip and not transform["random_flip"]:
+    if args.random_flip and not transform["random_flip"] and not args.data:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
-    if args.resolution not in (None, side := transform["resolution"]):
-        fail(f"--resolution {args.resolution} differs from the {side} px of {folder}: leave it out")
+    side = transform["resolution"]
+    if args.resolution and side not in (sides := list_values(args.resolution)):
+        said = " ".join(map(str, sides))
+        fail(f"--resolution {said} differs from the {side} px of {folder}: leave it out")

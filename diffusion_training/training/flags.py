@@ -100,6 +100,30 @@ def add_noise_flags(add: Add) -> None:
     )
 
 
+def add_timestep_flags(add: Add) -> None:
+    """Add the flags for a range of noise levels."""
+    add(
+        "--min_timestep",
+        type=number(0, 999, int),
+        default=0,
+        help="train only with at least so much noise, from 0 (none) to 1000 (only noise)",
+    )
+    add(
+        "--max_timestep",
+        type=number(1, 1000, int),
+        default=1000,
+        help="train only with less noise than this, from 0 (none) to 1000 (only noise)",
+    )
+
+
+def check_timesteps(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error if the flags of `add_timestep_flags` leave no noise level."""
+    if args.min_timestep >= args.max_timestep:
+        parser.error(
+            f"--min_timestep {args.min_timestep} must be below --max_timestep {args.max_timestep}"
+        )
+
+
 def add_schedule_flags(add: Add) -> None:
     """Add the flags for the noise schedule of a new pipeline."""
     add(
@@ -179,6 +203,7 @@ def add_optimization_flags(
         type=COUNT,
         default=1,
         help="with --scale_lr, the number of images per step that --learning_rate was chosen for",
+        needs="--scale_lr",
     )
     add(
         "--find_lr",
@@ -191,24 +216,28 @@ def add_optimization_flags(
         type=number(1e-30, 1e3),
         default=1e-7,
         help="learning rate at which --find_lr begins",
+        needs="--find_lr",
     )
     add(
         "--find_lr_max",
         type=number(1e-30, 1e3),
         default=1.0,
         help="learning rate at which --find_lr ends, if the loss does not end it earlier",
+        needs="--find_lr",
     )
     add(
         "--find_lr_steps",
         type=number(10, 10**6, int),
         default=200,
         help="number of optimizer steps from --find_lr_min to --find_lr_max",
+        needs="--find_lr",
     )
     add(
         "--optimizer",
-        choices=["adamw", "adamw8bit", "adafactor", "muon"],
+        choices=["adamw", "adamw8bit", "adafactor", "muon", "prodigy"],
         default="adamw",
-        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers",
+        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers, "
+        "prodigy finds the learning rate by itself",
     )
     add(
         "--use_8bit_adam",
@@ -236,29 +265,34 @@ def add_optimization_flags(
         type=COUNT,
         default=1,
         help="number of cycles of --lr_scheduler cosine_with_restarts; 1 has no restart",
+        needs="--lr_scheduler cosine_with_restarts",
     )
     add(
         "--lr_power",
         type=number(0, 100),
         default=1.0,
         help="power of --lr_scheduler polynomial; 1 is linear",
+        needs="--lr_scheduler polynomial",
     )
     add(
         "--lr_step_rules",
         help="factors of --lr_scheduler piecewise_constant; for example 1:1000,0.1:2000,0.01 "
         "means 1 until step 1000, 0.1 until step 2000, then 0.01",
+        needs="--lr_scheduler piecewise_constant",
     )
     add(
         "--adam_beta1",
         type=number(0, 0.999999),
         default=adam_beta1,
         help="beta1 of Adam: decay of its average of the gradients",
+        useless_with="--optimizer adafactor",
     )
     add(
         "--adam_beta2",
         type=number(0, 0.999999),
         default=0.999,
         help="beta2 of Adam: decay of its average of the squared gradients",
+        useless_with="--optimizer adafactor",
     )
     add(
         "--adam_weight_decay",
@@ -271,6 +305,7 @@ def add_optimization_flags(
         type=number(1e-30, 1),
         default=1e-8,
         help="epsilon of Adam, added to the denominator",
+        useless_with="--optimizer adafactor",
     )
     add(
         "--max_grad_norm",
@@ -289,14 +324,22 @@ def add_optimization_flags(
         type=number(1e-3, 1e12),
         default=1.0,
         help="inv_gamma in the EMA decay, 1 - (1 + step / inv_gamma) ** -power",
+        needs="--use_ema",
     )
     add(
         "--ema_power",
         type=number(0, 10),
         default=0.75,
         help="power in the EMA decay; for more than a million steps use 0.6667",
+        needs="--use_ema",
     )
-    add("--ema_max_decay", type=number(0, 1), default=0.9999, help="upper limit of the EMA decay")
+    add(
+        "--ema_max_decay",
+        type=number(0, 1),
+        default=0.9999,
+        help="upper limit of the EMA decay",
+        needs="--use_ema",
+    )
     add(
         "--posthoc_ema",
         type=number(0.005, 0.28),
@@ -308,6 +351,7 @@ def add_optimization_flags(
         "--posthoc_ema_steps",
         type=COUNT,
         help="optimizer steps between snapshots of --posthoc_ema (default: --checkpointing_steps)",
+        needs="--posthoc_ema",
     )
 
 
@@ -331,12 +375,16 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--tracker_project_name",
         default=tracker_project_name,
         help="name of the project in the trackers",
+        useless_with="--report_to none",
+        strict=False,
     )
     add(
         "--logging_dir",
         type=local_path,
         default="logs",
         help="folder in --output_dir for the logs of tensorboard",
+        useless_with="--report_to none",
+        strict=False,
     )
     add(
         "--validate_first",
@@ -372,6 +420,7 @@ def add_saving_flags(add: Add) -> None:
         type=number(0, 86400),
         default=120.0,
         help="seconds to wait for the copies to --checkpoints_to when the run ends or is stopped",
+        needs="--checkpoints_to",
     )
     add(
         "--save_best",
@@ -390,8 +439,14 @@ def add_saving_flags(add: Add) -> None:
         "--hub_model_id",
         help="with --push_to_hub, name of the repository, such as your-name/lora (default: named "
         "like --output_dir)",
+        needs="--push_to_hub",
     )
-    add("--hub_private_repo", **SWITCH, help="with --push_to_hub, make the repository private")
+    add(
+        "--hub_private_repo",
+        **SWITCH,
+        help="with --push_to_hub, make the repository private",
+        needs="--push_to_hub",
+    )
 
 
 def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -423,15 +478,6 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
                 "and begin --lr_step_rules with a small factor"
             )
-    plans = ("gradient_checkpointing", "checkpoint_blocks", "blocks_to_swap")
-    given = vars(args)
-    if given.get("keep_attention") and not any(given.get(name) for name in plans):
-        parser.error(
-            "--keep_attention does nothing without --gradient_checkpointing, --checkpoint_blocks "
-            "or --blocks_to_swap"
-        )
-    if args.posthoc_ema_steps and not args.posthoc_ema:
-        parser.error("--posthoc_ema_steps does nothing without --posthoc_ema")
     if args.posthoc_ema and len({f"{width:g}" for width in args.posthoc_ema}) < 2:
         parser.error("--posthoc_ema needs two different widths, such as 0.05 0.10")
     for name in ("rank", "shard"):
@@ -453,6 +499,15 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
         )
+    if args.optimizer == "prodigy":
+        refuse_together(parser, "--optimizer prodigy", {"--find_lr": args.find_lr})
+        if args.learning_rate == parser.get_default("learning_rate"):
+            args.learning_rate = 1.0
+        if args.learning_rate < 0.01:
+            parser.error(
+                "--optimizer prodigy multiplies the rate that it finds by --learning_rate "
+                f"{args.learning_rate:g}: give --learning_rate 1"
+            )
     if args.optimizer == "adamw8bit":
         check_package(parser, "--optimizer adamw8bit", "bitsandbytes", "choose another")
     if args.save_best and not vars(args).get("holdout"):
@@ -562,6 +617,8 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
     add(
         "--validation_steps",
         type=COUNT,
+        needs="--validation_prompts or --holdout",
+        strict=False,
         help="draw samples and measure the held-out loss every so many optimizer steps, instead "
         "of epochs",
     )
@@ -570,22 +627,30 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         type=COUNT,
         default=5,
         help="draw samples and measure the held-out loss every so many epochs",
+        needs="--validation_prompts or --holdout",
+        strict=False,
     )
     add(
         "--num_validation_images",
         type=number(0, 10**4, int),
         default=4,
         help="samples per prompt; 0: no samples",
+        needs="--validation_prompts",
+        strict=False,
     )
     add(
         "--guidance_scale",
         type=number(1, 1000),
         default=guidance_scale,
         help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
+        needs="--validation_prompts or --validation_metrics",
+        strict=False,
     )
     add(
         "--num_inference_steps",
         type=COUNT,
         default=num_inference_steps,
         help="denoising steps per sample",
+        needs="--validation_prompts or --validation_metrics",
+        strict=False,
     )

@@ -33,7 +33,14 @@ def hold_out(
         return Stream(dataset.rows, dataset.shuffle_buffer), {}
     if not holdout:
         return np.arange(len(dataset)), {}
-    hashes = hash_names(dataset.names(), seed)
+    every = hash_names(dataset.names(), seed)
+    # of caches with the same images in several sizes, the first is measured
+    measured = np.ones(len(every), bool)
+    for group in getattr(dataset, "groups", ()):
+        for cache in group[1:]:
+            end = dataset.cache_ends[cache]
+            measured[dataset.cache_ends[cache - 1] : end] = False
+    hashes = every[measured]
     count = int(holdout if holdout >= 1 else (hashes < holdout * 2.0**64).sum())
     # rows with the same name, as --folder_repeats makes them, stay together
     if 0 < count < len(hashes):
@@ -43,9 +50,11 @@ def hold_out(
             f"--holdout {holdout:g} sets {count} of {len(hashes)} images aside: choose another "
             "share or number"
         )
-    order = hashes.argsort()
     accelerator.print(f"Held out: {count} of {len(hashes)} images")
-    return np.sort(order[count:]), {int(row): int(hashes[row]) for row in order[:count]}
+    is_held_out = every <= np.sort(hashes)[count - 1]
+    held_out = np.flatnonzero(is_held_out & measured)
+    held_out = held_out[every[held_out].argsort()]
+    return np.flatnonzero(~is_held_out), {int(row): int(every[row]) for row in held_out}
 
 
 def has_ranges(dataset: Any) -> bool:

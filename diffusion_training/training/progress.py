@@ -114,6 +114,12 @@ class Progress:
         rest_of_epoch = math.ceil(images_left / self.images_per_step)
         return self.data_step + rest_of_epoch + (num_epochs - self.epoch - 1) * self.steps_per_epoch
 
+    def num_epochs(self, last_step: int) -> int:
+        """Return the number of epochs that a run begins until a step, if fp16 skips no more."""
+        images_left = self.num_images - self.images_seen % self.num_images
+        later_steps = last_step - self.global_step - math.ceil(images_left / self.images_per_step)
+        return self.epoch + 1 + max(0, math.ceil(later_steps / self.steps_per_epoch))
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
         state = {

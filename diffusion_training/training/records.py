@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import math
+import os
+import shutil
 import sys
 import time
 from argparse import Namespace
@@ -23,7 +25,7 @@ from diffusion_training.files import saving
 from diffusion_training.loading import seconds_between
 from diffusion_training.models import is_adapted
 from diffusion_training.training.keeping.checkpoints import find_checkpoints
-from diffusion_training.training.progress import NextStep, Progress
+from diffusion_training.training.progress import NextStep, Progress, format_duration
 from diffusion_training.training.run_folder import RunFolder, begin_run
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.objective import measure_constant
@@ -78,7 +80,11 @@ class Records:
             if "loss" in record:
                 self.add_epoch_loss(record["epoch"], record["loss"])
         init_trackers(accelerator, args, run.checkpoint_step)
+        # In the log of a job, or on a terminal without a width, a bar would be one endless line.
+        self.shows_lines = not (sys.stderr.isatty() and shutil.get_terminal_size().columns)
+        self.num_epochs = progress.num_epochs(args.max_train_steps)
         self.bar = tqdm(
+            file=open(os.devnull, "w") if self.shows_lines else None,
             total=args.max_train_steps,
             initial=self.first_step,
             desc="Steps",
@@ -146,15 +152,14 @@ class Records:
             yield batch
 
     def measure_inputs(self, prepared: Prepared, weight: torch.Tensor) -> None:
-        """Measure the first images that the models get, and count the operations for one."""
+        """Measure the first images that the models get."""
         if self.num_measured >= 100:  # a hundred per process are enough
             return
         self.num_measured += len(prepared.clean)
         self.first_images += measure_images(prepared, weight)
-        if self.accelerator.is_main_process:
-            if self.first_inputs is None and weight.any():  # waits for the device, once
-                self.first_inputs = take_first(prepared, 16)
-            self.costs.count_operations(prepared)
+        # `any` waits for the device, once
+        if self.accelerator.is_main_process and self.first_inputs is None and weight.any():
+            self.first_inputs = take_first(prepared, 16)
 
     def add(self, sums: StepSums, step: NextStep, lr: float) -> None:
         """Add what `train_step` returned for a step."""
@@ -285,9 +290,10 @@ class Records:
         duration = now - self.start
         self.start = now
         waited = sum(seconds_between(*wait) for wait in self.waits)
+        epoch = self.epoch + 1  # in records and on the terminal they count from 1
         record = {
             "step": step,
-            "epoch": self.epoch,
+            "epoch": epoch,
             "loss": sums["loss"] / sums["weight"],
             "lr": self.lr,
             "grad_norm": sums["grad_norm"] / sums["steps"],
@@ -299,18 +305,18 @@ class Records:
         }
         if sums["prior_weight"]:
             record["prior_loss"] = sums["prior_loss"] / sums["prior_weight"]
-        self.add_epoch_loss(self.epoch, record["loss"])
-        _, count = self.epoch_losses[self.epoch]
+        self.add_epoch_loss(epoch, record["loss"])
+        _, count = self.epoch_losses[epoch]
         # with the first record of an epoch, the epoch before it has ended
-        ended = self.epoch if last or count > 1 else [*self.epoch_losses][0]
-        if last or ended != self.epoch:
+        ended = epoch if last or count > 1 else [*self.epoch_losses][0]
+        if last or ended != epoch:
             total, count = self.epoch_losses[ended]
             record["epoch_loss"] = total / count
         if self.accelerator.is_main_process:
             record |= self.costs.measure(record["images_per_second"])
         # the terminal cuts off its right end
         is_stream = vars(self.args).get("streaming")
-        shown = "" if is_stream else f"epoch {self.epoch + 1}, "
+        shown = "" if is_stream else f"epoch {epoch} of {self.num_epochs}, "
         shown += (
             f"loss {record['loss']:.3g}, waiting {record['data_wait']:.0%}, "
             f"{record['images_per_second']:.3g} img/s"
@@ -319,7 +325,18 @@ class Records:
             shown += f", held out {self.held_out['held_out_loss']:.3g}"
         if "mfu" in record:
             shown += f", {record['mfu']:.0%} of the peak"
-        self.bar.set_postfix_str(f"{shown}, lr {self.lr:.1e}")
+        shown += f", lr {self.lr:.1e}"
+        self.bar.set_postfix_str(shown)
+        if self.bar.disable:
+            return record
+        if "epoch_loss" in record and count > 1 and not is_stream:
+            self.bar.write(f"Epoch {ended} of {self.num_epochs}: mean loss {total / count:.4g}")
+        if self.shows_lines:
+            steps = self.bar.n - self.bar.initial
+            left = self.bar.format_dict["elapsed"] / steps * (self.bar.total - self.bar.n)
+            self.bar.write(
+                f"Step {step:,} of {self.bar.total:,}: {shown}, {format_duration(left)} left"
+            )
         return record
 
     def find_new_signs(self, records: list[dict], sums: dict[str, float]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from diffusion_training import __version__
 from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors.sentences import fail
-from diffusion_training.launch import Launch, StopSignal, end_stopped, is_launched
+from diffusion_training.launch import Launch, StopSignal, end_stopped
 from diffusion_training.training.held_out import log_held_out_loss, measure_held_out_losses
 from diffusion_training.training.keeping.best import keep_best
 from diffusion_training.training.keeping.posthoc import WIDTHS, write_losses
@@ -170,9 +170,8 @@ class Results:
         """Write report.html, with samples and curves so far; agree whether a signal has come."""
         with self.records.timed("report_seconds"):
             if self.launch.is_main:
-                launcher = "accelerate launch" if is_launched() else "python"
                 facts = self.list_facts()
-                save_report(self.run.script, self.describe, self.step, self.args, facts, launcher)
+                save_report(self.run.script, self.describe, self.step, self.args, facts)
         if self.run.copies:
             self.run.copies.news.set()
         self.stop_signal.agree()

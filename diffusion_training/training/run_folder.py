@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock
 
-from diffusion_training.arguments import RUN_ARGS, Flags, format_args
+from diffusion_training.arguments import Flags, format_args, name_start
 from diffusion_training.errors.printing import hide_secrets
 from diffusion_training.errors.sentences import UNDO, explained, fail, surviving
 from diffusion_training.files import (
@@ -101,7 +101,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
         )
 
         given = given and name_checkpoint(given, copies_to)
-    command = format_args(vars(complete_args(args, launch)), Path(script).name)
+    command = format_args(vars(complete_args(args, launch)), name_start(Path(script).name))
     lock = None
     copies = None
     if launch.is_main:
@@ -188,7 +188,7 @@ def is_of_run(folder: Path, names: set[str]) -> bool:
     with contextlib.suppress(OSError, ValueError):
         if "run.args" in names:
             # bytes, as a name among the flags may have others than UTF-8
-            return (folder / "run.args").read_bytes().startswith(RUN_ARGS.encode())
+            return (folder / "run.args").read_bytes().split(b"\n")[0].endswith(b" @run.args")
         if "find_lr.json" in names:
             return fits(json.loads((folder / "find_lr.json").read_text()), {"smoothed": list})
     return False

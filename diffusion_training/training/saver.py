@@ -99,7 +99,8 @@ class Saver:
         write_extra = None
         adapters = [model.adapter for model in state.models.values() if is_adapted(model)]
         if adapters:  # to compare the images of checkpoints
-            write_extra = adapters[0].copy_files(saved, self.lora_metadata)
+            copies = self.copy.copies if self.copy else saved
+            write_extra = adapters[0].prepare_files(saved, copies, self.lora_metadata)
         snapshot = self.run.writer.writing.get("snapshot")
 
         def write(
@@ -117,7 +118,7 @@ class Saver:
         if self.copy is None:
             write(gather_models(saved), partial(gather_state, state.optimizer))
         else:
-            self.copy.take(saved, state.optimizer)
+            self.copy.take(state.optimizer)
             copied = partial(write, self.copy.models(), self.copy.moments)
             self.run.writer.begin("checkpoint", copied)
 

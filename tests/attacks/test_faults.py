@@ -61,7 +61,6 @@ from PIL import Image
 
 from diffusion_training.training import saver
 from diffusion_training.training.showing import report
-from diffusion_training.training.step import costs
 
 NAMES = ["precompute_latents", "train_unconditional", "train_text_to_image"]
 OTHERS = ["train_unconditional --cache_images", "train_text_to_image --train_data_dir"]
@@ -274,20 +273,15 @@ class Target:
         self.log.unlink(missing_ok=True)
 
         def run():
-            # The report's curves and counting operations take most of so short a run, so they are
-            # skipped; they are not compared (loss.png is). Their events are still reported.
-            save, draw, count = (
-                matplotlib.figure.Figure.savefig,
-                report.draw_curves,
-                costs.count_flops,
-            )
+            # The report's curves take most of so short a run, so they are skipped; they are not
+            # compared (loss.png is). Their events are still reported.
+            save, draw = matplotlib.figure.Figure.savefig, report.draw_curves
             matplotlib.figure.Figure.savefig = lambda *to, **how: (
                 how.get("format") == "svg" or save(*to, **how)
             )
             report.draw_curves = functools.wraps(draw)(
                 lambda *of, **log: "loss" in of[1] and draw(*of, **log)
             )
-            costs.count_flops = functools.wraps(count)(lambda *given: 10**6)
             before()
             if happen and victim in (None, int(os.environ.get("RANK", "0"))):
                 watch(self.script, self.out, happen)

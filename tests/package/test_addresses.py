@@ -12,16 +12,17 @@ import zipfile
 import datasets
 import fsspec
 import pytest
-from conftest import MODELS, Script
+from conftest import MODELS, TRAINING, Script, make_unet_config
 from PIL import Image
 
 from diffusion_training import addresses
-from diffusion_training.addresses import Unreached
+from diffusion_training.addresses import Offline, Unreached
 from diffusion_training.arguments import Flags
 from diffusion_training.data.flags import list_allowed
 from diffusion_training.data.images import open_file
+from diffusion_training.errors.faults import is_machines_fault
 
-precompute = Script("precompute_latents")
+precompute, train = Script("precompute_latents"), Script("train_unconditional")
 SECRETS = ("PASSWORD", "SIGNATURE")
 
 
@@ -29,6 +30,14 @@ def encode_image(value):
     file = io.BytesIO()
     Image.new("RGB", (20, 20), (value, 90, 200)).save(file, "PNG")
     return file.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def without_waits(monkeypatch):
+    """No host has answered yet, and a server's fault is tried again at once."""
+    monkeypatch.setattr(addresses, "ANSWERED", {})
+    monkeypatch.setattr(addresses, "SILENT", set())
+    monkeypatch.setattr(addresses, "WAITS", {Unreached: (0, 0), Offline: (0, 0, 0, 0)})
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -39,6 +48,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
         word = re.split("[?;]", self.path)[0].strip("/")
         body = encode_image(int(word) % 256 if word.isdigit() else 0)
         status = int(word) if word in ("404", "403", "503", "429") else 200
+        if self.server.faults:
+            status = self.server.faults.pop()
         if word == "to":
             self.send_response(302)
             self.send_header("Location", self.path.partition("?")[2])
@@ -59,7 +70,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
-        server.asked = []
+        server.asked, server.faults = [], []
         server.address = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -153,8 +164,80 @@ def test_what_a_server_answers_is_the_rows_fault_or_is_tried_again(server):
         with pytest.raises(Unreached, match="its server can't be reached"):
             read_public(server, "1")
     server.address = "http://no-such-host.invalid"
+    addresses.ANSWERED.clear()
     with pytest.raises(Unreached, match="its server can't be reached"):
         read_public(server, "1?a=b")
+
+
+def test_a_servers_fault_is_tried_again(server):
+    server.faults += [503, 503, 429, 429]  # the size is asked for twice
+    assert read_public(server, "7") == encode_image(7)
+    server.faults += 6 * [503]
+    with pytest.raises(Unreached, match="^HTTP 503$"):
+        read_public(server, "8")
+    assert server.faults == [] and not is_machines_fault(Unreached("HTTP 503"))
+
+
+def test_a_lost_network_is_no_fault_of_a_row(server):
+    """But a host that is gone is, while another one answers."""
+    working = server.address
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gone = f"http://127.0.0.1:{unused.getsockname()[1]}"
+
+    def read_from(address, path):
+        server.address = address
+        return read_public(server, path)
+
+    for path in ("1", "1", "2", "3"):  # before any host has answered
+        with pytest.raises(Unreached):
+            read_from(gone, path)
+    with pytest.raises(Offline, match="127.0.0.1 can't be reached, nor can any other server"):
+        read_from(gone, "4")
+    assert read_from(working, "7") == encode_image(7)
+    for path in "12345":
+        with pytest.raises(Unreached):
+            read_from(gone, path)
+    server.shutdown()
+    server.server_close()
+    for address in (gone, "http://no-such-host.invalid", working):
+        with pytest.raises(Offline) as raised:
+            read_from(address, "6")
+        assert is_machines_fault(raised.value)
+
+
+def test_a_trainer_ends_where_the_network_is_lost(tmp_path, server):
+    """No row is left out of a step. The first four rows can be read."""
+    names = [f"{server.address}/{number}" for number in range(8)]
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict({"image": names}).to_parquet(tmp_path / "data/a.parquet")
+    server.faults = Closing(server, answers=8)  # a request for the size, and one for the content
+    error = train.refused(
+        *TRAINING, f"--output_dir={tmp_path / 'out'}", "--image_column=image",
+        f"--train_data_dir={tmp_path / 'data'}", f"--allow_addresses={server.address}",
+        f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--resolution=16",
+        "--train_batch_size=4", "--max_train_steps=4", "--dataloader_num_workers=0",
+    )  # fmt: skip
+    assert "127.0.0.1 can't be reached, nor can any other server" in error
+    assert "check the network, then run the command again" in error and "Traceback" not in error
+    assert "Skipped" not in error
+
+
+class Closing:
+    """Faults of a server that takes no connections after so many answers."""
+
+    def __init__(self, server, answers):
+        self.server, self.answers = server, answers
+
+    def __bool__(self):
+        self.answers -= 1
+        if self.answers < 0:
+            self.server.shutdown()
+            self.server.server_close()
+        return self.answers < 0
+
+    def pop(self):
+        return 503
 
 
 def read_public(server, path):

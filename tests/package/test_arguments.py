@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -83,13 +84,13 @@ def test_run_args_files_are_parsed_back_to_the_same_flags(parser, tmp_path):
         ],
     ):
         args = parser.parse_args(argv)
-        (tmp_path / "run.args").write_text(format_args(vars(args), "paint.py"))
+        (tmp_path / "run.args").write_text(format_args(vars(args), "python paint.py"))
         assert vars(parser.parse_args([f"@{tmp_path}/run.args"])) == vars(args)
         # later flags win
         assert parser.parse_args([f"@{tmp_path}/run.args", "--flip", "--size=3"]).flip
     written = (tmp_path / "run.args").read_text().splitlines()
-    assert written[0] == "# accelerate launch paint.py @run.args"
-    assert "out" not in format_args(vars(args), "paint.py", leave_out=["out"])
+    assert written[0] == "# python paint.py @run.args"
+    assert "out" not in format_args(vars(args), "python paint.py", leave_out=["out"])
 
 
 def test_flags_keep_the_given_values_and_are_read_only(parser):
@@ -171,8 +172,17 @@ def test_a_demo_prints_its_full_command_and_flags_override_it(parser, capsys, mo
     args = parse_demo(parser, demo, ["--size=5", "--no-flip"])
     assert (args.name, args.size, args.flip) == ("the demo", 5, False)
     printed = capsys.readouterr().out.splitlines()[-1]
-    assert printed.startswith("accelerate launch paint.py ")
-    assert vars(parser.parse_args(shlex.split(printed)[3:])) == vars(args)
+    assert shlex.split(printed)[0] == "python" and "/paint.py --name" in printed
+    assert vars(parser.parse_args(shlex.split(printed)[2:])) == vars(args)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as the launcher does
+    parse_demo(parser, demo, [])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("accelerate launch ")
+    # in an installed package, a script is named and not its path
+    monkeypatch.setattr("diffusion_training.arguments.PACKAGED", parser.folder)
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+    parse_demo(parser, demo, [])
+    start = "accelerate launch -m diffusion_training paint --name "
+    assert capsys.readouterr().out.splitlines()[-1].startswith(start)
     monkeypatch.setenv("RANK", "1")
     parse_demo(parser, demo, [])
     assert capsys.readouterr().out == ""
@@ -232,7 +242,7 @@ def test_flags_of_other_scripts_and_programs_are_recognized_by_the_pages(typed, 
 
 def test_a_single_value_that_begins_with_a_dash_is_read_back(parser, tmp_path):
     args = parser.parse_args(["--prompts=-rf"])
-    (tmp_path / "run.args").write_text(format_args(vars(args), "paint.py"))
+    (tmp_path / "run.args").write_text(format_args(vars(args), "python paint.py"))
     assert parser.parse_args([f"@{tmp_path}/run.args"]).prompts == ["-rf"]
 
 

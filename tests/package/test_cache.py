@@ -652,7 +652,7 @@ def test_run_args_of_a_cache_hold_its_flags(tmp_path):
     assert (
         (tmp_path / "out/run.args")
         .read_text()
-        .startswith("# accelerate launch precompute_latents.py @run.args\n")
+        .startswith("# python precompute_latents.py @run.args\n")
     )
 
 

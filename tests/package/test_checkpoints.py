@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -236,6 +237,10 @@ def test_a_changed_digit_in_trainer_state_json_is_refused(tmp_path, save):
         read_state(path.parent, 6)
     path.write_text(json.dumps(json.loads(content)))  # the same in another layout
     assert read_state(path.parent, 6) == state
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(SystemExit, match="is damaged; .*trainer_state.json is not a file"):
+        read_state(path.parent, 6)
 
 
 @pytest.mark.parametrize("content", [

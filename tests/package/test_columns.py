@@ -92,7 +92,7 @@ def test_buckets_read_four_times_as_many_rows_per_batch():
         larger = planned.with_batch_size(5)
         assert larger.rows_per_batch == count // 3 * 5 and larger.flags == {"batch_size": 5}
         # the demo's cache
-        assert planned.suggest_training() == "accelerate launch train_text_to_image.py"
+        assert planned.suggest_training() == "python train_text_to_image.py"
 
 
 def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
@@ -101,7 +101,7 @@ def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
     flags |= {"max_sequence_length": 64}
     family = load_family("prx")
     planned = PlannedCache("cache", family, None, None, "embeddings", 3, 9, {}, flags)
-    expected = "accelerate launch train_flow.py --latents_dir cache"
+    expected = "python train_flow.py --latents_dir cache"
     expected += " --pretrained_model_name_or_path base --model_family prx --max_sequence_length 64"
     assert planned.suggest_training() == expected
     monkeypatch.setattr(type(family), "suggests_lora", True)

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
-from conftest import make_captioned, make_models, metrics, needs, patch, reset
+from conftest import make_captioned, make_models, metrics, needs, reset
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from safetensors.torch import load_file
 from test_lora import adapted
+from torch.utils.flop_counter import FlopCounterMode
 
 import train_text_to_image as script
 import train_unconditional
@@ -85,8 +85,8 @@ def count(models, loss, images, condition=CONDITION, predict=None):
     return count_flops(*copies, Prepared(images, condition, {}))
 
 
-def make_costs(models, loss, accelerator=None, mixed_precision="no"):
-    launch = Launch(accelerator or Accelerator(cpu=True), 1, mixed_precision, None, 1)
+def make_costs(models, loss, accelerator=None, mixed_precision="no", compile=None):
+    launch = Launch(accelerator or Accelerator(cpu=True), 1, mixed_precision, compile, 1)
     return Costs(launch, models, {}, objective_of(loss), "adamw", False)
 
 
@@ -132,6 +132,7 @@ def test_estimated_memory_equals_the_storage_that_torch_holds(base, lora, optimi
 
 @pytest.mark.parametrize("optimizer, count, in_block, expected", [
     ("adamw", 15, True, 2 * 4 * 15), ("muon", 15, True, 4 * 15), ("muon", 15, False, 2 * 4 * 15),
+    ("prodigy", 15, False, 4 * 4 * 15),
     # bitsandbytes keeps 8 bits from 4,096 numbers on, and a float32 per 256 of them
     ("adamw8bit", 4095, False, 2 * 4 * 4095), ("adamw8bit", 4096, False, 2 * (4096 + 4 * 16)),
     ("adamw8bit", 4097, False, 2 * (4097 + 4 * 17)),
@@ -227,7 +228,9 @@ def test_operations_do_not_depend_on_checkpointing_compiling_or_precision(base):
 
 def test_operations_include_networks_that_only_the_loss_uses(base):
     unet, images = unet_of(base).train(), torch.zeros(3, 4, 8, 8)
-    flags = argparse.Namespace(noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0)
+    flags = argparse.Namespace(
+        noise_offset=0.1, input_perturbation=0.1, snr_gamma=5.0, min_timestep=0, max_timestep=1000
+    )
     predict = script.predict_noise
     real = partial(script.compute_loss, flags, DDPMScheduler())
     prompts = {"prompt_embeds": CONDITION["encoder_hidden_states"]}
@@ -275,7 +278,14 @@ def test_costs_measures_tflops_per_device_and_mfu(base, capsys):
         made.measure(10.0).keys() == {"memory_gb", "host_gb"}
         and 0.1 < made.measure(10.0)["memory_gb"] < 100
     )
-    made.count_operations(PREPARED)
+    models = {"unet": unet_of(base)}
+    objective = made.count_first(objective_of(loss_of(call_unet)))
+    with torch.no_grad():  # as for the inputs of --preserve_prior
+        objective.loss(models, PREPARED, torch.ones(3))
+    assert made.measure(10.0).keys() == {"memory_gb", "host_gb"}
+    for image in (PREPARED.clean, torch.zeros(3, 4, 16, 16)):  # only the first one counts
+        objective.loss(models, PREPARED._replace(clean=image), torch.ones(3)).backward()
+    assert made.flops == count(models, loss_of(call_unet), PREPARED.clean)
     made.num_processes, made.peak = 2, 1e-3
     found = made.measure(10.0)
     assert found["tflops"] == pytest.approx(5 * made.flops / 1e12) and found[
@@ -286,14 +296,56 @@ def test_costs_measures_tflops_per_device_and_mfu(base, capsys):
     )
 
 
-def test_training_goes_on_if_operations_can_not_be_counted(base, capsys):
-    loss = lambda objective, models, prepared, weight: F.relu(prepared.clean.sum().item())
-    made = make_costs({"unet": unet_of(base)}, loss)
-    for _ in range(2):
-        made.count_operations(PREPARED)
+def test_training_goes_on_if_operations_can_not_be_counted(base, monkeypatch, capsys):
+    """For example because torch has changed how it calls a formula."""
+    models = {"unet": unet_of(base)}
+    loss = loss_of(call_unet)
+    made = make_costs(models, loss)
+    monkeypatch.setattr(costs, "flop_registry", {torch.ops.aten.addmm: lambda: 1})
+    objective = made.count_first(objective_of(loss))
+    found = [objective.loss(models, PREPARED, torch.ones(3)) for _ in range(2)]
+    assert torch.equal(*found) and torch.equal(
+        found[0], objective_of(loss).loss(models, PREPARED, 1)
+    )
     assert made.measure(10.0).keys() == {"memory_gb", "host_gb"}
     said = "tflops are not recorded: the model's operations can't be counted ("
     assert capsys.readouterr().err.count(said) == 1
+
+
+def test_the_first_step_counts_what_torch_counts_in_both_passes(base):
+    """torch runs the backward pass, and repeats forward passes of gradient checkpointing."""
+    for model in (unet_of(base).train(), adapted(base, torch.float32)):
+        models = {"unet": model}
+        with FlopCounterMode(display=False) as both:
+            loss_of(call_unet)(None, models, PREPARED, None).backward()
+        # its fused attention computes the scores again in the backward pass: 5 products, not 4
+        repeated = sum(
+            flops / 5
+            for operator, flops in both.get_flop_counts()["Global"].items()
+            if "attention" in str(operator) and "backward" in str(operator)
+        )
+        # of keys and values of the text, which need no gradient; a LoRA's do
+        made = make_costs(models, loss_of(call_unet))
+        for number in (0, 99):
+            checkpoint_gradients(models, plan(number))
+            objective = made.count_first(objective_of(loss_of(call_unet)))
+            objective.loss(models, PREPARED, torch.ones(3)).backward()
+            assert made.flops == (both.get_total_flops() - repeated) // 3
+
+
+def test_operations_of_a_compiled_model_are_counted_on_a_copy(base):
+    """torch would not use the compiled code in a step that it counts."""
+    models = {"unet": unet_of(base)}
+    made = make_costs(models, loss_of(call_unet), compile="aot_eager")
+    calls = []
+
+    def compiled(*inputs):
+        calls.append(torch.utils._python_dispatch._get_current_dispatch_mode())
+        return call_unet(*inputs)
+
+    objective = made.count_first(objective_of(loss_of(compiled)))
+    objective.loss(models, PREPARED, torch.ones(3))
+    assert calls == [None] and made.flops == count(models, loss_of(call_unet), PREPARED.clean)
 
 
 @pytest.mark.parametrize("name, peaks", [
@@ -336,11 +388,9 @@ def test_costs_reads_memory_and_peak_of_the_gpu(base, monkeypatch, capsys):
 
 
 def test_a_run_prints_estimated_and_measured_memory_and_batch_size_trials(
-    tmp_path, base, without_figures, monkeypatch, capsys
+    tmp_path, base, without_figures, capsys
 ):
     """The printed memory is that of training the adapter, beside frozen encoders."""
-    patch(monkeypatch, "count_flops", count_flops)
-    patch(monkeypatch, "copy_shapes", copy_shapes)
     make_captioned(tmp_path / "images", 4)
     flags = [
         f"--pretrained_model_name_or_path={base}",

@@ -54,6 +54,7 @@ from diffusion_training.training.lora.lora import (
     load_network_weights,
     save_lora,
 )
+from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
 
 # ------------------------------------------------------------------- names in other files
 
@@ -560,9 +561,11 @@ ADAPTED = [(name, None) for name in MAKE]
 @pytest.mark.parametrize("name, clip_skip", CASES[: len(FACTS)])
 def test_lora_layers_of_each_family_exist_in_its_model(opened):
     family, model = opened.family, opened.denoiser
-    chosen = {which: family.choose_layers(model, which) for which in ("attention", "all")}
-    assert {*family.attention} <= {*chosen["attention"]} <= {*chosen["all"]}
-    assert {*family.other_layers} == {*chosen["all"]} - {*chosen["attention"]}
+    layers = LAYERS[type(model).__name__]
+    chosen = {which: family.choose_layers(model, which) for which in LAYER_SETS}
+    assert {*chosen["attention"]} == {*layers.attention}
+    assert {*chosen["attention_mlp"]} == {*layers.attention, *layers.mlp}
+    assert {*chosen["all"]} == {*layers.attention, *layers.mlp, *layers.further}
     for end in chosen["all"]:
         layers = [m for n, m in model.named_modules() if f".{n}".endswith(f".{end}")]
         assert layers and all(isinstance(m, torch.nn.Linear | torch.nn.Conv2d) for m in layers)
@@ -570,7 +573,7 @@ def test_lora_layers_of_each_family_exist_in_its_model(opened):
 
 DOUBLE = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj")
 DOUBLE += ("to_add_out",)
-RECORDED = {  # {name: (ends of the layers of attention, those of --lora_layers all besides)}
+RECORDED = {  # {name: (ends of the layers of attention, those of attention_mlp and all besides)}
     "z-image": (DOUBLE[:4], ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")),
     "flux2-klein": ((*DOUBLE, "to_qkv_mlp_proj", "attn.to_out"), ("linear_in", "linear_out")),
     "qwen-image": (DOUBLE, ("net.0.proj", "net.2")),
@@ -581,14 +584,15 @@ RECORDED = {  # {name: (ends of the layers of attention, those of --lora_layers 
 def test_lora_layers_of_recorded_families_are_those_of_attention_and_feed_forward(opened, name):
     attention, others = RECORDED[name]
     linear = [n for n, m in opened.denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
-    for which, ends in {"attention": attention, "all": attention + others}.items():
+    for which in LAYER_SETS:
+        ends = attention if which == "attention" else attention + others
         expected = {n for n in linear if n.endswith(tuple(f".{end}" for end in ends))}
         assert {*opened.family.choose_layers(opened.denoiser, which)} == expected
         assert all(any(n.endswith(f".{end}") for n in expected) for end in ends)
 
 
 @pytest.mark.parametrize("name, clip_skip", ADAPTED)
-@pytest.mark.parametrize("which", ["attention", "all"])
+@pytest.mark.parametrize("which", ["attention", "attention_mlp"])
 def test_a_saved_lora_is_read_back_also_by_the_pipeline(tmp_path, opened, which):
     family, flags = opened.family, {"rank": 2, "lora_alpha": 3, "use_dora": False}
     args = Namespace(**flags, lora_type="lora", lora_dropout=0.0, lora_layers=which)

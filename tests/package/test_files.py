@@ -19,6 +19,7 @@ from diffusion_training.files import (
     digest_file,
     find_differences,
     lock_folder,
+    read_shard_names,
     saving,
     write_file,
 )
@@ -348,3 +349,15 @@ def test_saving_leaves_the_end_of_a_loader_process_to_its_own_sentence(tmp_path)
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
     clean(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_index_of_weights_is_named(tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(
+        '{"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "1.safetensors"}}'
+    )
+    assert read_shard_names(path) == {"1.safetensors", "2.safetensors"}
+    for content in ("[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map"'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match="^model.safetensors.index.json is damaged: it lists"):
+            read_shard_names(path)

@@ -1,5 +1,6 @@
 """Models and data by their ids on a hub, with the real client."""
 
+import contextlib
 import functools
 import importlib
 import json
@@ -24,10 +25,12 @@ from conftest import (
 )
 from hub import Token
 from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 from safetensors.torch import load_file
 
 import train_unconditional
+from diffusion_training import repositories
 from diffusion_training.data.images import decode_image
 from diffusion_training.data.rows import load_rows
 from diffusion_training.errors.faults import explain, is_machines_fault
@@ -86,6 +89,11 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     broken = "the hub has a fault (503 Service Unavailable): run it again later"
     assert fault_of(download, "org/open") == (broken, True)
     hub.faults.clear()
+    hub.fail("*", status=418, times=100, headers={"X-Error-Message": "no coffee" + "!" * 3000})
+    said, is_machines = fault_of(download, "org/open")
+    assert said.startswith("127.0.0.1 refuses the request (418 no coffee!") and len(said) < 300
+    assert is_machines
+    hub.faults.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said, _ = fault_of(download, "org/open", "vae/config.json")
     assert said.startswith("vae/config.json of org/open is neither in a folder here nor in the ")
@@ -94,6 +102,18 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     said, is_machines = fault_of(download, "org/open", endpoint="http://127.0.0.1:9")
     assert re.fullmatch(r"the hub can't be reached \(.*\): check the network.*", said)
     assert is_machines
+
+
+def test_a_storage_that_refuses_once_is_asked_again(hub, monkeypatch):
+    """The address of a file in the storage expires; the hub makes another one."""
+    monkeypatch.setattr(repositories, "WAITS", (0, 0, 0))
+    hub.add("org/base", {"model_index.json": b"{}", "unet/model.safetensors": bytes(1000)})
+    repository = repositories.open_repository("org/base", ("model_index.json",), None, None)
+    for times, is_fetched in ((4, False), (3, True)):
+        hub.fail("/lfs/*", method="GET", status=403, times=times)
+        with contextlib.nullcontext() if is_fetched else pytest.raises(HfHubHTTPError):
+            repository.fetch("unet")
+        assert (repository.folder / "unet/model.safetensors").exists() == is_fetched
 
 
 def test_a_storage_that_refuses_is_not_taken_for_a_token_without_rights(hub):
@@ -136,6 +156,11 @@ def test_a_push_is_tried_again_where_the_hub_has_a_fault(hub, tmp_path, monkeypa
         hub.fail("*/commit/*", method="POST", status=status, times=2)
         upload_run("me/run", str(tmp_path), [])
         assert hub.files("me/run")["loss.png"] == f"step {step}".encode()
+    for status in (408, 504):  # before anything is uploaded
+        (tmp_path / "loss.png").write_text(f"{status}")
+        hub.fail("*/paths-info/*", method="POST", status=status, times=3)
+        upload_run("me/run", str(tmp_path), [])
+        assert hub.files("me/run")["loss.png"] == f"{status}".encode()
     for status, tries in ((403, 1), (503, 4)):
         hub.requests.clear()
         (tmp_path / "loss.png").write_text(f"{status}")

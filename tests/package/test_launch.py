@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.config import config_args
 from conftest import finish, free_port, kill, patch, reset, start, wait_until
 from fake_device import GpuModule, forked
 from filelock import FileLock
@@ -27,6 +28,7 @@ from diffusion_training.launch import (
     Meeting,
     StopSignal,
     accelerator_options,
+    advise_launcher,
     advise_precision,
     end_stopped,
     keep_memory,
@@ -51,13 +53,29 @@ def make(**flags):
     return launch_with(Flags(**{"mixed_precision": None, "compile": None, **flags}))
 
 
+def test_a_start_by_python_says_what_it_does_not_use(monkeypatch, tmp_path):
+    """The devices and the file of `accelerate config` are made up."""
+    config = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config_args, "default_config_file", str(config))
+    assert advise_launcher("no") is None
+    chosen = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 1}
+    for precision, said in (("bf16", "(mixed_precision: bf16)"), ("no", None)):
+        config.write_text(json.dumps(chosen | {"mixed_precision": precision}))
+        assert said is None or said in advise_launcher("no"), precision
+        assert advise_launcher(precision) is None
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    assert "One of 4 devices is used: `accelerate launch`" in advise_launcher("no")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert advise_launcher("no") is None
+
+
 def test_float32_by_default_on_a_gpu_prints_advice_once(monkeypatch, capsys):
     """The GPU is made up. The advice changes no setting."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     flags = Flags(mixed_precision=None, allow_tf32=False)
     said = advise_precision(cuda, "no", flags)
-    assert "--mixed_precision bf16 or --allow_tf32 is several times faster" in said
+    assert "--mixed_precision bf16 or --allow_tf32 is faster" in said
     assert "--allow_tf32" not in advise_precision(cuda, "no", Flags(mixed_precision=None))
     for device, precision, chosen in (
         (cpu, "no", flags),

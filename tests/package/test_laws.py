@@ -178,7 +178,7 @@ def test_run_args_are_read_back_for_any_text(parser, flags):
     )
     values = {**dict.fromkeys(FLAGS), "flip": False, **flags}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "run.args").write_bytes(format_args(values, "paint.py").encode())
+        Path(folder, "run.args").write_bytes(format_args(values, "python paint.py").encode())
         assert vars(parser.parse_args([f"@{folder}/run.args"])) == values
 
 

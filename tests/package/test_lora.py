@@ -8,10 +8,12 @@ import torch
 from conftest import adapt_unet, make_models, open_pipeline
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.training_utils import _collate_lora_metadata
+from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from diffusion_training.families.known import load_family
+from diffusion_training.memory import HostMemory
 from diffusion_training.models import (
     AveragedWeights,
     copy_trained,
@@ -19,6 +21,7 @@ from diffusion_training.models import (
     start_average,
     update_ema,
 )
+from diffusion_training.training.keeping.checkpoint_copy import CheckpointCopy, count_copy
 from diffusion_training.training.lora.lora import (
     fold_scale,
     list_adapter,
@@ -30,6 +33,7 @@ from diffusion_training.training.lora.lora import (
 )
 
 FAMILY = load_family("sd")
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +112,7 @@ def test_ema_and_trial_copies_share_the_frozen_weights(base):
 FORMS = [
     {"lora_alpha": 1},
     {},
-    {"lora_alpha": 16},
+    {"lora_alpha": 16, "use_rslora": True},
     {"rank": 3, "lora_alpha": 10, "lora_layers": "all"},
 ]
 
@@ -182,6 +186,43 @@ def test_fold_scale_below_1_balances_the_largest_values_of_a_and_b():
         assert all(value.isfinite().all() for value in nothing.values())
 
 
+@pytest.mark.parametrize("flags", [{}, {"use_dora": True}, {"lora_type": "lokr", "lokr_factor": 2}])
+def test_list_adapter_has_the_names_of_peft(base, flags):
+    unet = adapted(base, torch.float32, **flags)
+    found, expected = list_adapter(unet), get_peft_model_state_dict(unet)
+    assert [*found] == [*expected] and all(map(torch.equal, found.values(), expected.values()))
+
+
+def test_files_of_a_copy_without_base_are_those_of_the_model(tmp_path, base):
+    """They are made later, in the thread that writes them; a DoRA's need the norms of the base."""
+    for number, flags in enumerate(({}, {"use_dora": True})):
+        unet = adapted(base, torch.float32, **flags)
+        for weight in unet.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.1)
+        expected, folder = tmp_path / f"{number}-before", tmp_path / f"{number}"
+        expected.mkdir()
+        folder.mkdir()
+        save_lora({"unet": unet}, expected, {})
+        memory = HostMemory(count_copy({"unet": unet}, {"unet": unet}, "adamw"), CPU)
+        copy = CheckpointCopy({"unet": unet}, memory, CPU)
+        optimizer = torch.optim.SGD(unet.parameters())
+        copy.take(optimizer)
+        write = unet.adapter.prepare_files({"unet": unet}, copy.copies, {})
+        with torch.no_grad():  # the training goes on
+            for weight in unet.parameters():
+                weight.mul_(2 if weight.requires_grad else 1)
+        write(folder)
+        names = [path.name for path in sorted(expected.iterdir())]
+        assert len(names) == 2
+        for name in names:
+            assert (folder / name).read_bytes() == (expected / name).read_bytes()
+        copy.take(optimizer)  # and the next checkpoint has the new values
+        doubled = copy.copies["unet"].named_parameters()
+        own = dict(unet.named_parameters())
+        assert all(torch.equal(value, own[name]) for name, value in doubled if "lora_" in name)
+
+
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_a_saved_adapter_is_loaded_exactly_and_has_no_base_weights(tmp_path, base, use_dora):
     unet, other = (
@@ -198,7 +239,8 @@ def test_a_saved_adapter_is_loaded_exactly_and_has_no_base_weights(tmp_path, bas
 
 
 @pytest.mark.parametrize("flags", [
-    {}, {"lora_alpha": 16}, {"lora_alpha": 3, "lora_layers": "all", "use_dora": True},
+    {}, {"lora_alpha": 16, "use_rslora": True},
+    {"lora_alpha": 3, "lora_layers": "all", "use_dora": True},
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["ours", "kohya", "diffusers"])
 def test_network_weights_load_with_the_same_effect_for_any_alpha(

@@ -464,7 +464,9 @@ class Gated(Flux):
     """A model of two blocks, whose gates were no part of `all` before."""
 
     def choose_layers(self, model, which):
-        ends = {"attention": ["to_q"], "all": ["to_q", "gate", "up"]}.get(which)
+        ends = {"attention": ["to_q"], "attention_mlp": ["to_q", "gate", "up"]}
+        ends = ends | {"all": ends["attention_mlp"]}
+        ends = ends.get(which)
         if ends is None:
             return super().choose_layers(model, which)
         return [f"{block}.{end}" for block in range(2) for end in ends]
@@ -494,7 +496,8 @@ def test_a_lora_begun_without_the_gates_keeps_its_layers(tmp_path, capsys, how):
         more = {"network_weights": str(tmp_path)}
     now = adapt_gated("all", **more)
     assert now.adapter["target_modules"] == before.adapter["target_modules"] == begun
-    assert "The LoRA keeps its 4 layers, of the 6 of --lora_layers all" in capsys.readouterr().out
+    said = "The LoRA keeps what it was begun with (4 layers), not --lora_layers all"
+    assert said in capsys.readouterr().out
     if how == "resumed":
         load_adapter(now, tmp_path / "transformer")
     # other layers are asked for by the flag, which is an error later

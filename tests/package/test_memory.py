@@ -45,3 +45,15 @@ def test_a_vae_decodes_on_the_cpu_if_a_gpu_lacks_the_memory(device, said, capsys
         assert known() is None
     finally:
         gc.enable()
+
+
+def test_a_vae_that_takes_a_time_decodes_each_row_with_its_own():
+    """LTX's, whose own slicing pairs the latents of two rows."""
+    plain = tiny_pipelines.make_ltx_vae(timestep_conditioning=True).eval()
+    latents, times = torch.randn(2, 4, 1, 2, 2), torch.tensor([0.0, 0.5])
+    with torch.no_grad():
+        expected = plain.decode(latents, times)[0]
+        place_decoder(plain, torch.device("cpu"))
+        (found,) = plain.decode(latents, times, return_dict=False)
+    torch.testing.assert_close(found, expected)
+    assert (found[0] - found[1]).abs().max() > 1e-3

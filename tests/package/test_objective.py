@@ -41,12 +41,28 @@ class Model:
 def loss_of(script, model, scheduler, images, weight, **flags):
     torch.manual_seed(3)
     args = argparse.Namespace(
-        **{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0, **flags}
+        **{"snr_gamma": None, "noise_offset": 0.0, "input_perturbation": 0.0}
+        | {"min_timestep": 0, "max_timestep": 1000, **flags}
     )
     predict, name = PREDICT[script]
     prepared = Prepared(images, {name: "it"}, {})
     objective = argparse.Namespace(predict=predict)
     return script.compute_loss(args, scheduler, objective, {"unet": model}, prepared, weight)
+
+
+def test_timesteps_stay_in_their_range_whatever_the_scheduler_has():
+    images, weight = torch.zeros(2000, 3, 1, 1), torch.ones(2000)
+    for number, flags, expected in (
+        (1000, {}, (0, 999)),
+        (1000, {"min_timestep": 500, "max_timestep": 510}, (500, 509)),
+        (10, {"min_timestep": 500}, (5, 9)),
+        (10, {"min_timestep": 500, "max_timestep": 501}, (5, 5)),
+    ):
+        model = Model()
+        scheduler = DDPMScheduler(num_train_timesteps=number)
+        loss_of(train_text_to_image, model, scheduler, images, weight, **flags)
+        seen = model.timesteps.min().item(), model.timesteps.max().item()
+        assert seen == pytest.approx(expected, abs=2 if not flags else 0), flags
 
 
 @TRAINERS

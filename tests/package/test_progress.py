@@ -46,6 +46,8 @@ def test_last_step_counts_epochs_from_the_current_position():
     assert progress_at(2, 8).last_step(1) == 3  # 2 images are left
     assert progress_at(9, 30).last_step(1) == 3 < 9  # there is nothing left to train
     assert progress_at(2, 8, skipped=1).last_step(1) == 4  # a skipped step used its images
+    for step, epochs in ((3, 1), (4, 2), (6, 2), (7, 3)):
+        assert progress_at(2, 8).num_epochs(step) == epochs
 
 
 def test_is_due_counts_steps_or_epochs():

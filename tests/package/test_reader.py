@@ -200,6 +200,7 @@ def count_rows(epochs, weights, holdout=(), seed=0):
     members = {
         "folders": ["a", "b"],
         "cache_ends": np.array([6, 11]),
+        "groups": [[0], [1]],
         "__len__": lambda self: 11,
         "seed": seed,
     }

@@ -45,6 +45,7 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
+from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32
@@ -111,6 +112,9 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
     seen = []
     scheduler = pipeline.scheduler
 
+    if scheduler.config.get("invert_sigmas"):  # of Mochi, whose time is the share of the image
+        time = 1 - time
+
     def set_timesteps(num_inference_steps=None, device=None, sigmas=None, mu=None, timesteps=None):
         scheduler.timesteps = torch.tensor([1000 * time])
         scheduler.sigmas = torch.tensor([time, 0.0])
@@ -137,7 +141,7 @@ def predict_as_pipeline(pipeline, family, noise, caption, time, monkeypatch, **m
     options |= size | more
     pipeline(prompt=caption, num_inference_steps=2, output_type="latent", **options)
     (velocity,) = seen
-    return velocity
+    return -velocity if scheduler.config.get("invert_sigmas") else velocity
 
 
 def in_order(family, noise, velocity):
@@ -158,7 +162,7 @@ GATED = ("krea2", "qwen_image_2_1", "ernie_image", "nucleus")
     "name", [n if n in GATED else pytest.param(n, marks=pytest.mark.long) for n in ALL]
 )
 @torch.no_grad()
-def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
+def test_attention_and_mlp_are_the_layers_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
     monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
     ALL[name](tmp_path / name)
     flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
@@ -192,8 +196,14 @@ def test_lora_layers_all_are_those_of_blocks_that_see_tokens(tmp_path, name, mon
         # of a time embedding there is one row, or one for each token, whatever the tokens are
         if len(first) > 1 and not torch.equal(first, second):
             expected.add(full)
-    assert {*family.choose_layers(model, "all")} - uncalled == expected
+    assert {*family.choose_layers(model, "attention_mlp")} - uncalled == expected
     assert len(expected) > 4
+    further = LAYERS[kind.__name__].further if kind.__name__ in LAYERS else ()
+    assert {*family.choose_layers(model, "all")} - uncalled == expected | {*further}
+    attention = {*family.choose_layers(model, "attention")}
+    assert attention < {*family.choose_layers(model, "attention_mlp")}
+    both = [name for name in attention if "mlp" in name]  # of FLUX.2's single blocks
+    assert bool(both) == (kind.__name__ == "Flux2Transformer2DModel")
 
 
 @pytest.mark.parametrize("name", ["cogview4", "flux", "klein", "flux2"])
@@ -216,11 +226,14 @@ def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, mo
         tokens = math.prod(size) / family.patch_size(pipeline.transformer) ** 2
         expected = compute_mu(config, tokens)
         found = family.choose_mu(size, expected)
-        for steps in (4, 50):
+        for steps in (4, 50, 200):
             with pytest.raises(Stopped):
                 pipeline(prompt="a", num_inference_steps=steps, height=height, width=width)
         if name in ("klein", "flux2"):
             assert given[4] > given[50] > found == expected
+            # with the usual config of a scheduler, it is the pipeline's shift in many steps
+            usual = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True).config
+            assert compute_mu(usual, tokens) == pytest.approx(given[200], rel=1e-5)
         elif name == "flux":
             assert given[4] == given[50] == pytest.approx(found) and found == expected
         else:
@@ -229,14 +242,15 @@ def test_noise_levels_are_shifted_as_the_pipeline_shifts_them(tmp_path, name, mo
     assert said == (name in ("klein", "flux2"))
 
 
-FEW = ("z_image", "flux", "chroma", "krea2", "hunyuan_image")  # one of each mechanism
+FEW = ("z_image", "flux", "wan_5b", "krea2", "hunyuan_image")  # one of each mechanism
 GUIDANCE = {  # the flags of guidance 2.5 in samples; hunyuan_image draws without
     "z_image": {"guidance_scale": 1.5},  # it counts from 0
     "flux": {"true_cfg_scale": 2.5, "guidance_scale": 1.0},
-    "chroma": {"guidance_scale": 2.5},
+    "wan_5b": {"guidance_scale": 2.5},  # like Chroma
     "krea2": {"guidance_scale": 1.5},
     "hunyuan_image": {},
 }
+FOUR_PIXELS = ("ernie_image", "flux2", "klein", "wan", "skyreels_v2", "sana_video")  # per latent
 PATCH_SIZES = dict.fromkeys(FEW, 2) | {"hunyuan_image": 1}  # of transformers
 
 
@@ -263,7 +277,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
         prompts = encode(encoders, [caption])
         time = torch.tensor([0.5])
         ours.append(family.predict(pipeline.transformer, noise, time, prompts))
-        size = {"height": SIDE} if name in ("ernie_image", "flux2", "klein") else {}
+        size = {"height": SIDE} if name in FOUR_PIXELS else {}
         theirs = predict_as_pipeline(pipeline, family, noise, caption, 0.5, monkeypatch, **size)
         assert torch.equal(ours[-1], in_order(family, noise, theirs).float())
     assert not torch.equal(*ours)
@@ -271,6 +285,35 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
     assert len(sampled.results) == len(family.guided["results"] if family.guided else [0])
     later = family.predict(pipeline.transformer, noise, torch.tensor([0.25]), prompts)
     assert not torch.equal(later, ours[-1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi"])
+@torch.no_grad()
+def test_a_perfect_prediction_gives_the_latents_of_a_still_back(tmp_path, name, monkeypatch):
+    """By the pipeline's own scheduler, which tells the sign of the velocity, and where time is 0."""
+    pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
+    pipeline.set_progress_bar_config(disable=True)
+    family = encoders.family
+    noise = draw_noise(encoders, 1)
+    latents = torch.randn(noise.shape, generator=torch.Generator().manual_seed(2))
+    calls = family.own_calls
+    numbers = torch.arange(noise.numel(), dtype=torch.float32)
+    run = recorded.PipelineTrace("step", numbers.reshape, texts=[calls.make_texts([1])])
+    calls.run(1, noise.shape[2:], run)
+    packed = (noise - latents).flatten()[run.sample.flatten().long()].view_as(run.sample)
+    sign = -1 if name == "mochi" else 1
+    monkeypatch.setattr(pipeline.transformer, "forward", lambda *args, **options: (sign * packed,))
+    prompts = encode(encoders, CAPTIONS[:1])
+    read = family.predict(pipeline.transformer, noise, torch.tensor([0.5]), prompts)
+    assert torch.equal(read, noise - latents)
+    options = family.findings["off"] | family.findings["own"] | {"height": SIDE, "width": SIDE}
+    with drawing(type(pipeline), lambda shape, *args, **more: noise.reshape(shape)):
+        drawn = pipeline(
+            prompt=CAPTIONS[0], num_inference_steps=8, output_type="latent", **options
+        ).frames
+    rounding = {"rtol": 0, "atol": 5e-3 if "wan" in name else 1e-4}  # UniPC begins below 1
+    torch.testing.assert_close(in_order(family, noise, drawn), latents, **rounding)
 
 
 @torch.no_grad()
@@ -582,7 +625,32 @@ VAE, TRANSFORMER = ["diffusers", "AutoencoderKL"], ["diffusers", "FluxTransforme
             "it takes no prompt",
         ),
         ("NoPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "has no class of this name"),
-        ("WanPipeline", {"transformer": TRANSFORMER, "vae": VAE}, "it draws videos"),
+        (
+            "WanPipeline",
+            {name: TRANSFORMER for name in ("transformer", "transformer_2")}
+            | {"vae": VAE, "boundary_ratio": 0.875},
+            "it has two experts: transformer draws the noise levels above 0.875, .* Choose Wan 2.1",
+        ),
+        (
+            "WanImageToVideoPipeline",
+            {"transformer": TRANSFORMER, "vae": VAE},
+            "it makes a video of image, which stills can't teach: choose",
+        ),
+        (
+            "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+            {"transformer": TRANSFORMER, "vae": VAE},
+            "it makes a video of video, which stills can't teach: choose",
+        ),
+        (
+            "LTX2Pipeline",
+            {"transformer": TRANSFORMER, "vae": VAE, "audio_vae": VAE},
+            "it draws videos with sound \\(audio_vae\\) in one transformer, .* such as Wan 2.1",
+        ),
+        (
+            "HunyuanVideo15Pipeline",
+            {"transformer": TRANSFORMER, "vae": VAE, "guider": ["diffusers", "X"]},
+            "it draws videos, and its transformer is called by a guider .* a plain pipeline, such",
+        ),
         (
             "Ideogram4Pipeline",
             {"transformer": TRANSFORMER, "unconditional_transformer": TRANSFORMER, "vae": VAE},

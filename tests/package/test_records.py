@@ -41,9 +41,7 @@ def run(tmp_path):
         accelerator = Accelerator(cpu=True)
         checkpoint = tmp_path / "out/checkpoint-3" if global_step else None
         settings = argparse.Namespace(**vars(args), tracker_id="of-the-run")
-        costs = argparse.Namespace(
-            count_operations=lambda prepared: None, describe=str, measure=lambda speed: {}
-        )
+        costs = argparse.Namespace(describe=str, measure=lambda speed: {})
         state = {"global_step": global_step, "data_step": global_step, "images_seen": 0}
         reached = global_step if checkpoint else -1
         folder = RunFolder("train.py", None, checkpoint, {}, None, checkpoint_step=reached)
@@ -98,12 +96,24 @@ def test_a_record_holds_means_since_the_last_record(tmp_path, run):
     one, other = metrics(tmp_path)
     names = "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images"
     assert list(one) == names.split()
-    assert (one["step"], one["epoch"], one["loss"], one["lr"]) == (2, 0, 1.5, 1e-3)
+    assert (one["step"], one["epoch"], one["loss"], one["lr"]) == (2, 1, 1.5, 1e-3)
     assert (one["grad_norm"], one["clipped"]) == (1.0, 0.5)
-    assert (other["step"], other["epoch"], other["loss"], other["clipped"]) == (3, 1, 4.0, 1.0)
+    assert (other["step"], other["epoch"], other["loss"], other["clipped"]) == (3, 2, 4.0, 1.0)
     assert one["images_per_second"] > 0 and one["data_wait"] * 4 / one[
         "images_per_second"
     ] == pytest.approx(0.5)
+
+
+def test_without_a_terminal_a_record_is_a_line_and_an_epoch_has_its_mean(run, capsys):
+    records = run()
+    for number in (1, 2, 3):
+        step(records, number, loss=float(number), epoch=int(number == 3))
+    said = capsys.readouterr()
+    assert "\r" not in said.out + said.err
+    lines = [line for line in said.out.splitlines() if line.startswith(("Step", "Epoch"))]
+    assert lines[0].startswith("Step 1 of 8: epoch 1 of 1, loss 1, waiting ")
+    assert re.search(r" img/s, lr 1\.0e-03, \d+ s left$", lines[0])
+    assert len(lines) == 4 and lines[2] == "Epoch 1 of 1: mean loss 1.5"
 
 
 def test_a_step_without_usable_images_writes_no_record(tmp_path, run):

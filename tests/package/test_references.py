@@ -20,6 +20,7 @@ from diffusion_training.data.references import (
     choose_result_size,
     list_reference_columns,
     read_reference,
+    resize_reference,
 )
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import CaptionChoice
@@ -155,6 +156,14 @@ def test_a_reference_of_another_size_is_only_resized(tmp_path):
     (reference,) = item["references"]
     assert not item["is_aligned"] and item["pixel_values"].shape == (3, 16, 16)
     assert reference.size == (23, 45)  # its own ratio, and about 32 x 32 pixels
+    # a smaller one is not enlarged, unless it would be too small for FLUX.2
+    for size, side, expected in (
+        ((80, 100), 1024, (80, 100)),
+        ((20, 40), 1024, (64, 128)),
+        ((20, 40), 32, (23, 45)),
+    ):
+        found = resize_reference(torch.zeros(3, *size, dtype=torch.uint8), side, "bicubic")
+        assert found.shape == (3, *expected)
 
 
 def test_the_result_of_an_edit_has_the_nearest_ratio():

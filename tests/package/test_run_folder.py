@@ -56,7 +56,7 @@ def test_a_run_writes_run_args_and_removes_old_samples_and_best(tmp_path, args):
     ]
     assert use_folder(args(*flags)) is None
     path = tmp_path / "out/run.args"
-    assert path.read_text().startswith("# accelerate launch train_unconditional.py @run.args\n")
+    assert path.read_text().startswith("# python train_unconditional.py @run.args\n")
     assert vars(train_unconditional.parse_args([f"@{path}"])) == vars(args(*flags))
     (tmp_path / "out/samples").mkdir()
     for name in ("best/held_out.json", "samples/step-0000001.png"):
@@ -109,7 +109,7 @@ def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args
     # every run leaves at least one of these
     contents = {
         "find_lr.json": '{"smoothed": []}',
-        "run.args": "# accelerate launch train.py\n--seed=\udcff",
+        "run.args": "# accelerate launch train.py @run.args\n--seed=\udcff",
     }
     for name, content in contents.items():
         own = tmp_path / f"own-{name}"

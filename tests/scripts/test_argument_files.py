@@ -1,8 +1,10 @@
 """recipes/: each fits on its GPU, and trains on a tiny model; --cache_latents."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_pipelines
 from conftest import (
@@ -38,7 +41,7 @@ from PIL import Image
 from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.latents import shared
-from diffusion_training.latents.reader import load_cache
+from diffusion_training.latents.reader import CachedLatents, choose_rows, load_cache
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
 IN_CI = {"sdxl_lora_12gb", "unet_64_8gb"}
@@ -375,9 +378,164 @@ def test_cache_latents_names_the_images_that_it_lacks(tmp_path, flags, forked, c
     assert "0.png" in skipped.read_text()
 
 
+DATA = """
+[general]
+flip_aug = true
+caption_extension = ".txt"
+
+[[datasets]]
+resolution = [16, 16]
+image_directory = "{0}/photos"
+num_repeats = 3
+
+[[datasets]]
+resolution = 8
+  [[datasets.subsets]]
+  image_dir = "{0}/others"
+  flip_aug = false
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("without_figures")
+def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, monkeypatch, capsys):
+    make_captioned(tmp_path / "others", 4)
+    file = tmp_path / "data.toml"
+    file.write_text(DATA.format(tmp_path))
+    own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
+    own = [*own, f"--data={file}", "--train_batch_size=8"]
+    getitem, choose = CachedLatents.__getitem__, train.module.choose_rows
+
+    def spy(self, keys):
+        batch = getitem(self, keys)
+        for (_, row, _), flipped in zip(keys, batch["flipped"].tolist(), strict=True):
+            mirrored[row % 10] += flipped
+        return batch
+
+    def note(*given):
+        rows = choose(*given)
+        counts.append(np.bincount(rows % 10).tolist())
+        return rows
+
+    counts, mirrored = [], np.zeros(10, int)
+    monkeypatch.setattr(CachedLatents, "__getitem__", spy)
+    monkeypatch.setattr(train.module, "choose_rows", note)
+    train(*own)
+    assert counts and all(each == [3] * 6 + [1] * 4 for each in counts)
+    assert sum(mirrored[:6]) > 3 and not sum(mirrored[6:])  # others have no mirrored images
+    commands = [" ".join(command) for command in forked]
+    assert ["--random_flip" in command for command in commands] == [True, False]
+    assert ["--resolution=16" in command for command in commands] == [True, False]
+    assert f"--data={file}\n" in (tmp_path / "out/run.args").read_text()
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert "data.toml" in json.dumps(report)
+    # the same command resumes, with a changed file it does not
+    own += ["--resume_from_checkpoint=latest"]
+    train(*own, "--num_train_epochs=2")
+    capsys.readouterr()
+    file.write_text(DATA.format(tmp_path).replace("num_repeats = 3", "num_repeats = 2"))
+    said = train.refused(*own, "--num_train_epochs=3")
+    assert (
+        f"--data {file} has changed since the checkpoint ({tmp_path}/photos.num_repeats 3 -> 2)"
+        in (said)
+    )
+    assert len(forked) == 2
+
+
+@pytest.mark.parametrize("old, new, sentence", [
+    ("flip_aug = true", "flip = true", "it has flip, which is not one of image_directory, ima"),
+    ("flip_aug = true", "batch_size = 4", "it has batch_size, which is a flag here: --train_batch"),
+    ("/others", "/photos", "photos twice: give it once, with num_repeats"),
+    ("/others", "/none", "/none is not a folder"),
+    ("num_repeats = 3", "num_repeats = 0", "its num_repeats is 0: it must be at least 1"),
+    ("num_repeats = 3", "num_repeats = true", "its num_repeats is True, not one int"),
+    ("[16, 16]", "[16, 8]", "its resolution is [16, 8], not one int"),
+    ("[general]", "[generally]", "it has generally, but only general and datasets are read"),
+    ("[general]", "[general", "can't be used: "),
+    ('image_dir = "{0}/others"', "", "one of its [[datasets]] has no image_directory"),
+])  # fmt: skip
+def test_a_data_file_that_can_not_be_used_ends_in_a_sentence(tmp_path, flags, old, new, sentence):
+    (tmp_path / "others").mkdir()
+    file = tmp_path / "data.toml"
+    assert old in DATA
+    file.write_text(DATA.replace(old, new).format(tmp_path))
+    own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
+    assert sentence in train.refused(*own, f"--data={file}", status=2)
+
+
+def test_a_data_file_is_the_only_source_of_images(tmp_path, flags):
+    said = train.refused(*flags, "--data=none.toml", status=2)
+    assert "--train_data_dir can't be combined with --data" in said
+    own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
+    said = train.refused(*own, "--data=none.toml", status=2)
+    assert "--data none.toml can't be used: [Errno 2]" in said
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("without_figures")
+def test_several_resolutions_train_each_image_once_an_epoch_and_resume(
+    tmp_path, flags, forked, monkeypatch, capsys
+):
+    """The size of an image is drawn anew in each epoch; the held-out loss has the first size."""
+    shapes = {True: [], False: []}  # in training, and otherwise
+    predict = train.module.predict_noise
+
+    def spy(models, noisy, *given):
+        if not noisy.is_meta:
+            shapes[models["unet"].training].append((len(noisy), noisy.shape[-1]))
+        return predict(models, noisy, *given)
+
+    monkeypatch.setattr(train.module, "predict_noise", spy)
+    flags = [*flags, "--resolution", "8", "16", "--holdout=2", "--train_batch_size=2"]
+    flags += ["--max_train_steps=12", "--checkpointing_steps=4"]
+    train(*flags)
+    assert "Held out: 2 of 6 images" in capsys.readouterr().out
+    states = sorted((tmp_path / "cached/diffusion_training/latents").glob("*/*/state.json"))
+    assert [state.parent.name for state in states] == ["16", "8"] and len(forked) == 1
+    trained = [shape for shape in shapes[True] if shape[0] <= 2]
+    assert {side for _, side in trained} == {4, 8}
+    held_out = [side for count, side in shapes[False] if count == 9]
+    assert held_out and {*held_out} == {4}  # 8 px: the first size
+    assert ["8", "16"] == shlex.split(
+        (tmp_path / "out/run.args").read_text().split("--resolution ")[1].split("\n")[0]
+    )
+    shutil.copytree(tmp_path / "out", tmp_path / "killed")
+    for name in ("checkpoint-8", "checkpoint-12"):
+        shutil.rmtree(tmp_path / "killed" / name)
+    resumed = [*flags, f"--output_dir={tmp_path / 'killed'}", "--resume_from_checkpoint=latest"]
+    train(*resumed)
+    assert_same_weights(
+        *(tmp_path / f"{folder}/checkpoint-12/unet" for folder in ("out", "killed"))
+    )
+    # which rows epochs take
+    caches = {str(side): load_cache(states[i].parent) for i, side in ((1, 8), (0, 16))}
+    dataset = CachedLatents(caches, 0, False)
+    names = [*dataset.names()]
+    assert dataset.groups == [[0, 1]] and names[:6] == names[6:]
+    own = np.array([0, 1, 2, 4, 5, 6, 7, 8, 10, 11])  # image 3 is held out
+    drawn = np.zeros(12)
+    for epoch in range(300):
+        rows = choose_rows(own, dataset, [0.75, 0.25], epoch)
+        assert sorted(rows % 6) == [0, 1, 2, 4, 5] and np.array_equal(
+            rows, choose_rows(own, dataset, [0.75, 0.25], epoch)
+        )
+        drawn[rows] += 1
+    assert drawn.sum() == 1500 and 0.7 < drawn[:6].sum() / 1500 < 0.8
+    assert (drawn[[0, 1, 2, 4, 5, 6, 7, 8, 10, 11]] > 40).all()
+    twice = choose_rows(own, dataset, [1.0, 1.0], 0)
+    assert sorted(twice % 6) == sorted([0, 1, 2, 4, 5] * 2)
+    assert len({*twice}) == 10
+
+
 @pytest.mark.parametrize(
     "more, sentence",
     [
+        (["--resolution", "8", "16", "--no-cache_latents"], "several values of --resolution need"),
+        (["--resolution", "8", "8"], "gives a value twice"),
+        (
+            ["--resolution", "8", "16", "--latents_weights", "1"],
+            "--latents_weights needs a value for each --resolution: 2, not 1",
+        ),
         (["--streaming", "--max_train_steps=1"], "--cache_latents stores the latents of all"),
         (["--latents_dir=x"], "--latents_dir can't be combined with"),
     ],

@@ -33,7 +33,7 @@ OWN = {"sd": make_models, "sdxl": make_sdxl}
 BLOCKS = {name: make for name, make in tiny_pipelines.BLOCKS.items() if "distilled" not in name}
 EDITS = {f"edits of {name}": make for name, make in MAKE_EDITING.items()}
 MAKE = OWN | tiny_pipelines.MAKE | BLOCKS | EDITS  # a distilled one is refused
-SIDES = {"qwen_image_2_1": 64, "lumina2": 32, "lumina": 32, "sana": 32}
+SIDES = tiny_pipelines.SIDES
 KINDS = {"float32": [], "bf16": ["--mixed_precision=bf16"]}
 KINDS["int8"] = ["--mixed_precision=bf16", "--base_precision=int8"]
 

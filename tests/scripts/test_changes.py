@@ -50,13 +50,19 @@ from tiny_pipelines import MAKE, make_shifting_vae
 from torchvision.transforms.functional import pil_to_tensor
 
 import train_text_to_image
+from diffusion_training.batches import Prepared
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.models import list_parameters
-from diffusion_training.training.step.costs import copy_shapes, count_flops, count_memory
+from diffusion_training.training.step.costs import Costs, count_memory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
-SMALL = ["huber", "class_labels", "second_image", "masked_loss", "trained_module"]
+LOSSES = {
+    "huber_schedule": "--huber_c=0.1",
+    "debiased": "--debiased_estimation_loss",
+    "multires_noise": "--multires_noise_discount=0.3",
+}
+SMALL = ["huber", *LOSSES, "class_labels", "second_image", "masked_loss", "trained_module"]
 CONTROLS = ("controlnet", "controlnet_flow")
 NAMES = [*SMALL, "perceptual", "inpainting", *CONTROLS, "repa"]
 CHANGES = {name: (ROOT / f"patches/{name}.diff").read_text() for name in NAMES}
@@ -183,6 +189,7 @@ def list_flags(root, output, name, trainer, kind="images"):
         common += ["--center_crop", "--resolution=16"]
     else:
         common += [f"--latents_dir={kind}"]
+    common += [LOSSES[name]] if name in LOSSES else []
     if trainer == "unconditional":
         unet = f"{source}-unet" if source in ("labels", "second") else "unet"
         common += [f"--model_config_name_or_path={root / unet}"]
@@ -245,6 +252,7 @@ def test_documented_changes_are_short_and_cover_the_right_trainers():
     assert all(max(sizes[name]) < (90 if name in CONTROLS else 33) for name in NAMES)
     assert [name for name in NAMES if len(sizes[name]) == 3] == [
         "huber",
+        "huber_schedule",
         "trained_module",
         "perceptual",
     ]
@@ -254,6 +262,7 @@ def mark(name, trainer, kind):
     """In each test run, the flow trainer shows a change of several trainers."""
     is_shown = name in ("huber", "trained_module", "perceptual", "repa") and trainer != "flow"
     is_shown |= (name, kind) == ("inpainting", "images")
+    is_shown |= name in LOSSES and (name, trainer) != ("multires_noise", "text")
     is_shown |= name in ("controlnet_flow", "second_image")
     return pytest.param(name, trainer, kind, marks=pytest.mark.long if is_shown else pytest.mark.ci)
 
@@ -582,14 +591,48 @@ def test_masked_loss_change_ignores_errors_outside_the_mask(root, tmp_path):
     assert losses == [0.0, 0.0]
 
 
+def test_changes_of_the_loss_compute_their_formulas(root, tmp_path):
+    """Of a prediction of zeros, at a known timestep."""
+    images, weight = torch.randn(2, 3, 8, 8), torch.tensor([0.25, 0.75])
+    losses, noises = {}, {}
+    for name in ("", *LOSSES):
+        script = apply(CHANGES[name], "text", tmp_path) if name else train_text_to_image
+        flags = list_flags(root, tmp_path / "out", name, "text") + ["--min_timestep=600"]
+        args = script.parse_args([*map(str, flags), "--max_timestep=601"])
+        assert name == "" or vars(args)[LOSSES[name].split("=")[0][2:]]
+
+        def predict(models, noisy_images, timesteps, condition):
+            assert timesteps.tolist() == [600, 600]
+            noises[name] = (noisy_images - alpha.sqrt() * images) / (1 - alpha).sqrt()
+            return torch.zeros_like(noisy_images)
+
+        scheduler = DDPMScheduler()
+        alpha = scheduler.alphas_cumprod[600]
+        objective = types.SimpleNamespace(predict=predict)
+        torch.manual_seed(0)
+        prepared = Prepared(images, {}, {})
+        losses[name] = script.compute_loss(args, scheduler, objective, {}, prepared, weight)
+    squares = noises[""].square()
+    each = lambda error: (weight * error.mean(dim=(1, 2, 3))).sum()
+    snr = alpha / (1 - alpha)
+    c = 0.1 + 0.9 / (1 + snr**-0.5) ** 2  # snr of sd-scripts: sigma = snr ** -0.5
+    assert torch.allclose(losses["huber_schedule"], each(2 * c * ((squares + c**2).sqrt() - c)))
+    assert torch.allclose(losses["debiased"], losses[""] / snr.sqrt())
+    coarse = noises["multires_noise"]
+    assert torch.allclose(losses["multires_noise"], each(coarse.square()), atol=1e-5)
+    assert torch.allclose(coarse.std(dim=(1, 2, 3)), torch.ones(2), atol=1e-3)
+    neighbours = (coarse[..., 1:] * coarse[..., :-1]).mean()
+    assert neighbours > 0.05 + (noises[""][..., 1:] * noises[""][..., :-1]).mean()
+
+
 @pytest.mark.long
 def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path, monkeypatch):
     """This covers a second trained module and a network in the loss, whose weights stay frozen."""
     seen = {}
 
-    def spy_on_loss(copies, objective, prepared):
-        seen["operations"] = count_flops(copies, objective, prepared)
-        return seen["operations"]
+    def spy_on_costs(costs, objective):
+        seen["costs"] = costs
+        return count_first(costs, objective)
 
     def spy_on_memory(models, averaged, frozen, num_processes, optimizer):
         seen["memory"] = count_memory(models, averaged, frozen, num_processes, optimizer)
@@ -597,8 +640,8 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
         seen["before"] = [weight.clone() for weight in seen["frozen"]]
         return seen["memory"]
 
-    monkeypatch.setattr("diffusion_training.training.step.costs.copy_shapes", copy_shapes)
-    monkeypatch.setattr("diffusion_training.training.step.costs.count_flops", spy_on_loss)
+    count_first = Costs.count_first
+    monkeypatch.setattr(Costs, "count_first", spy_on_costs)
     monkeypatch.setattr("diffusion_training.training.step.costs.count_memory", spy_on_memory)
     found = {}
     for name in ("plain", "trained_module", "perceptual"):
@@ -607,7 +650,12 @@ def test_changes_with_extra_modules_count_their_flops_and_memory(root, tmp_path,
             script = apply(CHANGES[name], "text", tmp_path)
         flags = list_flags(root, tmp_path / name, name, "text")
         run(script, *flags, "--max_train_steps=1", "--holdout=0")
-        found[name] = {**seen, "loss": metrics(tmp_path / name)[0]["loss"]}
+        operations = seen["costs"].flops
+        found[name] = {
+            **seen,
+            "operations": operations,
+            "loss": metrics(tmp_path / name)[0]["loss"],
+        }
         assert not any(weight.requires_grad for weight in seen["frozen"])
         assert all(map(torch.equal, seen["before"], seen["frozen"]))
     plain, module, perceptual = found.values()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 
@@ -343,6 +344,18 @@ def test_published_latents_become_the_cache_that_their_images_would(tmp_path, ca
         assert f"does not reproduce the {name} of {first}" in precompute.refused(*flags)
     save_file(tensors | {"labels": torch.tensor(3)}, first)
     assert "published latents (labels has the shape [], not [N])" in precompute.refused(*flags)
+    for kind, said in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.int32, "I32")):
+        save_file(tensors | {"latents": tensors["latents"].to(kind)}, first)
+        assert f"its latents are numbers of the type {said})" in precompute.refused(*flags)
+    late = tensors["latents"].clone()
+    late[8:] *= 5
+    save_file(tensors | {"latents": late}, first)
+    assert f"does not reproduce the latents of {first}" in precompute.refused(*flags)
+    first.unlink()
+    os.mkfifo(first)
+    assert f"{first} can't be read as published latents (it is not a file)" in (
+        precompute.refused(*flags)
+    )
 
 
 def train_classifier(images, labels):

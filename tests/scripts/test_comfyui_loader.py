@@ -1,5 +1,6 @@
 """Which models' LoRAs ComfyUI reads, by its own loader at a named commit: a sentence of lora.md."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ from conftest import ROOT
 
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.training.lora.lora import add_lora, save_lora
+from diffusion_training.training.lora.lora_layers import LAYER_SETS
 
 COMFYUI = "https://github.com/Comfy-Org/ComfyUI"
 COMMIT = "783545f689a0af730065994b46b382ae24844c99"  # 2026-08-22
@@ -156,15 +158,15 @@ def fetch_comfyui(folder):
     return folder
 
 
-def write_lora(folder, name):
-    """A LoRA of all blocks, as the trainer writes it; the model's own weights are not made."""
+def write_lora(folder, name, which):
+    """A LoRA as the trainer writes it; the model's own weights are not made."""
     kind, options = MODELS[name]
     suffix = "Transformer3DModel" if kind == "Cosmos" else "Transformer2DModel"
     with torch.device("meta"):
         model = getattr(diffusers, kind + suffix)(**options)
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
-    layers = Recorded.choose_layers(object.__new__(Recorded), model, "all")
-    flags = {"lora_type": "lora", "lora_layers": "all", "rank": 1, "lora_alpha": None}
+    layers = Recorded.choose_layers(object.__new__(Recorded), model, which)
+    flags = {"lora_type": "lora", "lora_layers": which, "rank": 1, "lora_alpha": None}
     flags |= {"use_dora": False, "lora_dropout": 0.0}
     add_lora(model, layers, "", torch.bfloat16, Namespace(**flags))
     for key, module in model.named_modules():
@@ -179,20 +181,21 @@ def write_lora(folder, name):
 @pytest.mark.long
 def test_comfyui_finds_the_layers_of_the_models_in_lora_md(tmp_path):
     comfyui = fetch_comfyui(tmp_path / "comfyui")
-    for name in MODELS:
-        write_lora(tmp_path / "loras" / name, name)
+    for name, which in itertools.product(MODELS, LAYER_SETS):
+        write_lora(tmp_path / "loras" / f"{name} {which}", name, which)
     program = [sys.executable, ROOT / "tests/comfyui_loader.py", comfyui, tmp_path / "loras"]
     run = subprocess.run(program, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
+    results = json.loads(run.stdout.splitlines()[-1])
+    found = {name: [results[f"{name} {which}"] for which in LAYER_SETS] for name in MODELS}
     page = re.sub(r"\s+", " ", (ROOT / "docs/lora.md").read_text())
     sentence = r"commit (\w+), finds the layers of (.*?);.* such as (.*?), and reports that only"
     commit, *lists = re.search(sentence, page).groups()
     assert COMMIT.startswith(commit)
     read, skipped = (set(re.split(", | and ", names)) for names in lists)
-    assert read == {name for name, (_, left_out, _) in found.items() if not left_out}
+    assert read == {n for n, sets in found.items() if not any(left_out for _, left_out, _ in sets)}
     assert all(name in found or name in UNKNOWN for name in skipped)
-    assert not any(misfits for _, _, misfits in found.values())
+    assert not any(misfits for _, _, misfits in results.values())
     models = (comfyui / "comfy/model_base.py").read_text()
     for name, kind in UNKNOWN.items():
         assert f"class {kind}(" not in models, f"ComfyUI has {name} now: add it to MODELS"

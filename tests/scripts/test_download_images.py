@@ -252,7 +252,7 @@ def test_good_images_are_saved_once_in_order_and_failures_are_listed(
         f"Done: {len([k for k in kinds if k in GOOD])} images" in printed
         and "HTTP 404" not in printed
     )
-    assert f"Next: accelerate launch precompute_latents.py --train_data_dir {tmp_path}" in printed
+    assert f"Next: python precompute_latents.py --train_data_dir {tmp_path}" in printed
     assert not list((tmp_path / "out").glob(".tmp-*"))
 
     # The same command requests nothing again and changes nothing
@@ -1012,7 +1012,7 @@ def test_the_demo_downloads_digits_from_a_server_on_this_machine(digits, monkeyp
     download("--limit", "60")  # the server has the same address again
     printed = capsys.readouterr().out
     assert "python download_images.py --input http://127.0.0.1:8747/digits.csv" in printed
-    assert "Next: accelerate launch precompute_latents.py --train_data_dir images-dig" in printed
+    assert "Next: python precompute_latents.py --train_data_dir images-dig" in printed
     with contextlib.closing(socket.create_server(("127.0.0.1", 8747))):  # it has ended
         assert "the demo's server can't be started" in download.refused("--limit", "60")
 

@@ -41,6 +41,7 @@ from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
+from diffusion_training.training.step.flow_schedule import choose_shift, choose_training_shift
 
 MAKE = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_qwen_image}
 CLASSES = {"z-image": "ZImagePipeline", "flux2-klein": "Flux2KleinPipeline"}
@@ -357,8 +358,8 @@ def test_choose_shift_equals_the_pipelines_shift_for_each_size(monkeypatch):
         )
         for height, width in ((16, 16), (32, 32), (64, 64), (40, 100)):
             tokens = height * width
-            shift = script.choose_shift(sampler, 1, height, width)
-            assert script.choose_shift(sampler, 2, 2 * height, 2 * width) == shift
+            shift = choose_shift(sampler, 1, height, width)
+            assert choose_shift(sampler, 2, 2 * height, 2 * width) == shift
             if name == "klein":  # at 200 steps; with fewer it shifts more
                 expected = compute_empirical_mu(tokens, 200)
                 assert math.log(shift) == pytest.approx(expected, abs=1e-4)
@@ -371,11 +372,19 @@ def test_choose_shift_equals_the_pipelines_shift_for_each_size(monkeypatch):
             levels = shift * levels / (1 + (shift - 1) * levels)
             assert torch.allclose(sampler.sigmas[:3], levels)
     sampler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    assert script.choose_shift(sampler, 2, 8, 8) == 3.0
+    assert choose_shift(sampler, 2, 8, 8) == 3.0
     sampler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, time_shift_type="linear", **published["klein"]
     )
-    assert script.choose_shift(sampler, 1, 16, 16) == 0.5
+    assert choose_shift(sampler, 1, 16, 16) == 0.5
+    # two distributions have their own, whatever the pipeline's is; family=None: no formula of its
+    shifts = {
+        scheme: choose_training_shift(scheme, sampler, 2, None)(32, 64)
+        for scheme in ("sigmoid", "flux_shift", "shift", "mode")
+    }
+    of_flux = math.exp(calculate_shift(16 * 32, 256, 4096, 0.5, 1.15))
+    assert shifts["sigmoid"] == 1 and shifts["flux_shift"] == pytest.approx(of_flux)
+    assert shifts["shift"] == shifts["mode"] == choose_shift(sampler, 2, 32, 64) != of_flux
 
 
 @pytest.mark.parametrize("name", ["qwen-image"])
@@ -384,14 +393,18 @@ def test_each_image_size_has_its_own_shift_unless_the_flag_sets_one(
     root, tmp_path, cached, monkeypatch
 ):
     shifts = {}
-    choose = script.choose_shift
+    choose = script.choose_training_shift
 
-    def watch(sampler, patch_size, height, width, family=None):
-        shift = choose(sampler, patch_size, height, width, family)
-        shifts[height, width] = shift
-        return shift
+    def watch(*given):
+        shift_for_size = choose(*given)
 
-    monkeypatch.setattr(script, "choose_shift", watch)
+        def record(height, width):
+            shifts[height, width] = shift_for_size(height, width)
+            return shifts[height, width]
+
+        return record
+
+    monkeypatch.setattr(script, "choose_training_shift", watch)
     train(*cached, "--rank=2")
     sizes = {height * width for height, width in shifts}
     assert len(shifts) >= 2 and len(set(shifts.values())) == len(sizes)

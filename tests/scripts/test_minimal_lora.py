@@ -19,6 +19,7 @@ from diffusion_training.data.encoders import load_encoders
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
 from diffusion_training.training.lora.lora_files import LORA_FILE, PEFT_FILE, PEFT_PREFIX
+from diffusion_training.training.lora.lora_layers import LAYERS
 
 pytestmark = pytest.mark.usefixtures("without_figures", "forked")
 NAME = "train_lora"
@@ -271,7 +272,7 @@ def test_minimal_lora_has_the_layers_of_the_big_scripts_default(inputs, family):
     args = parse_big(inputs, family)
     transformer = DiffusionPipeline.from_pretrained(make_base(inputs, family)).transformer
     chosen = open_base(args, record=record_family).family.choose_layers(
-        transformer, args.lora_layers
+        transformer, LAYERS[type(transformer).__name__].default
     )
     layers = read_classes()[FAMILIES[family]].layers
     own = [

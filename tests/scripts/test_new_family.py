@@ -33,6 +33,7 @@ from diffusion_training.families.recording import record_family
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.order import step_seed
+from diffusion_training.training.lora.lora_layers import COMMON
 
 precompute = Script("precompute_latents")
 train = Script("train_flow")
@@ -57,8 +58,6 @@ class StableDiffusion3(Family):
     ragged = False
     features = ("pooled embeddings",)
     samples_one_by_one = False
-    attention = (*Family.attention, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
-    other_layers = ("net.0.proj", "net.2")
 
     def encode(self, encoders: Encoders, tokens: Tokens) -> Prompts:
         first, second = encoders.text_encoders
@@ -409,8 +408,7 @@ def test_a_new_familys_pipeline_loads_the_trained_lora(root, tmp_path, flags):
     layers = dict(pipeline.transformer.named_modules())
     adapted = {name for name, layer in layers.items() if hasattr(layer, "base_layer")}
     assert {name.split(".lora_")[0] for name in trained} == {f"transformer.{n}" for n in adapted}
-    family = load_family("sd3")
-    for end in (*family.attention, *family.other_layers):
+    for end in COMMON.attention + COMMON.mlp:
         assert any(name.endswith(f".{end}") for name in adapted), end
 
     # It resumes from its checkpoint, and from the file.

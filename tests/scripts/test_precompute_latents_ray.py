@@ -280,7 +280,7 @@ def test_any_number_of_ray_encoders_writes_the_same_cache_as_one_process(
             *flags, f"--num_encoders={count}", f"--output_dir={tmp_path / str(count)}"
         )
         assert code == 0 and "Done: 24 rows, 2 skipped" in said, said
-        assert "Next: accelerate launch train_text_to_image.py --latents_dir " in said
+        assert "Next: python train_text_to_image.py --latents_dir " in said
         assert read_files(tmp_path / str(count)) == whole
     assert "3 encoders of 1 CPU threads" in said
     assert re.search(r"\d% waiting for images, [1-3] encoder", said), said

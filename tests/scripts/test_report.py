@@ -1,6 +1,7 @@
 """report.html: its contents, escaping of names, making it again, and its look in a browser."""
 
 import base64
+import html
 import io
 import itertools
 import json
@@ -112,7 +113,7 @@ def write_run(tmp_path, count):
         json.dumps({"row": 1, "key": HOSTILE, "reason": "broken"}) + "\n"
     )
     kinds = {
-        "epoch": 0,
+        "epoch": 1,
         "loss": 0.5,
         "grad_norm": 0.1,
         "clipped": 0.0,
@@ -137,7 +138,8 @@ def write_run(tmp_path, count):
         "--max_train_steps=90",
     ]
     argv += [f"--output_dir={tmp_path / 'out'}"]
-    argv += [f"--validation_prompts=</pre><script>document.title=1</script>{HOSTILE}"]
+    hostile = f"</pre><script>document.title=1</script>{HOSTILE}"
+    argv += ["--validation_prompts", hostile, "a photo of a cat"]
     return train_text_to_image.parse_args(argv)
 
 
@@ -176,6 +178,7 @@ def test_failed_report_keeps_the_old_one_and_the_run_continues(
     save(args, 91)
     assert "report.html could not be written (division by zero)" in capfd.readouterr().err
     assert (tmp_path / "out/report.html").read_text() == before
+    assert html.escape("'a photo of a cat'") in before  # prompts are told apart
 
 
 @pytest.mark.long

@@ -79,7 +79,7 @@ def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags):
     for name in ("best", "best-before"):
         folder = tmp_path / "out" / name
         folder.mkdir(parents=True)
-        (tmp_path / "out/run.args").write_text("# accelerate launch train.py")
+        (tmp_path / "out/run.args").write_text("# python train.py @run.args")
         assert f"out/{name}, which is not from a run: rename that" in train.refused(*flags)
         best.restore_best(tmp_path / "out", -1)
         folder.rmdir()  # the folder still exists

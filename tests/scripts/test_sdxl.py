@@ -444,6 +444,8 @@ def test_untrainable_sdxl_pipelines_give_a_one_sentence_error(tmp_path, flags, i
     )
     index.write_text("{")
     both("sdxl can't be opened as a pipeline")
+    index.write_text("[]")
+    both("sdxl can't be opened as a pipeline (model_index.json lists no parts)")
     index.write_text(whole)
     for entry in ("ab", ["diffusers"]):
         change(index, vae=entry)

@@ -8,6 +8,7 @@ import collections
 import pytest
 import torch
 from conftest import MODELS, Script, make_captioned, metrics, replace
+from datasets import load_from_disk
 from test_several_captions import (
     KEYS,
     list_train_flags,
@@ -22,7 +23,8 @@ from test_several_captions import (
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.data.flags import weigh_captions
-from diffusion_training.data.texts import choose_caption, choose_captions
+from diffusion_training.data.texts import choose_caption, choose_captions, draw_text, list_captions
+from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.reader import CachedLatents, load_cache
@@ -50,7 +52,7 @@ def make_args(*argv):
 
 def make_choice(args):
     """Choose captions as the flags say."""
-    return choose_captions(args, weigh_captions(args))
+    return choose_captions(args, weigh_captions(args), [args.caption_prefix])
 
 
 def test_shuffle_caption_draws_all_orders_behind_keep_tokens_equally():
@@ -147,6 +149,58 @@ def test_shuffled_tags_train_the_same_from_a_cache_and_resume_exactly(
         for name in ("cache", "again")
     )
     assert whole.read_bytes() == again.read_bytes()
+
+
+def test_a_prefix_is_in_every_caption_once_and_stays_in_front_of_the_tags():
+    weighed = ["--caption_column", "text", "long", "--caption_weights", "1", "2"]
+    args = make_args("--caption_prefix=sks dog, ", *weighed)
+    transform = make_transform(args, "image", None, args.caption_weights, 3, 16)
+    rows = [{"text": "red", "long": None}, {"text": "sks dog, red", "long": ""}]
+    listed = [list_captions(row, transform) for row in rows]
+    assert listed == [["sks dog, red", None], ["sks dog, red", "sks dog,"]]
+    skips = replace(
+        transform, caption_column="text", caption_weights=None, skip_empty_captions=True
+    )
+    assert draw_text({"text": "\ufeff red "}, 0.0, skips) == "sks dog, red"
+    with pytest.raises(ValueError, match="its caption is empty"):
+        draw_text({"text": ""}, 0.0, skips)
+    choice = choose_captions(
+        replace(args, shuffle_caption=True, keep_tokens=1), None, ["a", "a cat"]
+    )
+    found = {choose_caption("a cat, x, y,z", epoch, 7, choice) for epoch in range(40)}
+    assert found == {"a cat, x, y, z", "a cat, x, z, y"}
+    assert choose_caption("a cat, x, y,z", None, 7, choice) == "a cat, x, y,z"
+
+
+def test_a_cache_with_a_prefix_trains_like_the_images_and_is_never_taken_for_another(
+    tmp_path,
+    models,  # noqa: F811
+    capsys,
+):
+    flags = [
+        f"--train_data_dir={make_data(tmp_path, text=TAGS)}",
+        f"--pretrained_model_name_or_path={models['sd']}",
+    ]
+    making = [tmp_path / "cache", *flags, "--text_cache=ids"]
+    make_cache(*making, "--caption_prefix=four")
+    texts = load_from_disk(tmp_path / "cache")["text"]
+    assert texts[0] == "four one, two, three" and texts[5] == "four" and texts[6] == TAGS[6]
+    for more, said in (
+        ([], "transform.caption_prefix four -> None"),
+        (["--caption_prefix=five"], "transform.caption_prefix four -> five"),
+    ):
+        with pytest.raises(SystemExit):
+            make_cache(*making, *more)
+        assert said in capsys.readouterr().err
+    cached = [flags[1], f"--latents_dir={tmp_path / 'cache'}", *SHUFFLE]
+    images = [*flags, "--resolution=16", "--dataloader_num_workers=0", *SHUFFLE]
+    cache = read_prompts("sd", *cached)
+    with_prefix = read_prompts("sd", *images, "--caption_prefix=four")
+    assert all(torch.equal(cache[name], with_prefix[name]) for name in cache)
+    without = read_prompts("sd", *images)["prompt_embeds"]
+    assert not torch.equal(cache["prompt_embeds"], without)
+    said = "--caption_prefix does nothing with --latents_dir"
+    assert said in train.refused(*cached, "--caption_prefix=four", status=2)
 
 
 @pytest.mark.parametrize("several", [False, True])

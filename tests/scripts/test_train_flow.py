@@ -415,6 +415,25 @@ def test_exact_velocity_has_loss_0_and_sigmas_follow_their_distribution():
             lambda q: torch.sigmoid(1 + 0.5 * torch.special.ndtri(q)),
         ),
         (["--weighting_scheme=uniform"], 3.0, lambda q: 3 * q / (1 + 2 * q)),
+        (["--weighting_scheme=flux_shift"], 1.0, lambda q: torch.sigmoid(torch.special.ndtri(q))),
+        # the density 2 / (pi - 2 pi x + 2 pi x^2), integrated
+        (
+            ["--weighting_scheme=cosmap"],
+            1.0,
+            lambda q: 0.5 + 0.5 * torch.tan(math.pi / 2 * (q - 0.5)),
+        ),
+        (["--weighting_scheme=mode", "--mode_scale=0"], 1.0, lambda q: q),
+        (
+            ["--weighting_scheme=mode", "--mode_scale=1.29"],
+            1.0,
+            lambda q: q - 1.29 * (torch.sin(math.pi / 2 * q).square() - q),
+        ),
+        # the range comes after the shift
+        (
+            ["--weighting_scheme=uniform", "--min_timestep=500", "--max_timestep=900"],
+            3.0,
+            lambda q: 0.5 + 0.4 * 3 * q / (1 + 2 * q),
+        ),
     ]:
         model = ExactVelocity(latents)
         assert loss_of(argv, model, latents, shift).item() < 1e-4

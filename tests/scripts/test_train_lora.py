@@ -87,6 +87,7 @@ def contents(folder):
         (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
         (2, [*LOKR, "--mixed_precision=bf16", *PRIOR]),
         (1, ["--optimizer=muon"]),
+        (2, [*LOKR, "--optimizer=prodigy", "--learning_rate=1"]),
     )),
 ])  # fmt: skip
 def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more):
@@ -117,6 +118,28 @@ def test_resumed_lora_run_is_bit_identical(tmp_path, flags, num_processes, more)
         assert record == same or all(
             record[key] == same[key] for key in ("step", "loss", "grad_norm")
         )
+
+
+def test_a_lora_of_attention_is_resumed_under_the_new_default(tmp_path, flags, capfd):
+    """With the same bits, if rank, alpha and layers are those of the checkpoint alone."""
+    older = [*flags, "--lora_layers=attention", "--lora_alpha=3"]  # attention was the default
+    train(*older)
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "out/checkpoint-2", again / "checkpoint-2")
+    config = json.loads((again / "checkpoint-2/unet/adapter_config.json").read_text())
+    assert config["target_modules"] == ["to_k", "to_out.0", "to_q", "to_v"]  # as they were written
+    flags = [flag for flag in flags if flag != "--rank=2"] + [f"--output_dir={again}"]
+    flags.append("--resume_from_checkpoint=latest")
+    capfd.readouterr()
+    train(*flags)
+    said = capfd.readouterr().out
+    assert "keeps what it was begun with (attention), not --lora_layers attention_mlp" in said
+    assert "The LoRA keeps its --lora_alpha 3" in said
+    assert (again / FILE).read_bytes() == (tmp_path / "out" / FILE).read_bytes()
+    # what is given and differs is refused
+    more = [*flags, "--max_train_steps=5"]
+    assert "target_modules" in train.refused(*more, "--lora_layers=attention_mlp")
+    assert "lora_alpha 3.0 -> 4" in train.refused(*more, "--lora_alpha=4")
 
 
 def test_network_weights_continues_training_a_lora_file(tmp_path, flags):
@@ -169,13 +192,8 @@ def test_lora_resumes_in_any_precision_but_only_on_its_own_base(tmp_path, flags,
     capfd.readouterr()
     train(*again, "--mixed_precision=no", "--max_train_steps=3", "--lora_dropout=0.5")
     assert ", mixed_precision bf16 -> no" in capfd.readouterr().out
-    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4, lora_alpha 2 -> 4)" in train.refused(
-        *again, "--rank=4"
-    )
+    assert "checkpoint-3/unet is of another LoRA (r 2 -> 4)" in train.refused(*again, "--rank=4")
     whole = [arg for arg in again if arg != "--rank=2"]
-    assert "unet is a LoRA, but without --rank the whole model is trained: keep" in train.refused(
-        *whole
-    )
     assert "was trained with --optimizer adamw, not adafactor: keep" in train.refused(
         *again, "--optimizer=adafactor"
     )
@@ -260,6 +278,7 @@ def test_lora_output_is_complete_and_redraws_the_last_samples(
     assert "A LoRA of rank 2 for the U-Net of `sd`" in card and card.count("rank | 2 |") == 1
     assert card.index("| rank | 2 |") < card.index("<details>") < card.index("| adam_beta1 | 0.9 |")
     assert str(tmp_path) not in card and str(inputs) not in card
+    assert '# Put the path or the id of this base in place of "sd"' in card
     grid = np.array(Image.open(out / "samples/step-0000004.png").convert("RGB")).astype(int)
     differences = []
     for adapter in (None, max(files)):
@@ -451,6 +470,8 @@ def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
         ),
         (["--use_dora"], "--use_dora does nothing without --rank"),
         (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
+        (["--rank=4", "--lora_type=lokr", "--use_rslora"], "--use_rslora can't be combined with"),
+        (["--optimizer=prodigy", "--learning_rate=3e-4"], "give --learning_rate 1"),
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
 )
@@ -482,7 +503,12 @@ def test_rank_without_other_flags_selects_the_lora_demo(tmp_path, capsys):
     assert args.rank == 16 and args.max_train_steps == 3
     assert [Path(args.train_data_dir).name, args.latents_dir] == ["ducks", None]
     assert args.preserve_prior
-    assert vars(script.parse_args(shlex.split(printed)[3:])) == vars(args)
+    assert vars(script.parse_args(shlex.split(printed)[2:])) == vars(args)
+    # `no` takes back what a recipe gives
+    flags = ["--latents_dir=x", "--base_precision=int8", "--blocks_to_swap=all"]
+    flags += ["--base_precision=no", "--blocks_to_swap=no"]
+    args = script.parse_args(["--pretrained_model_name_or_path=x", *flags])
+    assert (args.base_precision, args.blocks_to_swap) == (None, None)
     whole = script.parse_args([])
     assert whole.rank is None and whole.latents_dir == ["latents-animals"]
 

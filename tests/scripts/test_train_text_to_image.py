@@ -524,8 +524,8 @@ def test_latents_weights_set_the_share_of_each_cache_and_resume_exactly(tmp_path
         for last in steps:
             train(*weighted, 1, 0.4, f"--max_train_steps={last}", f"--output_dir={tmp_path / name}")
     assert_same_weights(tmp_path / "whole/unet", tmp_path / "parts/unet")
-    assert [r["epoch"] for r in metrics(tmp_path / "whole") if "loss" in r] == [0] * 4 + [1] * 4 + [
-        2
+    assert [r["epoch"] for r in metrics(tmp_path / "whole") if "loss" in r] == [1] * 4 + [2] * 4 + [
+        3
     ]
     again = script.parse_args([f"@{tmp_path / 'whole/run.args'}"])
     assert again.latents_weights == [1.0, 0.4]
@@ -665,7 +665,7 @@ def open_images(*argv):
     images = load_rows(args, others=["text"])
     _, tokenizers = load_text_encoders(open_base(args), torch.float32)
     transform = make_transform(args, images.column, images.mask_column, None, 3, args.resolution)
-    choice = choose_captions(args, None)
+    choice = choose_captions(args, None, [])
     return CaptionedImages(images, transform, tokenizers, choice, None, 0)
 
 

@@ -206,7 +206,7 @@ def test_unconditional_output_has_pipeline_card_samples_and_curve(tmp_path, flag
     )
     records = metrics(out)
     assert [record["step"] for record in records] == list(range(1, 13))
-    assert [record["epoch"] for record in records] == [0] * 6 + [1] * 6
+    assert [record["epoch"] for record in records] == [1] * 6 + [2] * 6
     names = (
         "step epoch loss lr grad_norm clipped images_per_second data_wait skipped_images memory_gb "
         "host_gb tflops"

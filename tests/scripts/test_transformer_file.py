@@ -247,28 +247,94 @@ def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image, m
     assert opened.family.is_distilled(opened)
 
     for name, value, what in (
-        (
-            "layers.0.attention.qkv.scale_weight",
-            torch.ones(1),
-            "such as layers.0.attention.qkv.sca",
-        ),
-        (
-            "layers.0.attention.qkv.weight_scale",
-            torch.ones(1),
-            "such as layers.0.attention.qkv.wei",
-        ),
-        (
-            "layers.0.attention.qkv.weight_scale_inv",
-            torch.ones(1, 1),
-            "such as layers.0.attention.qkv.wei",
-        ),
-        ("scaled_fp8", torch.empty(0), "such as scaled_fp8"),
+        # a scale of a weight that is not there, or that is not in fp8; newer formats
+        ("layers.0.x.scale_weight", torch.ones(1), "layers.0.x.scale_weight"),
+        ("layers.0.attention_norm1.weight_scale", torch.ones(1), "layers.0.attention_norm1.weight"),
+        ("layers.0.attention.qkv.comfy_quant", write_format("nvfp4"), "layers.0.attention.qkv.com"),
         ("layers.0.attention.qkv.weight", torch.ones(96, 32, dtype=torch.int8), "I8"),
     ):
         save_file(rounded | {name: value}, path)
         said = train.refused(*list_flags(tmp_path, base, path))
         assert f"{path} holds quantized weights ({what}" in said and "bf16" in said
     assert not (tmp_path / "out").exists()
+
+
+def test_scales_hold_for_a_weight_its_rows_or_blocks_of_128():
+    weight = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    blocks = torch.rand(2, 3)
+    whole = torch.empty(200, 300)
+    for i in range(2):
+        for j in range(3):
+            whole[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = blocks[i, j]
+    rows = torch.rand(200)
+    multiply = transformer_file.multiply
+    for scale, factor in (
+        (blocks, whole), (rows, rows[:, None]), (rows[:, None], rows[:, None]),
+        (torch.tensor(0.3), 0.3), (torch.full((1, 1), 0.3), 0.3),
+    ):  # fmt: skip
+        found = multiply(weight, scale, "x.weight_scale")
+        assert torch.equal(found, (weight.float() * factor).bfloat16())
+    for shape in ((3, 2), (300,), (200, 2), (1, 300)):
+        with pytest.raises(ValueError, match="x.weight_scale of shape"):
+            multiply(weight, torch.rand(shape), "x.weight_scale")
+
+
+def write_format(name):
+    return torch.tensor([*json.dumps({"format": name}).encode()], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("form", ["scale_weight", "weight_scale", "weight_scale_inv"])
+def test_scales_of_fp8_are_multiplied_into_the_weights(tmp_path, z_image, form):
+    """As the programs write them that have the three names, and every tensor is used."""
+    base, path = z_image
+    exact = load_file(path)
+    stored, expected = {}, {}
+    torch.manual_seed(0)
+    for name, weight in exact.items():
+        stored[name] = expected[name] = weight.bfloat16()
+        if weight.dim() != 2 or not name.endswith(".weight"):
+            continue
+        rows, columns = weight.shape
+        shape = {"scale_weight": (1,), "weight_scale": (rows, 1)}.get(
+            form, (-(-rows // 128), -(-columns // 128))
+        )
+        scale = torch.rand(shape) + 0.5
+        stored[name] = weight.to(torch.float8_e4m3fn)
+        stored[name.removesuffix("weight") + form] = scale
+        stored[name.removesuffix("weight") + "input_scale"] = torch.ones(())
+        stored[name.removesuffix("weight") + "comfy_quant"] = write_format("float8_e4m3fn")
+        for row in range(rows):
+            whole = (
+                scale
+                if form == "scale_weight"
+                else scale[row // (1 if len(scale) == rows else 128)]
+            )
+            whole = whole.repeat_interleave(128)[:columns] if form == "weight_scale_inv" else whole
+            stored_row = stored[name][row].float()
+            expected[name] = expected[name].clone()
+            expected[name][row] = (stored_row * whole).bfloat16()
+    save_file(expected, tmp_path / "expected.safetensors")
+    save_file(stored | {"scaled_fp8": torch.empty(2)}, tmp_path / "scaled.safetensors")
+    opened = []
+    for name in ("expected", "scaled"):
+        args = list_flags(tmp_path, base, tmp_path / f"{name}.safetensors")
+        args = train.module.parse_args(args)
+        folder = open_trained_base(args, "train_flow.py", record_family).transformer
+        (file,) = Path(folder).glob("*.safetensors")
+        opened.append(load_file(file))
+    one, other = opened
+    assert all(torch.equal(one[name], other[name]) for name in one | other)
+    assert {weight.dtype for weight in other.values()} == {torch.bfloat16}
+    # without the scales it is another model, and the code of the card does not read the file
+    plain = load_weights(diffusers.ZImageTransformer2DModel, str(base), subfolder="transformer")
+    query = plain.state_dict()["layers.1.attention.to_q.weight"]
+    assert not torch.allclose(query, other["layers.1.attention.to_q.weight"].float(), rtol=0.1)
+    path = str(tmp_path / "scaled.safetensors")
+    assert transformer_file.write_loading("K", path, "scaled", "base", "dtype") == []
+    stored["layers.0.attention.qkv." + form] = torch.ones(7)
+    save_file(stored, path)
+    said = train.refused(*list_flags(tmp_path, base, path))
+    assert "layers.0.attention.qkv." + form + " of shape [7] scales a weight of [96, 32]" in said
 
 
 def test_unsuitable_files_end_in_a_sentence(tmp_path, z_image):

@@ -34,6 +34,7 @@ from conftest import (
 )
 from diffusers import DiffusionPipeline
 from fake_device import DEVICE, forked
+from original_layout import save_transformer
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_edits import SIDE, Pairs
@@ -204,6 +205,21 @@ def test_samples_are_those_of_the_turbos_pipeline_with_the_lora(tmp_path, bases,
     adapted = draw(pipeline, 8, PROMPTS, per_call=per_call, **options)
     assert np.array_equal(read_turbo(tmp_path / "both", 4), adapted)
     assert np.abs(adapted.astype(int) - plain).max() > 1
+    if name != "z-image":
+        return
+    # the turbo's transformer in one file, with the base's scheduler
+    file = save_transformer(turbo, tmp_path / "z-turbo.safetensors")
+    more = [f"--validation_base={file}", f"--cache_dir={tmp_path / 'kept'}", "--max_train_steps=1"]
+    trainer(*list_flags(trainer, base, *more), f"--output_dir={tmp_path / 'file'}")
+    pipeline = DiffusionPipeline.from_pretrained(turbo)
+    scheduler = turbo.with_name("base") / "scheduler"
+    pipeline.scheduler = type(pipeline.scheduler).from_pretrained(scheduler)
+    assert pipeline.scheduler.config.shift != 1.7
+    assert np.array_equal(
+        read_turbo(tmp_path / "file", 0), draw(pipeline, 8, PROMPTS, per_call=per_call, **options)
+    )
+    card = (tmp_path / "file/README.md").read_text()
+    assert 'ZImageTransformer2DModel.from_single_file("z-turbo.safetensors", config="' in card
 
 
 def make_speed_lora(base, path, rank=3):
@@ -472,10 +488,10 @@ def test_flags_that_do_nothing_end_in_a_sentence(tmp_path):
     for flags, sentence in (
         (["--validation_base=x", *prompts], "--validation_base does nothing without --rank"),
         (["--validation_lora=x", *prompts], "--validation_lora does nothing without --rank"),
-        ([base[2], "--validation_base=x"], "does nothing without samples"),
+        ([base[2], "--validation_base=x"], "does nothing without --validation_prompts"),
         (
             [base[2], "--validation_base=x", *prompts, "--num_validation_images=0"],
-            "without samples",
+            "does nothing without --num_validation_images",
         ),
         ([base[2], "--validation_base_steps=4", *prompts], "--validation_base_steps does nothing"),
         ([base[2], "--validation_base_guidance=4", *prompts], "guidance does nothing without"),

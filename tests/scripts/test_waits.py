@@ -120,7 +120,10 @@ def list_unconditional(folder):
     path = f"{UNCONDITIONAL}.py"
     return {
         "plain": Run(UNCONDITIONAL, [*base, *TRAIN]),
-        "cached": Run(UNCONDITIONAL, [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]),
+        "cached": Run(
+            UNCONDITIONAL,
+            [*base, *STEPS, "--cache_images", "--mixed_precision=bf16", "--optimizer=prodigy"],
+        ),
         "records and checkpoints": Run(
             UNCONDITIONAL,
             [*base, *STEPS, "--use_ema", "--logging_steps=1", "--checkpointing_steps=1"]

@@ -107,6 +107,8 @@ class DenoiserCalls:
         # and some take captions of one length: see `probe_batching`.
         self.one_by_one = "references" in findings
         self.code = code
+        # Mochi's time counts the share of the image, and its velocity goes from noise to image
+        self.is_inverted = code.scheduler.config.invert_sigmas
         self.structure = findings["structure"]
         self.parts: list[TextTensor] = findings["parts"]
         self.image_argument = findings.get("references", {}).get("name", "image")
@@ -174,7 +176,8 @@ class DenoiserCalls:
 
         It is what the pipeline gives its scheduler. expected: by the scheduler's config, which is
         kept where the pipeline's is equal up to rounding, or depends on the number of steps as
-        well, so that it is no property of the model. That is printed once.
+        well. FLUX.2's pipelines shift more in fewer steps, which is good for few large steps, and
+        in 200 steps by what the config says: that is the model's own shift. It is printed once.
         """
         if size not in self.shifts:
             few, many = (self.measure_mu(size, steps) for steps in (4, FULL_STEPS))
@@ -186,8 +189,9 @@ class DenoiserCalls:
                     PartialState().print(
                         f"In {FULL_STEPS} steps, {self.code.kind.__name__} shifts noise levels at "
                         f"{height} x {width} pixels by {math.exp(many):.3g}, and in fewer steps by "
-                        f"more. Training shifts them by {math.exp(expected):.3g}, as the "
-                        "scheduler's config says: --shift sets another shift"
+                        f"more, in 200 steps by {math.exp(self.measure_mu(size, 200) or 0):.3g}. "
+                        f"Training shifts them by {math.exp(expected):.3g}, as the scheduler's "
+                        "config says: --shift sets another shift"
                     )
             self.shifts[size] = found
         return self.shifts[size]
@@ -284,6 +288,8 @@ class DenoiserCalls:
             lengths = prompts["prompt_lengths"].tolist()
         texts = self.join(prompts)
         leaves = list_tensors(texts)
+        if self.is_inverted:
+            times = 1 - times
         call = self.get_call(noisy.shape, lengths, leaves)
         arguments = call.fill([noisy, *references, *leaves])
         for position, formula in call.times.items():
@@ -291,6 +297,8 @@ class DenoiserCalls:
             like = call.leaves[position]
             if like.numel() == len(times):
                 time = time.view(like.shape)
+            elif like.dim() > 1:  # for each token of each image
+                time = time.view(-1, *[1] * (like.dim() - 1)).expand(like.shape)
             arguments[position] = time.to(like.dtype)
         context: Any = contextlib.nullcontext()
         if noisy.is_meta:
@@ -300,7 +308,8 @@ class DenoiserCalls:
             context = on_meta()
         with context:
             output = model(**tree_unflatten(arguments, call.spec))[0]
-        return self.read(output, noisy.shape, lengths)
+        velocity = self.read(output, noisy.shape, lengths)
+        return -velocity if self.is_inverted else velocity
 
     def list_values(
         self, call: Call, shape: torch.Size, lengths: list[int], prompts: dict[str, torch.Tensor]

@@ -48,6 +48,7 @@ from diffusion_training.families.recorded.layout import (
 )
 from diffusion_training.families.recorded.modular import get_pipeline_class
 from diffusion_training.families.recorded.pipeline_run import (
+    ONE_FRAME,
     EncodedCaption,
     PipelineCode,
     PipelineTrace,
@@ -136,7 +137,12 @@ class Recorded(Family):
         text = "ragged embeddings" if self.ragged else "ragged ids"
         self.features = ("recorded text", text)
         self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
-        self.takes_references = any(name in options for name in IMAGE_ARGUMENTS)
+        self.draws_videos = any(name in options for name in ONE_FRAME)
+        takes_images = any(name in options for name in IMAGE_ARGUMENTS)
+        self.takes_references = takes_images and not self.draws_videos
+        if self.draws_videos:
+            self.first_image = "frames[0][0]"
+            self.resolution = options["height"].default or self.resolution
         about = self.findings.get("references", {})
         self.image_argument = about.get("name", "image")
         if "name" in about:
@@ -413,6 +419,18 @@ class Recorded(Family):
         order = place(layout.order, latents.device)
         return latents.flatten(1)[:, order].unflatten(1, layout.shape)
 
+    def decode(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        further = self.probe_layout(vae, (latents.shape[2], latents.shape[3])).further
+        given = self.unpack_latents(vae, latents).to(vae.dtype)
+        # such as the time that LTX's VAE takes
+        of_each = [x if x is None else x.to(given).expand(len(given)) for x in further]
+        return vae.decode(given, *of_each)[0]
+
+    def read_images(self, result: Any) -> Any:
+        if not self.draws_videos:
+            return result.images
+        return [frames[0] for frames in result.frames]
+
     # ---- the denoiser
 
     def open_calls(
@@ -525,6 +543,7 @@ class Recorded(Family):
             own["max_sequence_length"] = max_tokens
         own |= list_size_options(self.pipeline_class, resolution, resolution)
         usage = "".join(f", {name}={value}" for name, value in own.items())
+        usage += ', output_type="pil"' * self.draws_videos
         if self.guided and self.guided["name"] == "true_cfg_scale":
             usage += ', negative_prompt=""'  # without it, there is no guidance
         return usage
@@ -532,6 +551,12 @@ class Recorded(Family):
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:
         """Without text encoders, it replays the embeddings of an `EncodedCaption`."""
         kind = self.pipeline_class
+        own = getattr(diffusers, self.configs["scheduler"]["_class_name"])
+        sampler = parts.get("scheduler")
+        # a multistep solver of flow matching, such as Wan's, draws with the shift of training
+        if type(sampler) is diffusers.FlowMatchEulerDiscreteScheduler and own is not type(sampler):
+            solver = own.from_config(self.configs["scheduler"], flow_shift=sampler.config.shift)
+            parts = parts | {"scheduler": solver}
         is_whole = any(name in parts for name in self.index if name.startswith("text_encoder"))
         return make_pipeline(kind if is_whole else replay(kind), parts, self.index)
 
@@ -542,9 +567,24 @@ class Recorded(Family):
     # ---- LoRA
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
-        """Linear layers of the blocks: those of attention, or all but those in `SPARED`."""
-        if which not in ("attention", "all"):
+        """Linear layers of the blocks, by the table; of other models, all but those in `SPARED`."""
+        from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
+
+        if which not in LAYER_SETS:
             return super().choose_layers(model, which)
+        if layers := LAYERS.get(type(model).__name__):
+            ends = tuple(f".{end}" for end in layers.choose(which))
+            further = tuple(f".{end}" for end in layers.further if which == "all")
+            return [
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, torch.nn.Linear)
+                and (
+                    re.search(r"\.\d+\.", name)
+                    and name.endswith(ends)
+                    or f".{name}".endswith(further)
+                )
+            ]
         chosen = []
         for name, module in model.named_modules():
             of_block = re.search(r"\.\d+\.(.+)", name.lower())  # such as blocks.0.attn.to_q
@@ -556,7 +596,7 @@ class Recorded(Family):
             is_attention &= not re.search("gate|embed", name.lower())
             is_spared = SPARED.search(name.lower()) or "embed" in inner or is_router(model, name)
             if isinstance(module, torch.nn.Linear) and inner and not is_spared:
-                if is_attention or which == "all":
+                if is_attention or which != "attention":
                     chosen.append(name)
         return chosen
 

@@ -31,6 +31,7 @@ class Layout:
     order: torch.Tensor  # the position in the latents of each number there
     shift: torch.Tensor  # what becomes of 0, in the order of the latents
     large: torch.Tensor  # what becomes of `LARGE`
+    further: Sequence[torch.Tensor | None]  # what the VAE gets beside them, for one image
 
 
 class InFloat32:
@@ -47,11 +48,12 @@ class InFloat32:
 
 def trace_decoding(
     calls: DenoiserCalls, vae: Any, size: tuple[int, int], noise: torch.Tensor
-) -> torch.Tensor:
-    """What the pipeline gives to its VAE if it ends with this noise, on the CPU."""
+) -> PipelineTrace:
+    """A run that notes what the pipeline gives to its VAE if it ends with this noise."""
     run = PipelineTrace("decode", noise.reshape, texts=[calls.make_texts([1])])
     run_with(calls, vae, size, run)
-    return run.decoded.cpu().float()
+    run.decoded = run.decoded.cpu().float()
+    return run
 
 
 def run_with(
@@ -103,10 +105,11 @@ def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layou
         with torch.inference_mode(False), torch.device("cpu"):
             numbers = torch.arange(count)
             fills = torch.zeros(count), torch.full((count,), LARGE)
-            shift, large = (trace_decoding(calls, vae, size, each) for each in fills)
+            of_zeros, of_large = (trace_decoding(calls, vae, size, each) for each in fills)
+            shift, large = of_zeros.decoded, of_large.decoded
             # scaled and shifted back, float32 counts to some thousands exactly, so in two digits
             digits = (
-                (trace_decoding(calls, vae, size, each.float()) - shift) / (large / LARGE)
+                (trace_decoding(calls, vae, size, each.float()).decoded - shift) / (large / LARGE)
                 for each in (numbers // BASE, numbers % BASE)
             )
             high, low = (digit.round().long().flatten() for digit in digits)
@@ -115,7 +118,7 @@ def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layou
                 raise Unrecordable("its VAE gets other numbers than its latents")
             back = order.argsort()
             in_order = (each.flatten()[back] for each in (shift, large))
-        calls.layouts[size] = Layout(shift.shape[1:], order, *in_order)
+        calls.layouts[size] = Layout(shift.shape[1:], order, *in_order, of_zeros.decoded_with)
     return calls.layouts[size]
 
 

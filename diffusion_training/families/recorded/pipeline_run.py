@@ -30,8 +30,11 @@ from diffusion_training.families.recorded.tape import Unrecordable
 from diffusion_training.models import is_component
 
 NUM_TIMES = 1000  # timesteps of a flow-matching scheduler: t = 1000 * share of noise
-# arguments of pipelines that would change the size or rewrite captions, or pass an object on
-SWITCHED_OFF = {
+# arguments of pipelines for videos, with a still for a video
+ONE_FRAME = {"num_frames": 1, "frames": 1}
+# arguments of pipelines that would draw more frames, change the size or rewrite captions, or pass
+# an object on
+SWITCHED_OFF = ONE_FRAME | {
     "use_resolution_binning": False,
     "use_kv_cache": False,
     "use_pe": False,
@@ -62,6 +65,7 @@ class PipelineTrace:
     velocity: Any = None  # what the scheduler gets as the denoiser's output
     sample: Any = None  # the noise as the scheduler gets it, for example packed
     decoded: Any = None  # what the VAE gets
+    decoded_with: Sequence[Any] = ()  # and what beside it, such as LTX's time
     pixels: list[torch.Tensor] = field(default_factory=list)  # references as the VAE gets them
     latents: list[torch.Tensor] = field(default_factory=list)  # of the references, [1, C, h, w]
 
@@ -274,7 +278,7 @@ class PipelineCode:
             return run.noise(tuple(shape))
 
         def decode(latents: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            run.decoded = latents
+            run.decoded, run.decoded_with = latents, args
             raise Stopped
 
         def encode(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

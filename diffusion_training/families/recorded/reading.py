@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+from diffusers.modular_pipelines import ModularPipeline
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recorded.modular import convert_index, get_pipeline_class
+from diffusion_training.families.recorded.pipeline_run import ONE_FRAME
 from diffusion_training.models import is_component
 
 
@@ -44,6 +46,40 @@ def read_configs(base: Base) -> dict[str, Any]:
     return configs
 
 
+def find_video_fault(kind: Any, index: dict[str, Any]) -> str | None:
+    """Why a pipeline for videos can't be trained on stills, or None."""
+    parts = [name for name, entry in index.items() if is_component(entry)]
+    if sound := [name for name in parts if "audio" in name or name == "vocoder"]:
+        return (
+            f"it draws videos with sound ({', '.join(sound)}) in one transformer, which would be "
+            "trained on silence: choose a model without sound, such as Wan 2.1"
+        )
+    if "transformer_2" in parts and (boundary := index.get("boundary_ratio")) is not None:
+        return (
+            f"it has two experts: transformer draws the noise levels above {boundary:g}, where a "
+            "picture's composition is decided, and transformer_2 those below. A LoRA of one of "
+            "them is missing in the steps of the other, and two are not trained here. Choose Wan "
+            "2.1, or Wan 2.2 TI2V 5B, which have one"
+        )
+    options = inspect.signature(kind.__call__).parameters
+    needed = [
+        name
+        for name in ("image", "video")
+        if name in options and options[name].default is inspect.Parameter.empty
+    ]
+    if needed:
+        return (
+            f"it makes a video of {' and '.join(needed)}, which stills can't teach: choose a "
+            "pipeline that draws from text alone, such as Wan 2.1's"
+        )
+    if "guider" in parts or issubclass(kind, ModularPipeline):
+        return (
+            "it draws videos, and its transformer is called by a guider or by blocks, which are "
+            "recorded for images alone: choose a plain pipeline, such as Wan 2.1's"
+        )
+    return None
+
+
 def name_missing_part(index: dict[str, Any]) -> str | None:
     """What the pipeline of a model_index.json lacks to be recorded, or None."""
     name = index.get("_class_name")
@@ -63,9 +99,9 @@ def name_missing_part(index: dict[str, Any]) -> str | None:
     options = inspect.signature(kind.__call__).parameters
     if "prompt" not in options:
         return "it takes no prompt"
-    if "num_frames" in options:
-        return "it draws videos"
     parts = [name for name, entry in index.items() if is_component(entry)]
+    if any(name in options for name in ONE_FRAME) and (fault := find_video_fault(kind, index)):
+        return fault
     denoisers = [name for name in parts if "transformer" in name]
     if len(denoisers) > 1:
         return f"it has more than one denoiser: {', '.join(denoisers)}"

@@ -30,6 +30,9 @@ OBJECTIVE = (
     "weighting_scheme",
     "logit_mean",
     "logit_std",
+    "mode_scale",
+    "min_timestep",
+    "max_timestep",
     "snr_gamma",
     "noise_offset",
     "input_perturbation",
@@ -191,6 +194,8 @@ def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any
     if checkpoint is None:
         return {"global_step": 0, "data_step": 0, "images_seen": 0, "settings": {}}
     with explained(f"{checkpoint} is damaged; resume from another or choose a new --output_dir"):
+        if not (checkpoint / "trainer_state.json").is_file():  # a pipe might never end
+            raise ValueError("trainer_state.json is not a file")
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         own = state["checksums"].pop("trainer_state.json", None)
         if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():

@@ -1,26 +1,11 @@
 """Flags for LoRA and --preserve_prior, and their checks. Imports only the standard library."""
 
 import argparse
+import contextlib
+import json
+from pathlib import Path
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, check_package, number
-
-# flags that do nothing without --rank
-LORA_ONLY = (
-    "lora_type",
-    "lora_alpha",
-    "lora_layers",
-    "lora_dropout",
-    "use_dora",
-    "network_weights",
-    "base_precision",
-    "blocks_to_swap",
-    "training_adapter",
-    "preserve_prior",
-    "validation_base",
-    "validation_lora",
-)
-# flags that do nothing without --preserve_prior
-PRIOR_ONLY = ("class_prompt", "trigger", "prior_loss_weight", "prior_every")
+from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OrNo, check_package, number
 
 
 def add_lora_flags(add: Add) -> None:
@@ -28,8 +13,10 @@ def add_lora_flags(add: Add) -> None:
     add(
         "--rank",
         "--lora_rank",
-        type=number(1, 4096, int),
-        help="train a LoRA of this rank, such as 16 (default: train the whole model)",
+        type=number(1, 4096, int, "no"),
+        action=OrNo,
+        help="train a LoRA of this rank, such as 16 (default: no, train the whole model; on "
+        "resuming, that of the checkpoint)",
     )
     add(
         "--lora_type",
@@ -37,6 +24,7 @@ def add_lora_flags(add: Add) -> None:
         default="lora",
         help="lokr: train a LoKr, the Kronecker product of two small matrices, for ComfyUI and "
         "diffusers 0.42 (arXiv:2309.14859)",
+        needs="--rank",
     )
     add(
         "--lokr_factor",
@@ -44,60 +32,79 @@ def add_lora_flags(add: Add) -> None:
         default=8,
         help="with --lora_type lokr, size of the smaller matrix; the larger one has the size of "
         "the layer, divided by it, and is trained whole if --rank is at least half of that",
+        needs="--lora_type lokr",
     )
     add(
         "--lora_alpha",
         type=number(1e-3, 1e6),
         help="the LoRA's output is multiplied by alpha / rank: a larger alpha makes it stronger "
-        "(default: the rank)",
+        "(default: the rank; on resuming, that of the checkpoint)",
+        needs="--rank",
     )
     add(
         "--lora_layers",
-        default="attention",
-        help="layers that get a LoRA: attention, all, or ends of module names, such as "
-        "to_q,to_v,ff.net.2",
+        help="layers that get a LoRA: attention, attention_mlp, all, or ends of module names, such "
+        "as to_q,to_v,ff.net.2 (default: those of the model in docs/lora.md, for most "
+        "attention_mlp; on resuming, those of the checkpoint)",
+        needs="--rank",
     )
     add(
         "--lora_dropout",
         type=number(0, 0.999),
         default=0.0,
         help="probability with which each input of the LoRA is set to 0 in training",
+        needs="--rank",
     )
     add(
         "--use_dora",
         **SWITCH,
         help="train a DoRA, a LoRA that also trains the magnitudes of the weights: slower "
         "(arXiv:2402.09353); ComfyUI applies that of a U-Net, not that of a transformer",
+        needs="--rank",
+    )
+    add(
+        "--use_rslora",
+        **SWITCH,
+        help="rsLoRA: multiply the LoRA's output by alpha / sqrt(rank), so that a higher rank does "
+        "not learn more slowly (arXiv:2312.03732)",
+        needs="--rank",
     )
     add(
         "--network_weights",
         type=PATH,
         help="LoRA file to continue training from, or the output folder of a run with --rank",
+        needs="--rank",
     )
     add(
         "--base_precision",
-        choices=["int8", "nf4"],
+        choices=["int8", "nf4", "no"],
+        action=OrNo,
         help="with --rank, precision of the frozen base model, to save memory: int8 takes 1 byte a "
         "weight, nf4 about half a byte and needs bitsandbytes (default: that of --mixed_precision)",
+        needs="--rank",
     )
     add(
         "--training_adapter",
         type=PATH,
         help="with --rank, a LoRA file that is part of the base in training, but not in samples "
         "and result: it undoes the distillation of a turbo, so that training does not",
+        needs="--rank",
     )
     add(
         "--blocks_to_swap",
-        type=number(1, 10**4, int, "all"),
+        type=number(1, 10**4, int, "all", "no"),
+        action=OrNo,
         help="with --rank, number of the denoiser's blocks, or all, whose frozen weights stay in "
         "the host's memory, to save the GPU's: each is copied to the GPU when it computes; "
         "includes gradient checkpointing",
+        needs="--rank",
     )
     add(
         "--preserve_prior",
         **SWITCH,
         help="keep what the base model predicts for --class_prompt, so that the LoRA changes only "
         "what it is taught",
+        needs="--rank",
     )
     add(
         "--class_prompt",
@@ -105,17 +112,20 @@ def add_lora_flags(add: Add) -> None:
         help="with --preserve_prior, one or more prompts for what must not change, such as 'a "
         "photo of a dog'; each image of a step takes one of them; with --trigger only the class, "
         "such as dog",
+        needs="--preserve_prior",
     )
     add(
         "--trigger",
         help="words in the captions for what the LoRA learns, such as 'sks dog'; the prompts that "
         "must not change are then the captions with --class_prompt in place of these words",
+        needs="--preserve_prior",
     )
     add(
         "--prior_loss_weight",
         type=number(1e-6, 1e6),
         default=1.0,
         help="weight of the loss of --preserve_prior",
+        needs="--preserve_prior",
     )
     add(
         "--prior_every",
@@ -123,6 +133,7 @@ def add_lora_flags(add: Add) -> None:
         default=1,
         help="add the loss of --preserve_prior only every so many steps, multiplied by this "
         "number; such a step costs three more passes",
+        needs="--preserve_prior",
     )
 
 
@@ -132,63 +143,71 @@ def add_validation_base_flags(add: Add) -> None:
         "--validation_base",
         type=PATH,
         help="with --rank, a pipeline made from the base that draws in few steps, such as "
-        "Tongyi-MAI/Z-Image-Turbo: the samples are also drawn with it and the LoRA",
+        "Tongyi-MAI/Z-Image-Turbo, or its transformer in one .safetensors file: the samples are "
+        "also drawn with it and the LoRA",
+        needs=(
+            "--rank",
+            "--validation_prompts or --validation_metrics",
+            "--num_validation_images or --validation_metrics",
+        ),
     )
     add(
         "--validation_lora",
         type=PATH,
         help="with --rank, a LoRA file with which the base draws in few steps (Lightning, Hyper, "
         "LCM): the samples are also drawn with it and the trained LoRA",
+        needs=(
+            "--rank",
+            "--validation_prompts or --validation_metrics",
+            "--num_validation_images or --validation_metrics",
+        ),
     )
     add(
         "--validation_base_steps",
         type=COUNT,
         help="denoising steps per sample with --validation_base or --validation_lora (default: as "
         "its name says; else 8 if it is distilled, or the pipeline's own)",
+        needs="--validation_base or --validation_lora",
     )
     add(
         "--validation_base_guidance",
         type=number(1, 1000),
         help="guidance scale with --validation_base or --validation_lora; 1: no guidance (default: "
         "1 if it is distilled, else the pipeline's own)",
+        needs="--validation_base or --validation_lora",
     )
+
+
+def read_rank(args: argparse.Namespace) -> int | None:
+    """The rank of the LoRA in the local checkpoint that a run resumes; None if it has no LoRA."""
+    given = args.resume_from_checkpoint
+    folders = [Path(args.output_dir, given), Path(given)]
+    if given == "latest":
+        found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
+        steps = {path.parent.name.removeprefix("checkpoint-"): path.parent for path in found}
+        folders = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)[-1:]]
+    for path in (path for folder in folders for path in folder.glob("*/adapter_config.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # the run reads it once more
+            return json.loads(path.read_text())["r"]
+    return None
 
 
 def check_lora_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error if the flags of `add_lora_flags` do not fit together."""
+    if args.rank is None and args.resume_from_checkpoint:
+        args.rank = read_rank(args)
     if args.base_precision == "nf4":
         check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")
     if args.lora_type == "lokr":
-        for name in ("use_dora", "lora_dropout"):
+        for name in ("use_dora", "use_rslora", "lora_dropout"):
             if vars(args)[name]:
                 parser.error(f"--{name} can't be combined with --lora_type lokr: leave one out")
-    elif args.lokr_factor != parser.get_default("lokr_factor"):
-        parser.error("--lokr_factor does nothing without --lora_type lokr")
     if args.base_precision and args.use_dora:
         parser.error("--use_dora needs the exact weights of the base: leave --base_precision out")
     if args.training_adapter and args.use_dora:
         parser.error("--use_dora needs the base as it is: leave --training_adapter out")
-    for name in LORA_ONLY if args.rank is None else ():
-        if vars(args)[name] != parser.get_default(name):
-            parser.error(f"--{name} does nothing without --rank")
     check_prior_args(parser, args)
     check_swap_args(parser, args)
-    check_validation_base_args(parser, args)
-
-
-def check_validation_base_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error if the flags for samples with another base do not fit together."""
-    given = [name for name in ("validation_base", "validation_lora") if vars(args)[name]]
-    if not given:
-        for name in ("validation_base_steps", "validation_base_guidance"):
-            if vars(args)[name]:
-                parser.error(
-                    f"--{name} does nothing without --validation_base or --validation_lora"
-                )
-    elif not args.validation_metrics and not (
-        args.validation_prompts and args.num_validation_images
-    ):
-        parser.error(f"--{given[0]} does nothing without samples: give --validation_prompts")
     if args.validation_lora and args.lora_type == "lokr":
         parser.error("--validation_lora can't be combined with --lora_type lokr: leave one out")
 
@@ -207,19 +226,17 @@ def check_swap_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 def check_prior_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error if the flags of --preserve_prior do not fit together."""
     if not args.preserve_prior:
-        for name in PRIOR_ONLY:
-            if vars(args)[name] != parser.get_default(name):
-                parser.error(f"--{name} does nothing without --preserve_prior")
-    elif not args.class_prompt:
+        return
+    if not args.class_prompt:
         parser.error(
             "--preserve_prior needs --class_prompt: prompts for what must not change, such as 'a "
             "photo of a dog'"
         )
-    elif args.trigger is not None and (not args.trigger or len(args.class_prompt) > 1):
+    if args.trigger is not None and (not args.trigger or len(args.class_prompt) > 1):
         parser.error(
             "--trigger needs words, and one --class_prompt that replaces them in the captions"
         )
-    for prompt in args.class_prompt or []:
+    for prompt in args.class_prompt:
         if args.trigger in prompt if args.trigger else prompt == args.instance_prompt:
             parser.error(
                 f"--class_prompt {prompt!r} is what the LoRA must learn: describe what must not "

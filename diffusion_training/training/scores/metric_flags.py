@@ -29,23 +29,29 @@ def add_metric_flags(add: Add) -> None:
         default="facebook/dinov2-small",
         help="network for kid, fid, dino-i and copy: hub id or folder of a transformers model, "
         "TorchScript file, or inception (which fid needs)",
+        needs="--validation_metrics kid|fid|dino-i|copy",
+        strict=False,
     )
     add(
         "--metric_clip_model",
         type=PATH,
         default="openai/clip-vit-base-patch32",
         help="network for clip-t and clip-i: hub id or folder of a CLIP model",
+        needs="--validation_metrics clip-t|clip-i",
+        strict=False,
     )
     add(
         "--metric_steps",
         type=COUNT,
         help="optimizer steps between two measurements of --validation_metrics (default: "
         "--checkpointing_steps)",
+        needs="--validation_metrics",
     )
     add(
         "--num_metric_images",
         type=number(2, 10**6, int),
         help="samples that --validation_metrics draws (default: 512; for a LoRA 64)",
+        needs="--validation_metrics",
     )
     add(
         "--save_best_metric",
@@ -58,10 +64,6 @@ def add_metric_flags(add: Add) -> None:
 def check_metric_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error if the flags of --validation_metrics do not fit together."""
     chosen = args.validation_metrics or []
-    if not chosen:
-        for name in ("metric_steps", "num_metric_images"):
-            if vars(args)[name]:
-                parser.error(f"--{name} does nothing without --validation_metrics")
     if args.save_best_metric and args.save_best_metric not in chosen:
         parser.error(
             f"--save_best_metric {args.save_best_metric} must be one of --validation_metrics"

@@ -73,8 +73,13 @@ def describe_text_to_image(
         own = base.family if is_other else family
         steps = base.num_inference_steps if is_other else args.num_inference_steps
         scale = base.guidance_scale if is_other else args.guidance_scale
-        if is_other and about.validation_base:
+        # the file that the transformer is read from
+        file = vars(args).get("transformer_file"), about.transformer_file
+        if is_other and about.validation_base and base.base.transformer:
+            file = args.validation_base, about.validation_base
+        elif is_other and about.validation_base:
             source, variant, before = about.validation_base, base.base.variant, []
+            file = None, None
         before += own.usage_before(args.clip_skip)
         if args.rank:
             lora = about.validation_lora if is_other else None
@@ -89,13 +94,11 @@ def describe_text_to_image(
         if source.endswith(".safetensors"):
             opener = f"{own.pipeline}.from_single_file"
         transformer = []
-        of_base = args.rank and not (is_other and about.validation_base)
-        if about.transformer_file and of_base:
+        path, shown = file
+        if path and shown and args.rank:
             from diffusion_training.families.transformer_file import write_loading
 
-            transformer = write_loading(
-                own.model, args.transformer_file, about.transformer_file, source, DTYPE
-            )
+            transformer = write_loading(own.model, path, shown, source, DTYPE)
         guidance = own.guidance_args(scale)
         if own.has_guider and "guidance_scale" in guidance:
             scale = guidance.pop("guidance_scale")
@@ -107,13 +110,15 @@ def describe_text_to_image(
         return write_usage(
             source, drawn, before, opener, own.precision, more, args.resolution,
             blocks=own.blocks, can_rewrite=own.can_rewrite, dtype_name=DTYPE,
-            transformer=transformer,
+            transformer=transformer, first_image=own.first_image,
         )  # fmt: skip
 
     usage = write_code()
     for other in bases[1:]:
         what += f"\nSamples were also drawn with {other.describe()}."
         usage = f"# {other.describe()}\n{write_code(other)}\n\n# {bases[0].describe()}\n{usage}"
+    if args.rank and about.base != args.pretrained_model_name_or_path:  # a card cuts paths
+        usage = f'# Put the path or the id of this base in place of "{about.base}"\n{usage}'
     tag = family.title.lower().replace(" ", "-").replace(".", "")
     task = "image-to-image" if references else "text-to-image"
     tags = [task, tag, "diffusers-training"]

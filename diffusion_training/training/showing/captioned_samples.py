@@ -278,19 +278,18 @@ def draw_share(
         prompts, empty = choose(numbers)
         with contextlib.suppress(Interrupted):
             asked = base.family.size_args(args.resolution, args.resolution) | choose_inputs(numbers)
-            images.extend(
-                pipeline(
-                    **base.family.call_args(prompts, empty, base.guidance_scale),
-                    output_type="np",
-                    **callbacks,
-                    num_inference_steps=base.num_inference_steps,
-                    generator=[
-                        torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
-                        for number in numbers
-                    ],
-                    **asked,
-                ).images
+            drawn = pipeline(
+                **base.family.call_args(prompts, empty, base.guidance_scale),
+                output_type="np",
+                **callbacks,
+                num_inference_steps=base.num_inference_steps,
+                generator=[
+                    torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
+                    for number in numbers
+                ],
+                **asked,
             )
+            images.extend(base.family.read_images(drawn))
         if stop_signal.poll():
             break
     model.train(training)

@@ -117,7 +117,7 @@ def describe_for_hub(described: Description, args: Namespace) -> ModelCardData:
         tags=["diffusers", *described.tags],
         base_model=base,
         datasets=[data] if is_hub_id(data) else None,
-        instance_prompt=flags.get("instance_prompt"),
+        instance_prompt=flags.get("instance_prompt") or flags.get("caption_prefix"),
         **read_license(base, args),
     )
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from huggingface_hub import create_repo, get_paths_info, repo_info, upload_folder
 
-from diffusion_training.errors.faults import is_a
+from diffusion_training.errors.faults import is_a, is_refused_by_storage
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.training.showing.pipelines import name_source
 
-# seconds between tries: the hub may have a fault, or another commit came between (412)
-WAITS = (1, 4, 16)
+WAITS = (1, 4, 16)  # seconds between tries
+# The client's statuses that pass: too slow, another commit came between, too early, too many
+PASSING = (408, 412, 425, 429)
 TITLE = "Upload a training run"  # of commits; one with another title has changed a card by hand
 
 
@@ -35,26 +36,26 @@ def upload_run(repository: str | None, output_dir: str, files: list[str]) -> Non
     name_source(output_dir, repository)
     files = ["*model_index.json", "loss.png", "samples/*", *files]
     with explained(f"the upload to {repository} failed; everything is in {output_dir}"):
-        there = get_paths_info(repository, "README.md", expand=True)
-        if all(card.last_commit.title == TITLE for card in there):
-            files.append("README.md")
-        else:
-            print(
-                f"{repository} keeps its README.md, because it was changed there: "
-                f"the card of this run is {output_dir}/README.md"
-            )
         for wait in (*WAITS, None):
             try:
+                there = get_paths_info(repository, "README.md", expand=True)
+                is_own = all(card.last_commit.title == TITLE for card in there)
                 upload_folder(
                     repo_id=repository,
                     folder_path=output_dir,
-                    allow_patterns=files,
+                    allow_patterns=[*files, "README.md"] if is_own else files,
                     commit_message=TITLE,
                 )
                 break
             except Exception as error:
                 status = getattr(getattr(error, "response", None), "status_code", 0)
-                is_passing = status >= 500 or status in (412, 429) or is_a(error, "TransportError")
+                is_passing = status >= 500 or status in PASSING or is_a(error, "TransportError")
+                is_passing |= is_refused_by_storage(error)
                 if wait is None or not is_passing:
                     raise
                 time.sleep(wait)
+    if not is_own:
+        print(
+            f"{repository} keeps its README.md, because it was changed there: "
+            f"the card of this run is {output_dir}/README.md"
+        )

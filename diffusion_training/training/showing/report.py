@@ -23,7 +23,7 @@ import jinja2
 import numpy as np
 from PIL import Image
 
-from diffusion_training.arguments import list_values
+from diffusion_training.arguments import list_values, name_start
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount, hide_secrets
 from diffusion_training.files import write_file
@@ -115,9 +115,9 @@ pipeline = {{ opener }}({{ source }}{{ part }}{{ more }}).to(device)
 {% if blocks %}
 image = pipeline({{ call }}, output="images")[0]{{ yours }}
 {% else %}
-image = pipeline({{ call }}).images[0]{{ yours }}
+image = pipeline({{ call }}).{{ first_image }}{{ yours }}
 {% endif %}
-{% if "output_type" not in call %}{# not for arrays #}
+{% if 'output_type="np"' not in call %}{# not for arrays #}
 image{{ ".resize((256, 256), 0)" if side < 128 }}.save("image.png")
 {% endif %}
 """)
@@ -166,7 +166,8 @@ def name_run(step: int, args: Namespace, local: bool) -> About:
     flags = vars(args)
     output_dir = args.output_dir
     base = flags.get("pretrained_model_name_or_path")
-    data = flags.get("latents_dir") or flags.get("dataset_name") or flags.get("train_data_dir")
+    sources = ("latents_dir", "dataset_name", "train_data_dir", "data")
+    data = next(flags[source] for source in sources if flags.get(source))
     prompts = flags.get("validation_prompts") or ["a photograph"]
     return About(
         step,
@@ -194,6 +195,7 @@ def write_usage(
     can_rewrite: bool = False,
     dtype_name: str = "dtype",
     transformer: Sequence[str] = (),
+    first_image: str = "images[0]",
 ) -> str:
     """Return code that opens a pipeline and draws an image, with or without a GPU.
 
@@ -201,7 +203,7 @@ def write_usage(
     the pipeline on a GPU. more: further arguments of `opener`. side: of the image in pixels; a
     small one is enlarged. blocks: the class of a modular pipeline's blocks, which opens it instead.
     can_rewrite: have these a block that rewrites prompts? dtype_name: see `DTYPE`.
-    transformer: lines that load one in place of the pipeline's.
+    transformer: lines that load one in place of the pipeline's. first_image: of its result.
     """
     parts = "\n".join([*transformer, *setup])
     made = re.findall(r"= (\w+)\.from_(?:config|single_file)", parts)
@@ -222,6 +224,7 @@ def write_usage(
         blocks=blocks,
         can_rewrite=can_rewrite,
         transformer=transformer,
+        first_image=first_image,
     ).strip()
 
 
@@ -345,12 +348,7 @@ def advise_step(measured: list[dict]) -> str:
 
 
 def save_report(
-    script: str,
-    describe: DescribeModel,
-    step: int,
-    args: Namespace,
-    facts: dict[str, str],
-    launcher: str = "python",
+    script: str, describe: DescribeModel, step: int, args: Namespace, facts: dict[str, str]
 ) -> None:
     """Write report.html, and report.json with the values that only the run knows.
 
@@ -377,7 +375,7 @@ def save_report(
         again += ["--no-push_to_hub"] * bool(flags.get("push_to_hub"))
         if flags.get("checkpoints_to"):  # an address belongs to one run
             again += ["--checkpoints_to", flags["checkpoints_to"].rstrip("/") + "-again"]
-        start = f"{launcher} {shlex.quote(os.path.relpath(script))}"
+        start = name_start(script)
         about = {
             "name": flags.get("hub_model_id") or output_dir.resolve().name,
             "step": step,
@@ -488,7 +486,7 @@ def make_report(output_dir: str | Path) -> None:
     def tabulate(pairs: Iterable[tuple]) -> str:
         rows = ""
         for name, value in pairs:
-            text = " ".join(map(str, list_values(value)))
+            text = shlex.join(map(str, value)) if isinstance(value, list) else str(value)
             rows += f"<tr><th>{escape(name)}<td>{escape(text)}"
         return f"<table>{rows}</table>"
 

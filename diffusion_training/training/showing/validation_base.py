@@ -117,7 +117,8 @@ class OtherBase(SampleBase):
         )
         speed = read_plain_lora(self.lora, model, self.family) if self.lora else None
         # the factor alpha / rank is in the weights of a file
-        flags = Namespace(**vars(args) | {"lora_alpha": args.rank, "lora_dropout": 0.0})
+        plain = {"lora_alpha": args.rank, "lora_dropout": 0.0, "use_rslora": False}
+        flags = Namespace(**vars(args) | plain)
         add_lora(model, trained.adapter["target_modules"], "", launch.dtype, flags)
         own = {key.removeprefix(f"{folder}."): value.float() for key, value in weights.items()}
         set_peft_model_state_dict(model, own)
@@ -192,8 +193,15 @@ def open_other_base(
 
 
 def open_turbo(launch: Launch, base: Base, data: Data, model: Any, args: Namespace) -> Base:
-    """The pipeline of --validation_base, which must have the same weights as the base."""
+    """The pipeline of --validation_base, which must have the same weights as the base.
+
+    Of a transformer in one file, as ComfyUI has it, the other parts are the base's.
+    """
     name = args.validation_base
+    if name.endswith(".safetensors") and base.family.folder == "transformer":
+        from diffusion_training.families.transformer_file import unpack_transformer
+
+        return replace(base, name=name, transformer=unpack_transformer(name, base, args.cache_dir))
     flags = dict.fromkeys(OF_BASE) | {"pretrained_model_name_or_path": name}
     other = open_base(Namespace(**vars(args) | flags), record=base.record)
     if "_class_name" not in other.index:

@@ -91,10 +91,13 @@ class Costs:
         launch.accelerator.print(
             f"Memory needed: {held / factor:.3g} {unit} = {parts}, plus activations"
         )
-        # not the data, which `prepare` holds
-        used = {name: getattr(objective, name) for name in ("compute_loss", "predict", "frozen")}
-        copies, used = copy_shapes((models, used), models, others, with_norms=False)
-        self.copies: tuple[Models, Objective] | None = copies, replace(objective, **used)
+        self.copies: tuple[Models, Objective] | None = None
+        if launch.compile:  # torch does not use compiled code while `Counter` looks on
+            # not the data, which `prepare` holds
+            parts = ("compute_loss", "predict", "frozen")
+            used = {name: getattr(objective, name) for name in parts}
+            copies, used = copy_shapes((models, used), models, others, with_norms=False)
+            self.copies = copies, replace(objective, **used)
         if is_gpu(self.device):
             gpu = torch.get_device_module(self.device)
             gpu.reset_peak_memory_stats(self.device)  # so that trials before the run do not count
@@ -102,16 +105,37 @@ class Costs:
             name = gpu.get_device_name(self.device)
             self.peak = find_peak(name, launch.mixed_precision, allow_tf32)
 
-    def count_operations(self, prepared: Prepared) -> None:
-        """Count the operations per image, once, with the shapes of the first batch."""
-        if self.copies is None:
-            return
-        try:
-            self.flops = count_flops(*self.copies, prepared)
-        except Exception as error:  # nothing else needs the figure
-            reason = f"the model's operations can't be counted ({explain(error)})"
-            print(f"\ntflops are not recorded: {reason}", file=sys.stderr)
-        self.copies = None
+    def count_first(self, objective: Objective) -> Objective:
+        """Return the same objective, whose first loss also counts the operations of one image.
+
+        Only a compiled model is called once more, without values: see `count_flops`.
+        """
+        is_counted = False
+
+        def compute_loss(
+            own: Objective, models: Models, prepared: Prepared, weight: torch.Tensor
+        ) -> torch.Tensor:
+            nonlocal is_counted
+            # without gradients, only the inputs of --preserve_prior are drawn
+            if is_counted or not torch.is_grad_enabled():
+                return objective.compute_loss(own, models, prepared, weight)
+            is_counted = True
+            if self.copies:
+                try:
+                    self.flops = count_flops(*self.copies, prepared)
+                except Exception as error:  # nothing else needs the figure
+                    report_uncounted(error)
+                self.copies = None
+                return objective.compute_loss(own, models, prepared, weight)
+            with Counter() as counter:
+                loss = objective.compute_loss(own, models, prepared, weight)
+            if counter.error:
+                report_uncounted(counter.error)
+            else:
+                self.flops = counter.total // len(prepared.clean)
+            return loss
+
+        return replace(objective, compute_loss=compute_loss)
 
     def measure(self, images_per_second: float) -> dict[str, float]:
         """Return {"memory_gb": at its peak, "host_gb", "tflops": per device, "mfu": share of peak}.
@@ -176,6 +200,8 @@ def count_moments(parameter: torch.Tensor, optimizer: str, in_block: bool = Fals
     # two moments in 8 bits, each with a float32 per 256 numbers
     if optimizer == "adamw8bit" and numbers >= 4096:
         return 2 * numbers + 2 * 4 * math.ceil(numbers / 256)
+    if optimizer == "prodigy":
+        return 4 * 4 * numbers
     return (1 if optimizer == "muon" and in_block else 2) * 4 * numbers
 
 
@@ -297,17 +323,26 @@ def count_flops(copies: Models, objective: Objective, prepared: Prepared) -> int
         image = torch.empty_like(prepared.clean[:1], device="meta")
         condition = take_shapes(prepared.condition)
         prepared = Prepared(image, condition, take_shapes(prepared.loss_inputs))
-        objective.loss(copies, prepared, torch.ones(1)).backward()
+        objective.loss(copies, prepared, torch.ones(1))
+    if counter.error:
+        raise counter.error
     return counter.total
 
 
-class Counter(TorchDispatchMode):
-    """Counts operations by torch's formulas.
+def report_uncounted(error: Exception) -> None:
+    reason = f"the model's operations can't be counted ({explain(error)})"
+    print(f"\ntflops are not recorded: {reason}", file=sys.stderr)
 
-    torch's FlopCounterMode has the same total, and in twice the time a sum for each module.
+
+class Counter(TorchDispatchMode):
+    """Counts the operations of a forward pass, and those that its backward pass will have.
+
+    The backward pass of a product has one product for each factor that needs a gradient. Counted
+    in this way, gradient checkpointing changes nothing, and the backward pass need not run.
     """
 
     total = 0
+    error: Exception | None = None  # the first one of torch's formulas
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -315,5 +350,17 @@ class Counter(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         formula = flop_registry.get(operator.overloadpacket)
         if formula:
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
+            try:
+                forward = formula(*args, **(kwargs or {}), out_val=result)
+            except Exception as error:  # of a new version of torch, for example
+                self.error = self.error or error
+                return result
+            name = operator.overloadpacket.__name__
+            if "attention" in name:  # the products of queries and keys, and of weights and values
+                query, key, value = (each.requires_grad for each in args[:3])
+                passes = 1 + (query + key + (query or key) + value) / 2
+            else:
+                first = name in ("addmm", "baddbmm")  # their first argument is added
+                passes = 1 + sum(each.requires_grad for each in args[first : first + 2])
+            self.total += int(forward * passes)
         return result

@@ -14,21 +14,17 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
-from diffusion_training.models import (
-    cast_weights,
-    check_shapes,
-    hash_weights,
-    load_weights,
-    read_precision,
-)
+from diffusion_training.models import cast_weights, hash_weights, load_weights, read_precision
+from diffusion_training.shapes import check_shapes
 from diffusion_training.training.lora.lora import (
     Merge,
     add_lora,
     list_further_layers,
     load_network_weights,
-    read_layers,
+    read_settings,
 )
 from diffusion_training.training.lora.lora_files import read_lora_file
+from diffusion_training.training.lora.lora_layers import COMMON, LAYER_SETS, LAYERS
 
 
 def load_denoiser(
@@ -106,24 +102,36 @@ def adapt_denoiser(
     configs: the checkpoint from which the LoRA is resumed.
     """
     family = base.family
-    layers = family.choose_layers(model, args.lora_layers)
+    which = args.lora_layers or LAYERS.get(type(model).__name__, COMMON).default
+    layers = family.choose_layers(model, which)
     network = args.network_weights
-    begun: list[str] = []  # the layers of a LoRA that was begun before
-    if args.lora_layers == "all":
-        if network:
-            with explained(f"--network_weights {network} can't be used"):
-                file = read_lora_file(network, model, family.folder, family.convert_lora)
-            begun = [*file.layers]
-            layers += list_further_layers(layers, begun)
-        if configs:
-            begun = read_layers(configs / family.folder)
-        attention = {*family.choose_layers(model, "attention")}
-        if {*begun} < {*layers} and not {*begun} <= attention:  # `all` was less in older versions
-            launch.accelerator.print(
-                f"The LoRA keeps its {len(begun)} layers, of the {len(layers)} of --lora_layers all"
-            )
-            layers = begun
-    add_lora(model, layers, base_hash, launch.dtype, args)
+    before = read_settings(configs / family.folder) if configs else {}
+    begun: list[str] = before.get("target_modules", [])  # those of a LoRA that was begun before
+    if network and not before and (which == "all" or not args.lora_layers):
+        with explained(f"--network_weights {network} can't be used"):
+            file = read_lora_file(network, model, family.folder, family.convert_lora)
+        begun = [*file.layers]
+    if network and which == "all":
+        layers += list_further_layers(layers, begun)
+    sets = {name: {*family.choose_layers(model, name)} for name in LAYER_SETS}
+    if args.lora_layers:
+        # `all` was less in older versions
+        keeps = which == "all" and {*begun} < {*layers} and not {*begun} <= sets["attention"]
+    else:
+        ends = tuple(f".{end}" for end in layers)
+        names = {name for name, _ in model.named_modules() if f".{name}".endswith(ends)}
+        keeps = bool(begun) and {*begun} not in ({*layers}, names)
+    if keeps:
+        own = [name for name in sets if sets[name] == {*begun}] or [f"{len(begun)} layers"]
+        launch.accelerator.print(
+            f"The LoRA keeps what it was begun with ({own[0]}), not --lora_layers {which}"
+        )
+        layers = begun
+    alpha = args.lora_alpha or before.get("lora_alpha", before.get("alpha"))
+    if alpha not in (None, args.lora_alpha, args.rank):
+        launch.accelerator.print(f"The LoRA keeps its --lora_alpha {alpha:g}")
+    flags = Namespace(**vars(args) | {"lora_layers": which, "lora_alpha": alpha})
+    add_lora(model, layers, base_hash, launch.dtype, flags)
     if network:
         load_network_weights(model, network, family.folder, family.convert_lora)
     if args.blocks_to_swap:

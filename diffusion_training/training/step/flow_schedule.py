@@ -1,9 +1,12 @@
-"""The sampler of flow matching, and its shift of the noise levels."""
+"""The sampler of flow matching, its shift of the noise levels, and the levels of training."""
 
 import math
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_training.errors.sentences import explained
@@ -69,3 +72,34 @@ def choose_shift(
     if family:
         mu = family.choose_mu((height, width), mu)
     return math.exp(mu) if config.time_shift_type == "exponential" else mu
+
+
+def choose_training_shift(
+    scheme: str, sampler: FlowMatchEulerDiscreteScheduler, patch_size: int, family: Family
+) -> Callable[[int, int], float]:
+    """(height, width) of latents -> shift of the noise levels in training.
+
+    The sampler's, except with two of --weighting_scheme: "sigmoid" has none, and "flux_shift" that
+    of FLUX.1 for an image of so many tokens.
+    """
+    if scheme == "sigmoid":
+        return lambda height, width: 1.0
+    if scheme == "flux_shift":  # diffusers' defaults are FLUX.1's values
+        flux = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+        return partial(choose_shift, flux, patch_size)
+    return partial(choose_shift, sampler, patch_size, family=family)
+
+
+def draw_sigmas(args: Namespace, count: int, device: torch.device) -> torch.Tensor:
+    """Shares of noise in [0, 1], float32 [count], from --weighting_scheme, before the shift."""
+    if args.weighting_scheme not in ("uniform", "mode", "cosmap"):
+        # more levels halfway between image and noise (arXiv:2403.03206, 3.1)
+        normal = torch.randn(count, device=device)
+        return torch.sigmoid(args.logit_mean + args.logit_std * normal)
+    sigmas = torch.rand(count, device=device)
+    angle = math.pi / 2 * sigmas
+    if args.weighting_scheme == "mode":  # eq. 20 there
+        return 1 - sigmas - args.mode_scale * (angle.cos().square() - 1 + sigmas)
+    if args.weighting_scheme == "cosmap":  # the same as 1 - 1 / (tan(angle) + 1)
+        return angle.sin() / (angle.sin() + angle.cos())
+    return sigmas

@@ -57,6 +57,10 @@ def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
                 "choose another"
             )
         return MuonAdamW(matrices, others, fused=True, **shared)
+    if args.optimizer == "prodigy":
+        from diffusion_training.training.step.prodigy import Prodigy
+
+        return Prodigy(parameters, **shared)
     if args.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, **shared, fused=True)
         # After an fp16 overflow the fused kernel could skip the step by itself, unseen by

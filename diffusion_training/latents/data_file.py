@@ -1,0 +1,90 @@
+"""--data FILE.toml: several folders, each with its own flags, as musubi-tuner and sd-scripts have.
+
+A folder becomes a cache of --cache_latents, which counts num_repeats times in an epoch.
+"""
+
+import os
+import tomllib
+from typing import Any, NamedTuple
+
+# {key: (flag, type)}; a key without a flag here is read below
+KEYS: dict[str, tuple[str, type]] = {
+    "image_directory": ("train_data_dir", str),  # of musubi-tuner
+    "image_dir": ("train_data_dir", str),  # of sd-scripts
+    "caption_extension": ("caption_extension", str),
+    "caption_prefix": ("caption_prefix", str),
+    "class_tokens": ("instance_prompt", str),
+    "flip_aug": ("random_flip", bool),
+    "center_crop": ("center_crop", bool),
+    "resolution": ("resolution", int),
+    "num_repeats": ("", int),
+    "enable_bucket": ("", bool),
+    "bucket_reso_steps": ("", int),
+    "bucket_no_upscale": ("bucket_no_upscale", bool),
+}
+# keys of such files that are flags of the whole run here
+OF_THE_RUN = {"batch_size": "--train_batch_size", "cache_directory": "--cache_dir"}
+OF_THE_RUN |= {name: f"--{name}" for name in ("shuffle_caption", "keep_tokens", "color_aug")}
+
+
+class Folder(NamedTuple):
+    """A folder of images."""
+
+    repeats: int  # how often an epoch takes each image
+    flags: dict[str, Any]  # {flag of a trainer: value}
+
+
+def read_data_file(path: str, flags: dict[str, Any]) -> list[Folder]:
+    """The folders in a file. Raises ValueError, with a sentence, for what can't be used.
+
+    flags: the run's, which hold where the file says nothing.
+    """
+    with open(path, "rb") as file:
+        content = tomllib.load(file)
+    datasets = content.pop("datasets", [])
+    general = content.pop("general", {})
+    if content:
+        raise ValueError(f"it has {next(iter(content))}, but only general and datasets are read")
+    entries = []
+    for dataset in datasets:
+        own = general | {key: value for key, value in dataset.items() if key != "subsets"}
+        entries += [own | subset for subset in dataset.get("subsets", [{}])]
+    if not entries:
+        raise ValueError("it has no [[datasets]]")
+    folders = [read_folder(entry, flags) for entry in entries]
+    places = [os.path.realpath(folder.flags["train_data_dir"]) for folder in folders]
+    for place in places:
+        if places.count(place) > 1:
+            raise ValueError(
+                f"it names {place} twice: give it once, with num_repeats, and several sizes as "
+                "--resolution 512 768"
+            )
+    return folders
+
+
+def read_folder(entry: dict[str, Any], flags: dict[str, Any]) -> Folder:
+    """A folder, from what holds for it in the file. flags: see `read_data_file`."""
+    known = {key: about for key, about in KEYS.items() if about[0] in {"", *flags}}
+    entry = dict(entry)
+    side = entry.get("resolution")
+    if isinstance(side, list) and len({*side}) == 1:  # [width, height]
+        entry["resolution"] = side[0]
+    for key, value in entry.items():
+        if key in OF_THE_RUN:
+            raise ValueError(f"it has {key}, which is a flag here: {OF_THE_RUN[key]}")
+        if key not in known:
+            raise ValueError(f"it has {key}, which is not one of {', '.join(known)}")
+        kind = known[key][1].__name__
+        if type(value).__name__ != kind:
+            raise ValueError(f"its {key} is {value!r}, not one {kind}")
+        if kind == "int" and value < 1:
+            raise ValueError(f"its {key} is {value}: it must be at least 1")
+    found = {known[key][0]: value for key, value in entry.items() if known[key][0]}
+    if entry.get("enable_bucket"):
+        found["bucket_step"] = entry.get("bucket_reso_steps", 64)
+    folder = found.get("train_data_dir")
+    if folder is None:
+        raise ValueError("one of its [[datasets]] has no image_directory")
+    if not os.path.isdir(folder):
+        raise ValueError(f"its image_directory {folder} is not a folder")
+    return Folder(entry.get("num_repeats", 1), found)
