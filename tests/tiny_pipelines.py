@@ -914,7 +914,9 @@ def make_wan_vae_2_1():
     )
 
 
-WAN = dict(**DOUBLE, **FOUR, text_dim=WIDTH, freq_dim=16, ffn_dim=32, rope_max_seq_len=64)
+WAN = dict(
+    **DOUBLE, **FOUR, text_dim=WIDTH, freq_dim=16, ffn_dim=32, rope_max_seq_len=64
+)
 add(
     "wan", "WanPipeline", text_encoder=make_umt5, vae=make_wan_vae_2_1,
     transformer=("WanTransformer3DModel", WAN), scheduler=make_flow_solver,

@@ -78,12 +78,7 @@ def test_two_stills_with_two_captions_are_told_apart(tmp_path, base, name):
     side = 2 * tiny_pipelines.SIDES.get(name, 16)
     data = [f"--train_data_dir={tmp_path / 'images'}", f"--resolution={side}", "--center_crop"]
     precompute(*base, *data, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'cache'}")
-    flags = [
-        "--max_train_steps=300",
-        "--learning_rate=1e-2",
-        "--train_batch_size=2",
-        "--no-use_ema",
-    ]
+    flags = ["--max_train_steps=300", "--learning_rate=1e-2", "--train_batch_size=2", "--no-use_ema"]
     flags += [f"--latents_dir={tmp_path / 'cache'}", "--caption_dropout=0", "--report_to=none"]
     train(*base, *flags, f"--output_dir={tmp_path / 'out'}")
     losses = [row["loss"] for row in metrics(tmp_path / "out") if "loss" in row]
