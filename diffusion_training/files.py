@@ -241,7 +241,7 @@ def read_shard_names(index: str | Path) -> set[str]:
     try:
         content = json.loads(Path(index).read_text())
     except ValueError:
-        content = None
+        content = {}
     if not fits(content, {"weight_map": dict}) or not fits(
         [*content["weight_map"].values()], [str]
     ):

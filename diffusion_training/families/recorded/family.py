@@ -552,7 +552,7 @@ class Recorded(Family):
         """Without text encoders, it replays the embeddings of an `EncodedCaption`."""
         kind = self.pipeline_class
         own = getattr(diffusers, self.configs["scheduler"]["_class_name"])
-        sampler = parts.get("scheduler")
+        sampler: Any = parts.get("scheduler")
         # a multistep solver of flow matching, such as Wan's, draws with the shift of training
         if type(sampler) is diffusers.FlowMatchEulerDiscreteScheduler and own is not type(sampler):
             solver = own.from_config(self.configs["scheduler"], flow_shift=sampler.config.shift)

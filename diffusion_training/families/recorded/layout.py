@@ -117,8 +117,9 @@ def probe_layout(calls: DenoiserCalls, vae: Any, size: tuple[int, int]) -> Layou
             if not torch.equal(order.sort().values, torch.arange(count)):
                 raise Unrecordable("its VAE gets other numbers than its latents")
             back = order.argsort()
-            in_order = (each.flatten()[back] for each in (shift, large))
-        calls.layouts[size] = Layout(shift.shape[1:], order, *in_order, of_zeros.decoded_with)
+            shape = shift.shape[1:]
+            shift, large = (each.flatten()[back] for each in (shift, large))
+        calls.layouts[size] = Layout(shape, order, shift, large, of_zeros.decoded_with)
     return calls.layouts[size]
 
 
