@@ -234,6 +234,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_training_args(parser, args)
     check_timesteps(parser, args)
     check_lora_args(parser, args)
+    if args.guidance_scale == 1 and "guidance_scale" in parser.own:
+        print(
+            "--guidance_scale 1 draws samples without guidance. The flag of this name in "
+            "sd-scripts, for training FLUX.1-dev, is --embedded_guidance_scale here"
+        )
     return parser.freeze(args)
 
 

@@ -213,6 +213,25 @@ T5 = ("T5EncoderModel", T5_XXL)
 ANIMA_TEXT = (("Qwen3Model", QWEN3_0_6B), ("AnimaTextConditioner", {}))
 SD3_KL = ("AutoencoderKL", FLUX_KL)
 SD3_TEXT = (("CLIPTextModelWithProjection", VIT_L), CLIP_G, T5)
+UMT5 = ("UMT5EncoderModel", T5_XXL | {"vocab_size": 256384})
+WAN_KL = ("AutoencoderKLWan", {})
+WAN_2_2_KL = (
+    "AutoencoderKLWan",
+    {
+        "base_dim": 160,
+        "decoder_base_dim": 256,
+        "z_dim": 48,
+        "is_residual": True,
+        "patch_size": 2,
+        "in_channels": 12,
+        "out_channels": 12,
+        "scale_factor_spatial": 16,
+    },
+)
+# of Wan 2.1 T2V 1.3B and Wan 2.2 TI2V 5B; that of the 14B has the defaults of diffusers' class
+WAN_1_3B = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+WAN_5B = {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30}
+WAN_5B |= {"in_channels": 48, "out_channels": 48}
 QWEN_2_1_KL = ("AutoencoderKLQwenImage21", {})
 # To add a family: a line with its published configs. {}: the defaults of diffusers' class. Those of
 # Qwen-Image 2.1 give the sizes of the published files in 16 bits: 14.2 GB, the text encoder 17.5.
@@ -241,6 +260,9 @@ MODELS = {
     "Stable Diffusion 3.5 Large": Published("sd3", SD3_LARGE, SD3_KL, SD3_TEXT, 1024, 333),
     "Anima": Published("anima", COSMOS_2B, QWEN_KL, ANIMA_TEXT, 1024, 512),
     "Qwen-Image 2.1": Published("qwen-image-2.1", {}, QWEN_2_1_KL, (QWEN3_VL,), 1024, 512),
+    "Wan 2.1 1.3B": Published("wan", WAN_1_3B, WAN_KL, (UMT5,), 640, 512),
+    "Wan 2.1 14B": Published("wan", {}, WAN_KL, (UMT5,), 640, 512),
+    "Wan 2.2 5B": Published("wan-2.2-5b", WAN_5B, WAN_2_2_KL, (UMT5,), 960, 512),
 }
 
 
@@ -478,7 +500,34 @@ class Grid(Family):
         return model(noisy.unsqueeze(2), **given).sample.squeeze(2).float()
 
 
+@dataclass
+class Wan(Family):
+    """Wan with a still for a video, which trainers record from its pipeline."""
+
+    channels: int = 16
+    pixels: int = 8  # per latent along a side
+    model = "WanTransformer3DModel"
+    embeds_width = "text_dim"
+
+    def count_channels(self, vae: torch.nn.Module) -> tuple[int, int]:
+        return 3, self.channels
+
+    def downscale(self, vae: torch.nn.Module) -> int:
+        return self.pixels
+
+    def unpack_latents(self, vae: torch.nn.Module, latents: torch.Tensor) -> torch.Tensor:
+        return latents.unsqueeze(2)
+
+    def predict(
+        self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
+    ) -> torch.Tensor:
+        output = model(noisy.unsqueeze(2), times, prompts["prompt_embeds"]).sample
+        return output.squeeze(2).float()
+
+
 RECORDED = {
+    "wan": Wan,
+    "wan-2.2-5b": partial(Wan, channels=48, pixels=16),
     "z-image": ZImage,
     "flux2-klein": partial(Klein, "Flux2Transformer2DModel", channels=128, axes=4),
     "qwen-image": partial(QwenImage, "QwenImageTransformer2DModel"),

@@ -21,6 +21,8 @@ from diffusion_training.errors.printing import hide_secrets, note_secrets, short
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
+# flags that people know from other programs, and what they are called here
+OTHER_PROGRAMS = Path(__file__).with_name("other_programs.tsv")
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
 # in a file of flags: a string or an escaped character, or what a shell leaves out
 PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
@@ -72,12 +74,17 @@ def read_words(path: Path) -> list[str]:
     raise ValueError("it is not a text file in UTF-8")
 
 
-def find_advice(flag: str, docs: Path) -> str | None:
-    """What the pages say of a flag that a script does not have.
+def find_advice(flag: str, own: Collection[str], docs: Path) -> str | None:
+    """What OTHER_PROGRAMS or the pages say of a flag that a script does not have.
 
-    It may be one of another script here, of kohya's or of diffusers'. None if no page has it, or if
-    there are none, for example beside a copy of a script.
+    It may be one of another script here, of kohya's or of diffusers'. None if nothing has it. own:
+    the script's flags. A line of OTHER_PROGRAMS that leads to a flag of another script is left out.
     """
+    for line in OTHER_PROGRAMS.read_text().splitlines()[1:]:
+        name, program, here = line.split("\t")
+        first = re.match(r"--\w+", here)
+        if name == flag and (first is None or first[0] in own):
+            return f"it is one of {program}; here: {here}"
     section = ""  # the scripts that the next table of flags.md is about
     for page in ("flags.md", "from-kohya.md", "from-diffusers.md"):
         text = (docs / page).read_text() if (docs / page).is_file() else ""
@@ -172,7 +179,7 @@ class Parser(Needs, argparse.ArgumentParser):
             name = typo.split("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, 1, 0.7)
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
-            if found := find_advice(name, self.folder / "docs"):
+            if found := find_advice(name, self._option_string_actions, self.folder / "docs"):
                 advice = f": {found}"
             self.error(f"there is no flag {typo}{advice}")
         for name, value in vars(parsed).items():

@@ -914,9 +914,7 @@ def make_wan_vae_2_1():
     )
 
 
-WAN = dict(
-    **DOUBLE, **FOUR, text_dim=WIDTH, freq_dim=16, ffn_dim=32, rope_max_seq_len=64
-)
+WAN = dict(**DOUBLE, **FOUR, text_dim=WIDTH, freq_dim=16, ffn_dim=32, rope_max_seq_len=64)
 add(
     "wan", "WanPipeline", text_encoder=make_umt5, vae=make_wan_vae_2_1,
     transformer=("WanTransformer3DModel", WAN), scheduler=make_flow_solver,
@@ -1127,6 +1125,11 @@ WORDS = partial(save, partial(make_longcat, f"{SHORT} {LONG}".split()))
 add_other("longcat_edit", "LongCatImageEditPipeline", WORDS)
 WIDER = partial(save, partial(make_cogview4, in_channels=8))
 add_other("cogview4_control", "CogView4ControlPipeline", WIDER)
+
+
+for name in ("LTXCondition", "LTXImageToVideo"):
+    add_other(name, f"{name}Pipeline", MAKE["ltx"])
+add_other("forcing", "SkyReelsV2DiffusionForcingPipeline", MAKE["skyreels_v2"])
 
 
 def give_true_downscale(folder):

@@ -504,7 +504,7 @@ class Family:
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """--lora_layers as ends of names; its sets omit those not in the model."""
         # here, because few runs need the table
-        from diffusion_training.training.lora.lora_layers import COMMON, LAYER_SETS, LAYERS
+        from diffusion_training.families.lora_layers import COMMON, LAYER_SETS, LAYERS
 
         if which not in LAYER_SETS:
             return [end.strip() for end in which.split(",")]

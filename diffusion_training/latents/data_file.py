@@ -34,11 +34,8 @@ class Folder(NamedTuple):
     flags: dict[str, Any]  # {flag of a trainer: value}
 
 
-def read_data_file(path: str, flags: dict[str, Any]) -> list[Folder]:
-    """The folders in a file. Raises ValueError, with a sentence, for what can't be used.
-
-    flags: the run's, which hold where the file says nothing.
-    """
+def read_data_file(path: str) -> list[Folder]:
+    """The folders in a file. Raises ValueError, with a sentence, for what can't be used."""
     with open(path, "rb") as file:
         content = tomllib.load(file)
     datasets = content.pop("datasets", [])
@@ -51,7 +48,7 @@ def read_data_file(path: str, flags: dict[str, Any]) -> list[Folder]:
         entries += [own | subset for subset in dataset.get("subsets", [{}])]
     if not entries:
         raise ValueError("it has no [[datasets]]")
-    folders = [read_folder(entry, flags) for entry in entries]
+    folders = [*map(read_folder, entries)]
     places = [os.path.realpath(folder.flags["train_data_dir"]) for folder in folders]
     for place in places:
         if places.count(place) > 1:
@@ -62,9 +59,8 @@ def read_data_file(path: str, flags: dict[str, Any]) -> list[Folder]:
     return folders
 
 
-def read_folder(entry: dict[str, Any], flags: dict[str, Any]) -> Folder:
-    """A folder, from what holds for it in the file. flags: see `read_data_file`."""
-    known = {key: about for key, about in KEYS.items() if about[0] in {"", *flags}}
+def read_folder(entry: dict[str, Any]) -> Folder:
+    """A folder, from what holds for it in the file."""
     entry = dict(entry)
     side = entry.get("resolution")
     if isinstance(side, list) and len({*side}) == 1:  # [width, height]
@@ -72,14 +68,14 @@ def read_folder(entry: dict[str, Any], flags: dict[str, Any]) -> Folder:
     for key, value in entry.items():
         if key in OF_THE_RUN:
             raise ValueError(f"it has {key}, which is a flag here: {OF_THE_RUN[key]}")
-        if key not in known:
-            raise ValueError(f"it has {key}, which is not one of {', '.join(known)}")
-        kind = known[key][1].__name__
+        if key not in KEYS:
+            raise ValueError(f"it has {key}, which is not one of {', '.join(KEYS)}")
+        kind = KEYS[key][1].__name__
         if type(value).__name__ != kind:
             raise ValueError(f"its {key} is {value!r}, not one {kind}")
         if kind == "int" and value < 1:
             raise ValueError(f"its {key} is {value}: it must be at least 1")
-    found = {known[key][0]: value for key, value in entry.items() if known[key][0]}
+    found = {KEYS[key][0]: value for key, value in entry.items() if KEYS[key][0]}
     if entry.get("enable_bucket"):
         found["bucket_step"] = entry.get("bucket_reso_steps", 64)
     folder = found.get("train_data_dir")

@@ -80,7 +80,7 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             if vars(args)[name]:
                 parser.error(f"--{name} can't be combined with --data, which names the images")
         try:
-            read_data_file(args.data, vars(args))
+            read_data_file(args.data)
         except (OSError, ValueError) as error:
             parser.error(f"--data {args.data} can't be used: {error}")
     elif not caches:

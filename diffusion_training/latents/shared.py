@@ -48,7 +48,7 @@ def cache_latents_once(
     if args.data:
         from diffusion_training.latents.data_file import read_data_file
 
-        folders = read_data_file(args.data, vars(args))
+        folders = read_data_file(args.data)
     found: dict[str, Any] = {"dataset_name": None, "train_data_dir": None, "latents_dir": []}
     weights = []
     sides: list[int | None] = []

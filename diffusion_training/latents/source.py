@@ -78,7 +78,7 @@ def open_data(
         family = base.family.restore_findings(settings)
     base = replace(base, clip_skip=clip_skip, family=family, classes=classes)
     caption_weights = args.caption_weights or transform["caption_weights"]
-    resolution = list_values(args.resolution or transform["resolution"])[0]
+    resolution = transform["resolution"]
     wants_tags = launch.is_main and args.rank and vars(args).get("output_kohya_format")
     exact = load_matching_encoders(caches, base, caption_weights, args) if launch.is_main else None
     launch.accelerator.wait_for_everyone()
@@ -308,7 +308,7 @@ def check_cache(
         fail(
             f"--caption_weights has {num_weights} values, but {folder} was made with {num_captions}"
         )
-    if args.random_flip and not transform["random_flip"] and not args.data:
+    if args.random_flip and not transform["random_flip"] and "folders" not in args:
         fail(f"--random_flip needs a cache made with --random_flip, unlike {folder}")
     side = transform["resolution"]
     if args.resolution and side not in (sides := list_values(args.resolution)):

@@ -1,4 +1,4 @@
-"""docs/flags.md lists the flags of the scripts' parsers.
+"""docs/flags.md lists the flags of the scripts' parsers, docs/from-kohya.md those of others.
 
 `python tests/docs/test_flag_page.py` updates it.
 """
@@ -15,7 +15,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/package")]
 
 from test_package import find_parser  # noqa: E402
 
+from diffusion_training.arguments import OTHER_PROGRAMS  # noqa: E402
+
 PAGE = ROOT / "docs/flags.md"
+KOHYA = ROOT / "docs/from-kohya.md"
 FIGURE = re.compile(r"(?<=<!-- flags -->\n).*?(?=\n<!-- end -->)", re.S)
 # Scripts with this flag share a section.
 SECTIONS = {"The trainers": "--train_batch_size", "The caches": "--text_cache"}
@@ -116,6 +119,32 @@ def draw_flags():
     return "\n".join(lines[1:])
 
 
+def draw_other_programs():
+    """The table of docs/from-kohya.md, from the file that wrong flags are looked up in."""
+    rows = [line.split("\t") for line in OTHER_PROGRAMS.read_text().splitlines()[1:]]
+    lines = ["", "| flag | of | here |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{flag}` | {of} | {mark(here)} |" for flag, of, here in rows)])
+
+
+def mark(text):
+    return re.sub(r"(--[\w-]+)", r"`\1`", text)
+
+
+def test_other_programs_are_on_their_page_and_named_flags_exist():
+    (figure,) = FIGURE.findall(KOHYA.read_text())
+    assert figure == draw_other_programs(), (
+        "docs/from-kohya.md is out of date: python tests/docs/test_flag_page.py draws it anew"
+    )
+    parsers = [
+        find_parser(importlib.import_module(path.stem).parse_args) for path in ROOT.glob("*.py")
+    ]
+    flags = {name for parser in parsers for name in parser._option_string_actions}
+    for line in OTHER_PROGRAMS.read_text().splitlines()[1:]:
+        theirs, _, here = line.split("\t")
+        assert {*re.findall(r"--[a-z][\w-]*", here)} <= flags, line
+        assert not all(theirs in parser._option_string_actions for parser in parsers), line
+
+
 def test_flags_page_matches_the_parsers():
     (figure,) = FIGURE.findall(PAGE.read_text())
     assert figure == draw_flags(), (
@@ -125,3 +154,4 @@ def test_flags_page_matches_the_parsers():
 
 if __name__ == "__main__":
     PAGE.write_text(FIGURE.sub(lambda _: draw_flags(), PAGE.read_text()))
+    KOHYA.write_text(FIGURE.sub(lambda _: draw_other_programs(), KOHYA.read_text()))

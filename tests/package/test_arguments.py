@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import train_flow
 import train_text_to_image
 from diffusion_training.arguments import (
     PATH,
@@ -223,6 +224,11 @@ def test_help_ends_with_the_docstrings_commands_and_a_docs_page():
     "typed, words",
     [
         ("--enable_bucket=16", ["docs/from-kohya.md says: --bucket_step 64"]),
+        ("--optimizer_type=AdamW8bit", ["sd-scripts", "--optimizer, in small letters"]),
+        ("--timestep_sampling=sigmoid", ["none for a U-Net"]),
+        ("--trigger_word=sks", ["ai-toolkit", '--caption_prefix "sks dog,"']),
+        ("--timesteps=9", ["the pretrained pipeline's scheduler"]),
+        ("--batch_size=9", ["here: --train_batch_size"]),
         ("--train_text_encoder", ["docs/from-diffusers.md says: gone"]),
         ("--class_data_dir=x", ["says", "--preserve_prior"]),
         ("--hub_token=x", ["docs/from-diffusers.md says", "hf auth login"]),
@@ -238,6 +244,17 @@ def test_flags_of_other_scripts_and_programs_are_recognized_by_the_pages(typed, 
     (line,) = capsys.readouterr().err.splitlines()[1:]
     assert stop.value.code == 2 and f"there is no flag {typed}: " in line
     assert all(word in line for word in words) and "`" not in line and len(line) < 330
+
+
+def test_a_flag_with_another_meaning_elsewhere_is_not_taken_in_silence(tmp_path, capsys):
+    needed = [f"--latents_dir={tmp_path}", "--pretrained_model_name_or_path=x"]
+    said = "for training FLUX.1-dev, is --embedded_guidance_scale here"
+    for scale, is_told in ((1.0, True), (4, False)):
+        train_flow.parse_args([*needed, "--validation_prompts=a", f"--guidance_scale={scale}"])
+        assert (said in capsys.readouterr().out) == is_told
+    with pytest.raises(SystemExit):
+        train_flow.parse_args([*needed, "--timestep_sampling=sigmoid"])
+    assert "here: --weighting_scheme sigmoid" in capsys.readouterr().err
 
 
 def test_a_single_value_that_begins_with_a_dash_is_read_back(parser, tmp_path):

@@ -42,6 +42,7 @@ from diffusion_training.data.images import make_time_ids
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
+from diffusion_training.families.lora_layers import LAYER_SETS, LAYERS
 from diffusion_training.families.names import FACTS, FamilyFacts
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
@@ -54,7 +55,6 @@ from diffusion_training.training.lora.lora import (
     load_network_weights,
     save_lora,
 )
-from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
 
 # ------------------------------------------------------------------- names in other files
 

@@ -41,7 +41,9 @@ def run(action, file, base, *flags):
     main(parse_args([*map(str, words)]))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [
+    "lora", *(pytest.param(form, marks=pytest.mark.ci) for form in ("dora", "lokr")),
+])  # fmt: skip
 def test_a_merged_pipeline_predicts_what_the_trained_model_does(
     tmp_path, base, form, monkeypatch, capsys
 ):

@@ -25,6 +25,7 @@ from diffusion_training.data.encoders import encode_images, encode_prompts, load
 from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import load_family
+from diffusion_training.families.lora_layers import LAYERS
 from diffusion_training.families.opening import find_base, open_base
 from diffusion_training.families.recorded import family as recorded
 from diffusion_training.families.recorded import findings as recorded_captions
@@ -45,7 +46,6 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
 )
 from diffusion_training.families.recording import record_family
-from diffusion_training.training.lora.lora_layers import LAYERS
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32
@@ -291,7 +291,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
 @pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi"])
 @torch.no_grad()
 def test_a_perfect_prediction_gives_the_latents_of_a_still_back(tmp_path, name, monkeypatch):
-    """By the pipeline's own scheduler, which tells the sign of the velocity, and where time is 0."""
+    """By the pipeline's own scheduler, which tells the sign of the velocity and of the time."""
     pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
     pipeline.set_progress_bar_config(disable=True)
     family = encoders.family
@@ -737,7 +737,8 @@ def test_a_layout_of_more_numbers_than_float32_counts_is_exact(monkeypatch):
     shift = torch.randn(32, 1, generator=generator)
 
     def decode(calls, vae, size, noise):
-        return ((noise.view(32, -1) / scale) + shift).flatten()[order].view(1, 32, *size)
+        decoded = ((noise.view(32, -1) / scale) + shift).flatten()[order].view(1, 32, *size)
+        return SimpleNamespace(decoded=decoded, decoded_with=())
 
     monkeypatch.setattr(layout, "trace_decoding", decode)
     assert torch.equal(layout.probe_layout(StandIn(), None, size).order, order)

@@ -44,6 +44,7 @@ from diffusion_training.latents import shared
 from diffusion_training.latents.reader import CachedLatents, choose_rows, load_cache
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
+STILLS = ("wan21_1_3b_lora", "wan21_14b_lora", "wan22_5b_lora")  # named in docs/models.md
 IN_CI = {"sdxl_lora_12gb", "unet_64_8gb"}
 SCRIPTS = {
     f"{name}.py": Script(name)
@@ -70,6 +71,9 @@ MAKE = {
     "Qwen/Qwen-Image-2.1": tiny_pipelines.MAKE["qwen_image_2_1"],
     "stabilityai/stable-diffusion-3.5-medium": tiny_pipelines.MAKE["sd3"],
     "stabilityai/stable-diffusion-3.5-large": tiny_pipelines.MAKE["sd3"],
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": tiny_pipelines.MAKE["wan"],
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": tiny_pipelines.MAKE["wan"],
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": tiny_pipelines.MAKE["wan_5b"],
     "circlestone-labs/Anima-Base-v1.0-Diffusers": tiny_pipelines.BLOCKS["anima"],
     "Photoroom/prx-256-t2i": make_sd,
 }
@@ -129,7 +133,7 @@ def describe_flags(words, name):
     return ", ".join(part for part, is_given in parts.items() if is_given)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if re.search("lora|full", name)])
+@pytest.mark.parametrize("name", [name for name in RECIPES if re.search(r"(lora|full)_\d", name)])
 def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
     model, kind, size = re.fullmatch(r"(.*)_(lora|full)_(\d+)gb", name).groups()
     _, words = read_recipe(name)
@@ -170,7 +174,7 @@ def test_memory_md_names_every_recipe_where_its_flags_fit():
     )
     for label, name in cells:
         assert label == describe_flags(read_recipe(name)[1], name), name
-    assert {name for _, name in cells} == RECIPES.keys() - {"unet_64_8gb"}
+    assert {name for _, name in cells} == RECIPES.keys() - {"unet_64_8gb", *STILLS}
 
 
 def make_references(folder):
@@ -209,6 +213,8 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
             flags += ["--resolution=64", "--validation_images", "photos/0.control.png"]
         if "anima" in name:  # sides are multiples of 16 pixels
             flags += ["--bucket_step=16"]
+        if "wan" in name:
+            flags += ["--resolution=64", "--bucket_step=32"]
         if "2_1" in name:  # of 32
             flags += ["--resolution=64", "--bucket_step=32"]
     if "--transformer_config_name_or_path" in words:
@@ -393,6 +399,7 @@ resolution = 8
   [[datasets.subsets]]
   image_dir = "{0}/others"
   flip_aug = false
+  caption_prefix = "sks,"
 """
 
 
@@ -425,6 +432,7 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     assert sum(mirrored[:6]) > 3 and not sum(mirrored[6:])  # others have no mirrored images
     commands = [" ".join(command) for command in forked]
     assert ["--random_flip" in command for command in commands] == [True, False]
+    assert ["--caption_prefix=sks," in command for command in commands] == [False, True]
     assert ["--resolution=16" in command for command in commands] == [True, False]
     assert f"--data={file}\n" in (tmp_path / "out/run.args").read_text()
     report = json.loads((tmp_path / "out/report.json").read_text())

@@ -16,10 +16,10 @@ from test_minimal import PATHS, flatten_moments, run_twin, train
 from tiny_pipelines import MAKE
 
 from diffusion_training.data.encoders import load_encoders
+from diffusion_training.families.lora_layers import LAYERS
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
 from diffusion_training.training.lora.lora_files import LORA_FILE, PEFT_FILE, PEFT_PREFIX
-from diffusion_training.training.lora.lora_layers import LAYERS
 
 pytestmark = pytest.mark.usefixtures("without_figures", "forked")
 NAME = "train_lora"

@@ -1,4 +1,4 @@
-"""The lists in docs/models.md: what becomes of each pipeline of diffusers that draws images.
+"""The lists in docs/models.md: what becomes of each pipeline of diffusers that draws.
 
 `UPDATE=1 pytest -m long tests/scripts/test_model_lists.py` tries all tiny pipelines, and writes the
 lists anew. An older diffusers is compared in what it has.
@@ -46,16 +46,13 @@ PAGE = ROOT / "docs/models.md"
 BEGIN, END = "<!-- recorded pipelines -->\n", "<!-- end -->\n"
 EDITS = "Edits, trained on pairs of images"
 UNTRIED = "Not tried here"
-# pipelines that also draw or edit an image, as a video of one frame or the last frame of one
-ONE_FRAME = ("ChronoEditPipeline", "Cosmos3OmniPipeline", "Cosmos3OmniModularPipeline")
-ONE_FRAME += ("Cosmos3DistilledModularPipeline",)
 # {class: its list with the oldest diffusers, 0.36, where it is another one}
 OLDEST = {
     "BriaFiboPipeline": {"Trained whole and as a LoRA, called for a batch"},
     "QwenImagePipeline": {"Trained whole and as a LoRA, called for each image"},
 }
-ADVICE = f"""it draws images with a transformer, and is in no list of docs/models.md: make a tiny
-pipeline of it in tests/tiny_pipelines.py, or list it under "{UNTRIED}" by UPDATE=1"""
+ADVICE = f"""it draws images or videos with a transformer, and is in no list of docs/models.md: make
+a tiny pipeline of it in tests/tiny_pipelines.py, or list it under "{UNTRIED}" by UPDATE=1"""
 
 
 # ------------------------------------------------------------------- all classes
@@ -94,6 +91,8 @@ def name_type(types):
     for kind in types:
         if inspect.isclass(kind) and issubclass(kind, enum.Enum):  # names of schedulers
             return ["diffusers", next(iter(kind)).name]
+        if kind is diffusers.SchedulerMixin:  # any
+            kind = diffusers.FlowMatchEulerDiscreteScheduler
         library = getattr(kind, "__module__", "").partition(".")[0]
         if inspect.isclass(kind) and library in ("diffusers", "transformers"):
             return [library, kind.__name__]
@@ -118,10 +117,9 @@ def read_class(name, kind):
     return {part: entry for part, entry in named.items() if entry}, results
 
 
-def draws_images(results):
-    """Whether a pipeline draws images, by the names of its results; True if it names none."""
-    draws = bool(results & {"image", "images"}) and not results & {"frames", "videos", "audios"}
-    return draws or not results
+def draws(results):
+    """Whether a pipeline draws images or videos, by its results' names; True if it names none."""
+    return not results or bool(results & {"image", "images", "frames", "videos"})
 
 
 def open_alone(folder, name, kind, parts):
@@ -154,6 +152,11 @@ def shorten(reason):
     reason = re.sub("(with(out an image| [a-z_]+=)(, )?)+", "", reason)
     reason = re.sub("an error in a trial at .*?(; |$)", r"an error\1", reason)
     reason = re.sub(", from noise of the shape .*", "", reason)
+    if "it draws videos with sound" in reason:
+        return "it draws videos with sound in one transformer"
+    reason = re.sub(", which stills can't teach.*", ", which stills can't teach", reason)
+    reason = re.sub("(or by blocks), which are.*", r"\1", reason)
+    reason = re.sub("it has two experts: .*", "it has two experts", reason)
     reason = re.sub("more than one denoiser: .*", "more than one denoiser", reason)
     reason = re.sub("noise of the shapes .*", "noise of other shapes", reason)
     reason = re.sub(r"returns \[.*\] for", "returns other shapes for", reason)
@@ -239,8 +242,8 @@ def test_the_lists_are_true(tmp_path, monkeypatch):
     found, candidates = {}, {}
     for name, kind in list_classes().items():
         parts, results = read_class(name, kind)
-        if "transformer" not in parts or not (draws_images(results) or kind.__name__ in ONE_FRAME):
-            continue  # a U-Net, or videos, sounds and others
+        if "transformer" not in parts or not draws(results):
+            continue  # a U-Net, or sounds and others
         family, refusal = open_alone(tmp_path / "alone" / name, name, kind, parts)
         if not (family and family.name in FACTS):  # has a page of its own
             candidates[name] = kind.__name__

@@ -122,7 +122,8 @@ def list_unconditional(folder):
         "plain": Run(UNCONDITIONAL, [*base, *TRAIN]),
         "cached": Run(
             UNCONDITIONAL,
-            [*base, *STEPS, "--cache_images", "--mixed_precision=bf16", "--optimizer=prodigy"],
+            [*base, *STEPS, "--cache_images", "--mixed_precision=bf16"]
+            + ["--optimizer=prodigy", "--learning_rate=1"],
         ),
         "records and checkpoints": Run(
             UNCONDITIONAL,

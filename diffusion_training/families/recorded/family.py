@@ -85,7 +85,7 @@ USUAL_RATIO = 4  # of the longer side of a reference to the shorter one, at most
 BLANK = 256, 256  # height and width in pixels of a reference in trials
 NO_READERS = ("safety_checker", "image_encoder", "feature_extractor")  # of captions
 # in the names of pipelines that share their weights with another
-OTHER_TASK = re.compile("ControlNet|Img2Img|Inpaint(ing)?|PAG")
+OTHER_TASK = re.compile("ControlNet|Img2Img|Inpaint(ing)?|PAG|VideoToVideo")
 # layers that are neither attention nor feed-forward; FLUX.3 has blocks called mode_blocks, and
 # Chroma's distilled_guidance_layer makes the modulation of all blocks
 SPARED = re.compile("norm|mod(?!e)|adaln|router|guidance")
@@ -568,7 +568,7 @@ class Recorded(Family):
 
     def choose_layers(self, model: torch.nn.Module, which: str) -> list[str]:
         """Linear layers of the blocks, by the table; of other models, all but those in `SPARED`."""
-        from diffusion_training.training.lora.lora_layers import LAYER_SETS, LAYERS
+        from diffusion_training.families.lora_layers import LAYER_SETS, LAYERS
 
         if which not in LAYER_SETS:
             return super().choose_layers(model, which)

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from diffusion_training.errors.printing import amount
 from diffusion_training.families.recorded.calls import PROBED_SIDES, measure_noise
 from diffusion_training.families.recorded.pipeline_run import (
+    ONE_FRAME,
     SWITCHED_OFF,
     PipelineCode,
     PipelineTrace,
@@ -146,6 +147,11 @@ def probe_references(parts: TextParts) -> dict[str, Any]:
         faults[None] = str(error)
     if alone and not parts.images:
         return {}
+    if any(name in parts.code.has for name in ONE_FRAME):
+        raise Unrecordable(
+            f"it makes a video of {names[0]}, which stills can't teach: choose a pipeline that "
+            f"draws from text alone ({faults[None]})"
+        )
     count = len(parts.images)
     parts.images = parts.images or make_blanks([PROBED_SIDES])
     for name in names:

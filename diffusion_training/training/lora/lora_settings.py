@@ -6,7 +6,7 @@ the standard library. `python tests/docs/test_lora_settings.py` updates the page
 
 from typing import NamedTuple
 
-from diffusion_training.training.lora.lora_layers import LAYERS
+from diffusion_training.families.lora_layers import LAYERS
 
 # the repositories that were read: {name: (address, commit)}
 SOURCES = {

@@ -8,7 +8,7 @@ import diffusers
 import torch
 from safetensors import safe_open
 
-from diffusion_training.arguments import PATH, number
+from diffusion_training.arguments import PATH, Parser, number
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.families.base import MAGNITUDE
 from diffusion_training.families.flags import add_pipeline_flags
@@ -34,7 +34,7 @@ OTHER_FLAGS += ["clip_skip", "single_file_config"]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m diffusion_training lora", description=__doc__, allow_abbrev=False
     )
     add = parser.add_argument

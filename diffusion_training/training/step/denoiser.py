@@ -12,6 +12,7 @@ from diffusion_training.batches import Models, Predict
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Prompts
+from diffusion_training.families.lora_layers import COMMON, LAYER_SETS, LAYERS
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import cast_weights, hash_weights, load_weights, read_precision
@@ -24,7 +25,6 @@ from diffusion_training.training.lora.lora import (
     read_settings,
 )
 from diffusion_training.training.lora.lora_files import read_lora_file
-from diffusion_training.training.lora.lora_layers import COMMON, LAYER_SETS, LAYERS
 
 
 def load_denoiser(

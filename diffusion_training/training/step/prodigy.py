@@ -68,8 +68,10 @@ class Prodigy(torch.optim.Optimizer):
 
         torch._foreach_mul_(weights, 1 - group["weight_decay"] * lr * d)
         roots = torch._foreach_sqrt(exp_avg_sq)
-        torch._foreach_add_(roots, group["eps"] * shared["d"])
+        # both sides of the quotient by the new d: epsilon times a tensor would wait for the device
+        torch._foreach_mul_(roots, 1 / shared["d"])
+        torch._foreach_add_(roots, group["eps"])
         updates = torch._foreach_div(exp_avg, roots)
-        torch._foreach_mul_(updates, -lr * d)
+        torch._foreach_mul_(updates, -lr * d / shared["d"])
         torch._foreach_add_(weights, updates)
         group["k"] = steps
