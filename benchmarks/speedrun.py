@@ -267,7 +267,7 @@ TASKS = {
         script="train_flow",
         layers={
             "attention": ("attention", 16),
-            "attention_mlp": ("img_qkv_proj,txt_kv_proj,to_out.0,gate_proj,up_proj,down_proj", 6),
+            "attention_mlp": ("attention_mlp", 6),
             "mlp": ("gate_proj,up_proj,down_proj", 11),
         },
         flags={
@@ -288,7 +288,7 @@ TASKS = {
         script="train_text_to_image",
         layers={
             "attention": ("attention", 16),
-            "attention_mlp": ("to_q,to_k,to_v,to_out.0,ff.net.0.proj,ff.net.2", 8),
+            "attention_mlp": ("attention_mlp", 8),
             "all": ("all", 3),
         },
         flags={

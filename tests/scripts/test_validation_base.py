@@ -647,12 +647,12 @@ def test_an_adapter_made_of_a_turbos_pictures_keeps_its_other_samples(tmp_path, 
     (tmp_path / "captions.txt").write_text("\n".join(others))
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    made = {path: path.read_bytes() for path in sorted((tmp_path / "drawn").iterdir())}
+    made = {path: path.read_bytes() for path in sorted((tmp_path / "images").iterdir())}
     assert len(made) == 48
-    lost = tmp_path / "drawn/00007.png"
+    lost = tmp_path / "images/00007.png"
     lost.unlink()  # a second start draws only this one, the same as before
     exec(code, {})
-    assert {path: path.read_bytes() for path in sorted((tmp_path / "drawn").iterdir())} == made
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "images").iterdir())} == made
 
     def train(images, output, steps, *more):
         base = f"--pretrained_model_name_or_path={turbo}"
@@ -667,7 +667,7 @@ def test_an_adapter_made_of_a_turbos_pictures_keeps_its_other_samples(tmp_path, 
 
     pipeline = DiffusionPipeline.from_pretrained(turbo)
     before = draw(pipeline, 4, others, **OPTIONS["z-image"]).astype(float)
-    adapter = train(tmp_path / "drawn", "adapter", 300)
+    adapter = train(tmp_path / "images", "adapter", 300)
     changes = {"plain": [], "adapted": []}  # of a color value, mean
     for seed in range(3):
         images = tmp_path / f"subject-{seed}"
