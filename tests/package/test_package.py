@@ -51,12 +51,12 @@ ROOMS = [
 LIMITS = {
     "caption_images": (24_500, 26_500),
     "download_images": (17_300, 19_500),
-    "precompute_latents": (46_700, 67_200),
+    "precompute_latents": (46_700, 67_300),
     "precompute_latents_ray": (54_000, 74_600),
     "reconstruct_ema": (11_900, 12_900),
-    "train_flow": (91_300, 126_200),
+    "train_flow": (91_300, 128_800),
     "train_on_ray": (10_100, 10_100),
-    "train_text_to_image": (90_800, 107_800),
+    "train_text_to_image": (90_800, 110_400),
     "train_unconditional": (60_300, 64_600),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
