@@ -4,10 +4,12 @@ import json
 
 import pytest
 import tiny_pipelines
-from conftest import Script, make_masked, make_moments, metrics
+import torch
+from conftest import Script, make_captioned, make_masked, make_moments, metrics
 from diffusers import DiffusionPipeline
 from PIL import Image
 from safetensors.torch import load_file
+from torchvision.transforms.functional import pil_to_tensor
 
 from diffusion_training.training.lora import quantization
 
@@ -71,3 +73,72 @@ def test_stills_train_in_all_ways_that_images_do(tmp_path, monkeypatch, base, na
     kind = json.loads((tmp_path / "base/scheduler/scheduler_config.json").read_text())
     saved = DiffusionPipeline.from_pretrained(tmp_path / "out-whole").scheduler
     assert type(saved).__name__ == kind["_class_name"]
+
+
+def test_two_stills_with_two_captions_are_told_apart(tmp_path, base, name):
+    """A wider denoiser learns both by heart. It is compared in latents.
+
+    A VAE with random weights gives all images nearly the same latents, so its last layer is scaled
+    to give these two unit variance, and no noise.
+    """
+    side = 2 * tiny_pipelines.SIDES.get(name, 16)
+    captions = ["a digit zero", "seven red ducks"]
+    make_captioned(tmp_path / "images", 2, captions)
+    for number in range(2):
+        still = Image.new("RGB", (side, side), (230, 230, 20))
+        still.paste((10, 10, 160), (number * side // 2, 0, (number + 1) * side // 2, side))
+        still.save(tmp_path / f"images/{number}.png")
+    stills = torch.stack([pil_to_tensor(still) for still in map(Image.open, files(tmp_path))])
+    stills = stills.unsqueeze(2) / 127.5 - 1
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "base")
+    scale_latents(pipeline.vae, stills)
+    config = dict(pipeline.transformer.config)
+    wide = {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128}
+    wide |= {"rope_axes_dim": [4, 6, 6], "cross_attention_dim": 64}
+    wide = {key: value for key, value in wide.items() if key in config}
+    torch.manual_seed(0)
+    pipeline.transformer = type(pipeline.transformer).from_config(config | wide)
+    pipeline.save_pretrained(tmp_path / "base")
+    data = [f"--train_data_dir={tmp_path / 'images'}", f"--resolution={side}"]
+    precompute(*base, *data, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'cache'}")
+    flags = [f"--latents_dir={tmp_path / 'cache'}", "--train_batch_size=2", "--no-use_ema"]
+    flags += ["--max_train_steps=500", "--learning_rate=3e-3", "--lr_scheduler=cosine"]
+    flags += ["--gradient_accumulation_steps=1", "--caption_dropout=0", "--report_to=none"]
+    train(*base, *flags, "--lr_warmup_steps=50", f"--output_dir={tmp_path / 'out'}")
+
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
+    targets = normalize(pipeline.vae, pipeline.vae.encode(stills).latent_dist.mode())
+    options = {"height": side, "width": side, "num_frames": 1, "guidance_scale": 1.0}
+    for number, caption in enumerate(captions):
+        generator = torch.Generator().manual_seed(0)
+        options |= {"generator": generator, "num_inference_steps": 25, "output_type": "latent"}
+        drawn = pipeline(prompt=caption, **options).frames
+        if drawn.ndim == 3:  # LTX's tokens
+            drawn = drawn.transpose(1, 2).unflatten(2, targets.shape[2:])
+        right, wrong = ((drawn - targets[i]).square().mean() for i in (number, 1 - number))
+        assert right < wrong / 5, (name, caption, right, wrong)
+
+
+def files(folder):
+    return [folder / f"images/{number}.png" for number in range(2)]
+
+
+@torch.no_grad()
+def scale_latents(vae, stills):
+    last = vae.quant_conv if hasattr(vae, "quant_conv") else vae.encoder.conv_out.conv
+    mean = vae.encode(stills).latent_dist.mean
+    channels = mean.shape[1]
+    scale = 1 / mean.std((0, 2, 3, 4))
+    last.weight[:channels] *= scale.view(-1, 1, 1, 1, 1)
+    last.bias[:channels] = scale * (last.bias[:channels] - mean.mean((0, 2, 3, 4)))
+    last.weight[channels:] = 0
+    last.bias[channels:] = -30  # the logarithm of the variance
+
+
+def normalize(vae, latents):
+    """As the denoiser gets them."""
+    mean, std = (vae.config.get(f"latents_{name}") for name in ("mean", "std"))
+    if mean is None:
+        return latents * vae.config.scaling_factor
+    numbers = (torch.tensor(each[: latents.shape[1]]).view(-1, 1, 1, 1) for each in (mean, std))
+    return (latents - next(numbers)) / next(numbers)
