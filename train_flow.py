@@ -303,7 +303,7 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_captions,
     draw_prompts,
 )
-from diffusion_training.training.showing.pipelines import save_pipeline
+from diffusion_training.training.showing.pipelines import list_lora_files, save_pipeline
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
@@ -730,7 +730,7 @@ def main(args: Namespace) -> None:
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(state.list_models(), unfinished, None)
+                save_lora(state.list_models(), unfinished, None, args.output_name)
         else:
             transformer = result["transformer"]
             pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
@@ -738,7 +738,7 @@ def main(args: Namespace) -> None:
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else PARTS,
+        files=list_lora_files(args) if args.rank else PARTS,
         save_models=save,
         describe=partial(
             describe_model, base.family, references=data.num_references, bases=bases,

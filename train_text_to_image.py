@@ -228,7 +228,7 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_prompts,
 )
 from diffusion_training.training.showing.metadata import describe_file
-from diffusion_training.training.showing.pipelines import SINGLE_FILE, save_whole
+from diffusion_training.training.showing.pipelines import SINGLE_FILE, list_lora_files, save_whole
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
@@ -629,7 +629,7 @@ def main(args: Namespace) -> None:
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(state.list_models(), unfinished, lora_metadata)
+                save_lora(state.list_models(), unfinished, lora_metadata, args.output_name)
         else:
             pipeline = make_pipeline(base, result["unet"], sampler, with_text=True)
             header = metadata if args.output_single_file else None
@@ -637,7 +637,7 @@ def main(args: Namespace) -> None:
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *PARTS],
+        files=list_lora_files(args) if args.rank else [SINGLE_FILE, *PARTS],
         save_models=save,
         describe=partial(describe_model, base.family, bases=bases),
         launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,

@@ -6,6 +6,7 @@ tests/package/test_families.py compares each family with its pipeline.
 import copy
 import json
 import math
+import re
 
 import numpy as np
 import peft
@@ -161,7 +162,12 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
         "ids": [f"--latents_dir={root / 'ids'}"],
     }
     for kind, argv in data.items():
-        train(*flags, *argv, "--rank=2", f"--output_dir={tmp_path / kind}")
+        named = ["--output_name=dog"] if kind == "ids" else []
+        train(*flags, *argv, *named, "--rank=2", f"--output_dir={tmp_path / kind}")
+    out = tmp_path / "ids"
+    (second,) = (path for path in out.glob("checkpoint-*/dog-*") if path.stat().st_nlink == 2)
+    assert re.fullmatch(r"dog-step0000000\d\.safetensors", second.name)
+    assert (out / "dog.safetensors").samefile(out / "pytorch_lora_weights.safetensors")
     expected = losses(tmp_path / "images")
     assert len(expected) >= 6
     for kind in ("embeddings", "ids"):
