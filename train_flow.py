@@ -53,6 +53,7 @@ from typing import cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.data.flags import add_reference_flags, check_reference_flags
+from diffusion_training.data.prompt_file import read_prompt_file
 from diffusion_training.families.flags import (
     add_device_flags,
     add_encoder_flags,
@@ -231,6 +232,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--{name} replaces the weights of --transformer_file: leave one out")
+    read_prompt_file(parser, args)
     check_data_args(parser, args)
     check_reference_flags(parser, args)
     check_training_args(parser, args)

@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
+from diffusion_training.data.prompt_file import read_prompt_file
 from diffusion_training.families.flags import (
     add_device_flags,
     add_encoder_flags,
@@ -170,6 +171,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             parser.error(f"--rank needs a pretrained U-Net: leave --{name} out")
     if args.rank and args.output_single_file:
         parser.error("--output_single_file writes a pipeline, not a LoRA: leave out one of the two")
+    read_prompt_file(parser, args)
     check_data_args(parser, args)
     check_training_args(parser, args)
     check_timesteps(parser, args)
