@@ -53,6 +53,7 @@ from typing import cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.data.flags import add_reference_flags, check_reference_flags
+from diffusion_training.data.prompt_file import read_prompt_file
 from diffusion_training.families.flags import (
     add_device_flags,
     add_encoder_flags,
@@ -231,6 +232,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         for name in ("transformer_config_name_or_path", "init_from"):
             if getattr(args, name):
                 parser.error(f"--{name} replaces the weights of --transformer_file: leave one out")
+    read_prompt_file(parser, args)
     check_data_args(parser, args)
     check_reference_flags(parser, args)
     check_training_args(parser, args)
@@ -303,7 +305,7 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_captions,
     draw_prompts,
 )
-from diffusion_training.training.showing.pipelines import save_pipeline
+from diffusion_training.training.showing.pipelines import list_lora_files, save_pipeline
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
@@ -730,7 +732,7 @@ def main(args: Namespace) -> None:
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(state.list_models(), unfinished, None)
+                save_lora(state.list_models(), unfinished, None, args.output_name)
         else:
             transformer = result["transformer"]
             pipeline = make_pipeline(base, transformer, sampler, args.resolution, with_text=True)
@@ -738,7 +740,7 @@ def main(args: Namespace) -> None:
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else PARTS,
+        files=list_lora_files(args) if args.rank else PARTS,
         save_models=save,
         describe=partial(
             describe_model, base.family, references=data.num_references, bases=bases,

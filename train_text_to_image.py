@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
+from diffusion_training.data.prompt_file import read_prompt_file
 from diffusion_training.families.flags import (
     add_device_flags,
     add_encoder_flags,
@@ -170,6 +171,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             parser.error(f"--rank needs a pretrained U-Net: leave --{name} out")
     if args.rank and args.output_single_file:
         parser.error("--output_single_file writes a pipeline, not a LoRA: leave out one of the two")
+    read_prompt_file(parser, args)
     check_data_args(parser, args)
     check_training_args(parser, args)
     check_timesteps(parser, args)
@@ -228,7 +230,7 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_prompts,
 )
 from diffusion_training.training.showing.metadata import describe_file
-from diffusion_training.training.showing.pipelines import SINGLE_FILE, save_whole
+from diffusion_training.training.showing.pipelines import SINGLE_FILE, list_lora_files, save_whole
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
@@ -629,7 +631,7 @@ def main(args: Namespace) -> None:
         """
         if args.rank:
             with saving(folder, f"the LoRA in {folder}") as unfinished:
-                save_lora(state.list_models(), unfinished, lora_metadata)
+                save_lora(state.list_models(), unfinished, lora_metadata, args.output_name)
         else:
             pipeline = make_pipeline(base, result["unet"], sampler, with_text=True)
             header = metadata if args.output_single_file else None
@@ -637,7 +639,7 @@ def main(args: Namespace) -> None:
 
     results = Results(
         name="LoRA" if args.rank else "pipeline",
-        files=["pytorch_lora_weights*"] if args.rank else [SINGLE_FILE, *PARTS],
+        files=list_lora_files(args) if args.rank else [SINGLE_FILE, *PARTS],
         save_models=save,
         describe=partial(describe_model, base.family, bases=bases),
         launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,

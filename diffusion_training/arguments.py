@@ -108,8 +108,9 @@ class Needs(argparse._ActionsContainer):
     needs: conditions that must all be true, and useless_with: those that must be false. A condition
     is a flag, such as "--rank", or a flag with values, any of which will do: "--optimizer
     adamw|muon", "--train_data_dir *.npy". FILE stands for a path on this machine.
-    "--a or --b" is true if one of them is. A flag that does nothing is an error on the command line
-    if it is strict, and else a line: settings of samples stay in a command without prompts.
+    "--a or --b" is true if one of them is. Flags that a script lacks are no conditions. A flag that
+    does nothing is an error on the command line if it is strict, and else a line: settings of
+    samples stay in a command without prompts.
     """
 
     def add_argument(
@@ -235,7 +236,7 @@ class Parser(Needs, argparse.ArgumentParser):
         """Why a flag does nothing beside the others, such as "without --rank"; None if it does."""
         for condition in vars(action)["needs"]:
             choices = [each for each in condition.split(" or ") if self.knows(each)]
-            if not any(self.is_true(each, args) for each in choices):
+            if choices and not any(self.is_true(each, args) for each in choices):
                 return (
                     f"without {' or '.join(filter(None, [', '.join(choices[:-1]), choices[-1]]))}"
                 )

@@ -113,25 +113,30 @@ def place_decoder(vae: Any, device: torch.device) -> None:
     decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
     fits = True
 
-    def decode_rows(vae: Any, latents: torch.Tensor, *times: torch.Tensor) -> tuple[torch.Tensor]:
+    def decode_rows(
+        vae: Any, latents: torch.Tensor, *times: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor]:
         if not times:
-            return decode(vae, latents, return_dict=False)
+            return decode(vae, latents, **options)
         # sliced by diffusers 0.42, LTX's VAE would get the latents of another image for a time
         rows = zip(latents.split(1), *(each.split(1) for each in times), strict=True)
-        return (torch.cat([decode(vae, *row, return_dict=False)[0] for row in rows]),)
+        return (torch.cat([decode(vae, *row, **options)[0] for row in rows]),)
 
     def decode_where_it_fits(
-        latents: torch.Tensor, *further: torch.Tensor | None, return_dict: bool = False
+        latents: torch.Tensor, *further: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor]:
         nonlocal fits
         held: Any = find()
         given = [latents, *(each for each in further if each is not None)]
+        options["return_dict"] = (
+            False  # others, such as Stable Diffusion's generator, are passed on
+        )
         if fits:
             with contextlib.suppress(torch.OutOfMemoryError):
-                return decode_rows(held, *given)
+                return decode_rows(held, *given, **options)
             print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
             fits = False
-        images = decode_rows(held.to("cpu"), *(each.cpu() for each in given))[0]
+        images = decode_rows(held.to("cpu"), *(each.cpu() for each in given), **options)[0]
         held.to(device)  # a pipeline may choose the device of its next image by the VAE's
         return (images.to(latents.device),)
 

@@ -28,7 +28,7 @@ from diffusion_training.data.encoders import (
     try_encoders,
 )
 from diffusion_training.data.flags import weigh_captions
-from diffusion_training.data.prompts import encode_class_prompts, encode_for_all
+from diffusion_training.data.prompts import encode_class_prompts, encode_validation_prompts
 from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
 from diffusion_training.data.texts import CaptionChoice, choose_caption, choose_captions
@@ -65,7 +65,7 @@ def open_images(launch: Launch, base: Base, args: Namespace, with_references: bo
         encoders = load_encoders(base, launch.dtype)
     elif launch.is_main and (args.validation_prompts or args.class_prompt):
         encoders = load_encoders(base, EXACT, with_vae=False)
-    validation = encode_for_all(launch, base, encoders, args.validation_prompts)
+    validation = encode_validation_prompts(launch, base, encoders, args)
     class_prompts = encode_class_prompts(launch, base, encoders, texts, args)
     if encoders:
         base = replace(base, family=encoders.family)  # it has found out what it needs

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from diffusion_training.data.encoders import encode_caption, encode_empty_prompt, load_encoders
+from diffusion_training.data.prompt_file import split_prompt
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Base, Encoders, Prompts
 from diffusion_training.launch import Launch
@@ -26,7 +27,8 @@ class PromptEmbeds:
     prompts: list[Prompts]  # each [1, ...]
     empty: Prompts  # [1, ...], for guidance
     images: Sequence[list[Any]] = ()  # the references of each prompt, as Pillow's images
-    # for each prompt an empty one, if the text encoder sees the references
+    # for each prompt a negative or empty one, if there are negative ones or the text encoder sees
+    # the references
     empties: Sequence[Prompts] = ()
 
     def choose(self, numbers: Sequence[int], device: torch.device) -> tuple[Prompts, Prompts]:
@@ -75,16 +77,33 @@ def encode_class_prompts(
     return encode_for_all(launch, base, encoders, prompts)
 
 
+def encode_validation_prompts(
+    launch: Launch,
+    base: Base,
+    encoders: Encoders | None,
+    args: Namespace,
+    images: Sequence[list[Any]] = (),
+) -> PromptEmbeds | None:
+    """Encode --validation_prompts, or those of --validation_prompts_file; see `encode_for_all`."""
+    if not args.validation_prompts_file:
+        return encode_for_all(launch, base, encoders, args.validation_prompts, images)
+    texts, values = zip(*map(split_prompt, args.validation_prompts), strict=True)
+    negatives = [each.get("negative_prompt", "") for each in values]
+    return encode_for_all(launch, base, encoders, [*texts], images, negatives)
+
+
 def encode_for_all(
     launch: Launch,
     base: Base,
     encoders: Encoders | None,
     prompts: list[str] | None,
     images: Sequence[list[Any]] = (),
+    negatives: Sequence[str] = (),
 ) -> PromptEmbeds | None:
     """Encode the prompts of a flag in float32 on the first process, and send them to all.
 
-    images: the references of each prompt. encoders: `EXACT` or in float32; None: loaded here.
+    images: the references of each prompt. negatives: the negative prompt of each, empty for none.
+    encoders: `EXACT` or in float32; None: loaded here.
     Prompts are encoded one by one, so that the samples of one do not depend on the others.
     """
     if not prompts:
@@ -93,14 +112,19 @@ def encode_for_all(
     if launch.is_main:
         encoders = encoders or load_encoders(base, EXACT, with_vae=False)
 
-        def encode_empty(references: list[Any] | None = None) -> Any:
+        def encode_empty(references: list[Any] | None = None, negative: str = "") -> Any:
             empty = encode_empty_prompt(encoders, base, references)
+            if negative:
+                caption: Any = encode_caption(encoders, negative, references)
+                return {name: caption[name] for name in empty}
             return {name: embeds[None] for name, embeds in empty.items()}
 
-        pairs = zip(prompts, images or [[]] * len(prompts), strict=True)
-        encoded = [encode_caption(encoders, *pair) for pair in pairs]
-        empties = map(encode_empty, images) if encoders.family.reads_references else ()
-        sent = [PromptEmbeds(encoded, encode_empty(), images, [*empties])]
+        of_each = images or [[]] * len(prompts)
+        encoded = [encode_caption(encoders, *pair) for pair in zip(prompts, of_each, strict=True)]
+        empties: Sequence[Any] = ()
+        if any(negatives) or (images and encoders.family.reads_references):
+            empties = [*map(encode_empty, of_each, negatives or [""] * len(prompts))]
+        sent = [PromptEmbeds(encoded, encode_empty(), images, empties)]
     if launch.num_processes > 1:
         broadcast_object_list(sent)
     return sent[0]

@@ -24,7 +24,7 @@ from diffusion_training.data.encoders import (
     try_encoders,
 )
 from diffusion_training.data.folders import count_references, is_shared
-from diffusion_training.data.prompts import encode_class_prompts, encode_for_all
+from diffusion_training.data.prompts import encode_class_prompts, encode_validation_prompts
 from diffusion_training.data.references import read_reference
 from diffusion_training.data.texts import choose_captions
 from diffusion_training.errors.printing import amount
@@ -84,7 +84,7 @@ def open_data(
     launch.accelerator.wait_for_everyone()
     references = open_references(base.family, settings, args)
     images = group_images(settings, args)
-    validation = encode_for_all(launch, base, exact, args.validation_prompts, images)
+    validation = encode_validation_prompts(launch, base, exact, args, images)
     texts: list[str] = []
     if launch.is_main and args.trigger:
         texts = sum((sample_cached_captions(cache.shards) for cache in caches.values()), [])

@@ -634,6 +634,13 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         help="one or more prompts for the samples (default: no samples)",
     )
     add(
+        "--validation_prompts_file",
+        type=local_path,
+        help="file with a prompt per line in place of --validation_prompts, with kohya's switches: "
+        "--w and --h (width, height), --d (seed), --s (steps), --l (guidance scale), --n (negative "
+        "prompt); or a JSON list",
+    )
+    add(
         "--validation_steps",
         type=COUNT,
         needs="--validation_prompts or --holdout",

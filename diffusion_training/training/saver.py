@@ -100,7 +100,9 @@ class Saver:
         adapters = [model.adapter for model in state.models.values() if is_adapted(model)]
         if adapters:  # to compare the images of checkpoints
             copies = self.copy.copies if self.copy else saved
-            write_extra = adapters[0].prepare_files(saved, copies, self.lora_metadata)
+            name = self.args.output_name
+            name = name and f"{name}-step{self.progress.global_step:08d}"
+            write_extra = adapters[0].prepare_files(saved, copies, self.lora_metadata, name)
         snapshot = self.run.writer.writing.get("snapshot")
 
         def write(

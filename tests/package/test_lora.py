@@ -117,6 +117,16 @@ FORMS = [
 ]
 
 
+def test_a_second_name_is_a_copy_where_links_are_impossible(tmp_path, base, monkeypatch):
+    def refuse(*given):
+        raise OSError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    save_lora({"unet": adapted(base)}, tmp_path, None, "dog")
+    one, other = (tmp_path / f"{name}.safetensors" for name in ("dog", "pytorch_lora_weights"))
+    assert one.read_bytes() == other.read_bytes() and not one.samefile(other)
+
+
 @pytest.mark.parametrize(
     "flags, kohya",
     [*((form, kohya) for form in FORMS for kohya in (False, True)), ({"use_dora": True}, False)],

@@ -6,6 +6,7 @@ tests/package/test_families.py compares each family with its pipeline.
 import copy
 import json
 import math
+import re
 
 import numpy as np
 import peft
@@ -161,7 +162,19 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
         "ids": [f"--latents_dir={root / 'ids'}"],
     }
     for kind, argv in data.items():
-        train(*flags, *argv, "--rank=2", f"--output_dir={tmp_path / kind}")
+        named = []
+        if kind == "ids":
+            prompts = tmp_path / "prompts.txt"
+            prompts.write_text("a --d 1 --l 4\na --d 1 --l 4 --n a digit one")
+            named = ["--output_name=dog", f"--validation_prompts_file={prompts}"]
+        train(*flags, *argv, *named, "--rank=2", f"--output_dir={tmp_path / kind}")
+    out = tmp_path / "ids"
+    (second,) = (path for path in out.glob("checkpoint-*/dog-*") if path.stat().st_nlink == 2)
+    assert re.fullmatch(r"dog-step0000000\d\.safetensors", second.name)
+    picture = np.array(Image.open(max(out.glob("samples/step-*.png"))).convert("RGB")).astype(int)
+    rows = picture[:64, -68:-4], picture[68:132, -68:-4]
+    assert np.abs(rows[0] - rows[1]).max() > 3  # only the second one has a negative prompt
+    assert (out / "dog.safetensors").samefile(out / "pytorch_lora_weights.safetensors")
     expected = losses(tmp_path / "images")
     assert len(expected) >= 6
     for kind in ("embeddings", "ids"):

@@ -263,6 +263,7 @@ def test_lora_output_is_complete_and_redraws_the_last_samples(
     if kohya:
         readers = f"{FILE} is for diffusers, {KOHYA} for ComfyUI, A1111 and sd-scripts."
     said = capfd.readouterr().out
+    assert said.strip().endswith(f"copy {out / KOHYA} to models/loras/out.safetensors") == kohya
     assert re.search(r"\nTrains: LoRA of rank 2: [\d,]+ of [\d,]+ weights\n", said)
     done, following = said.strip().splitlines()[-2:]
     assert re.fullmatch(r"Done in \d+ s: LoRA, samples/ and report.html are in (.*)", done)[1] == (
@@ -364,20 +365,37 @@ def test_lokr_trained_from_images_resumes_and_is_drawn_by_the_code_of_its_card(
 
 
 @pytest.mark.parametrize(
-    "more", [["--lora_layers=all"], pytest.param(["--use_dora"], marks=pytest.mark.long)]
+    "more, name",
+    [
+        (["--lora_layers=all", "--output_name=dog.safetensors"], "dog"),
+        pytest.param(["--use_dora"], "", marks=pytest.mark.long),
+    ],
 )
-def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(tmp_path, flags, inputs, more):
+def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(
+    tmp_path, flags, inputs, more, name, capfd
+):
     train(*flags, *more)
     unet = open_pipeline(inputs / "sd").unet
     plain = {name.rsplit(".lora_", 1)[0] for name in load_file(tmp_path / "out" / FILE)}
-    for path in tmp_path.glob("out/**/*_kohya.safetensors"):
-        applied, left_out = list_applied(load_file(path), comfy_names(unet))
+    named = [KOHYA, f"checkpoint-2/{KOHYA}", f"checkpoint-4/{KOHYA}"]
+    if name:
+        steps = [f"checkpoint-{step}/dog-step0000000{step}.safetensors" for step in (2, 4)]
+        named = ["dog.safetensors", *steps]
+    written = {str(path.relative_to(tmp_path / "out")) for path in tmp_path.glob("out/**/*.s*ors")}
+    others = {f"{folder}{FILE}" for folder in ("", "checkpoint-2/", "checkpoint-4/")}
+    assert {path for path in written if "/unet" not in path} == {*named, *others}
+    for path in named:
+        applied, left_out = list_applied(load_file(tmp_path / "out" / path), comfy_names(unet))
         assert {f"unet.{name}" for name in applied} == plain and not left_out
-    assert len(list(tmp_path.glob("out/**/*_kohya.safetensors"))) == 3
-    with safe_open(tmp_path / "out" / KOHYA, "pt") as file:
+    *_, done, following = capfd.readouterr().out.strip().splitlines()
+    assert f"{FILE} is for diffusers, {named[0]} for ComfyUI" in done
+    assert following.endswith(
+        f". For ComfyUI, copy {tmp_path}/out/{named[0]} to models/loras/{name or 'out'}.safetensors"
+    )
+    with safe_open(tmp_path / "out" / named[0], "pt") as file:
         header = file.metadata()
     assert header["modelspec.architecture"] == "stable-diffusion-v1/lora"
-    assert header["modelspec.title"] == header["ss_output_name"] == "out"
+    assert header["modelspec.title"] == header["ss_output_name"] == (name or "out")
     assert header["modelspec.resolution"] == "16x16" and header["ss_resolution"] == "(16, 16)"
     assert header["modelspec.prediction_type"] == "v" and header["ss_clip_skip"] == "None"
     assert header["ss_sd_model_name"] == "sd" and header["ss_base_model_version"] == "sd_v1"

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from functools import partial
@@ -19,6 +21,7 @@ from diffusion_training.files import find_differences, sort_header
 from diffusion_training.models import KEEP, cast_weights, is_adapted, is_finite, list_quantized
 from diffusion_training.training.lora.lora_files import (
     DORA_SCALE,
+    KOHYA_FILE,
     LOKR_PARTS,
     LOKR_W1,
     LOKR_W2,
@@ -58,16 +61,20 @@ class Adapter(dict[str, Any]):
         return list_lora_b(models)
 
     def prepare_files(
-        self, models: Models, copies: Models, metadata: dict[str, str] | None
+        self,
+        models: Models,
+        copies: Models,
+        metadata: dict[str, str] | None,
+        name: str | None = None,
     ) -> Callable[[Path], None]:
         """Return a function that writes the files for other programs into a folder.
 
         copies: of `models`, whole when the function is called. They have no base, of which a DoRA
-            needs the norms; so the files of a DoRA are made now.
+            needs the norms; so the files of a DoRA are made now. name: see `write_lora_files`.
         """
         if self.get("use_dora") and metadata is not None:
-            return partial(write_lora_files, make_lora_files(models, metadata))
-        return partial(save_lora, copies, metadata=metadata)
+            return partial(write_lora_files, make_lora_files(models, metadata), name=name)
+        return partial(save_lora, copies, metadata=metadata, name=name)
 
 
 def add_lora(
@@ -329,9 +336,11 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     set_peft_model_state_dict(model, weights)
 
 
-def save_lora(models: Models, folder: Path, metadata: dict[str, str] | None) -> None:
+def save_lora(
+    models: Models, folder: Path, metadata: dict[str, str] | None, name: str | None = None
+) -> None:
     """Write the adapters among {name: model} in files for other programs; see `make_lora_files`."""
-    write_lora_files(make_lora_files(models, metadata), folder)
+    write_lora_files(make_lora_files(models, metadata), folder, name)
 
 
 def make_lora_files(models: Models, metadata: dict[str, str] | None) -> LoraFiles:
@@ -379,18 +388,32 @@ def make_lora_files(models: Models, metadata: dict[str, str] | None) -> LoraFile
             header["ss_network_module"] = "networks.lora"
     files: LoraFiles = {LORA_FILE: (weights, about)}
     if metadata is not None:
-        files["pytorch_lora_weights_kohya.safetensors"] = kohya, header
+        files[KOHYA_FILE] = kohya, header
     return files
 
 
-def write_lora_files(files: LoraFiles, folder: Path) -> None:
-    """Write what `make_lora_files` made. Raises ValueError if float16 has too small a range."""
+def write_lora_files(files: LoraFiles, folder: Path, name: str | None) -> None:
+    """Write what `make_lora_files` made. Raises ValueError if float16 has too small a range.
+
+    name: what the second file is called, without .safetensors. If there is none, because ComfyUI
+        reads the first one, this is a second name of the first one.
+    """
     for weights, _ in files.values():
         if not all(map(is_finite, weights.values())):
             raise ValueError("the weights of the adapter are not finite in float16")
-    for name, (weights, header) in files.items():
-        save_file(weights, folder / name, header)
-        sort_header(folder / name)
+    for file, (weights, header) in files.items():
+        save_file(weights, folder / file, header)
+        sort_header(folder / file)
+    if name is None:
+        return
+    named = folder / f"{name}.safetensors"
+    if KOHYA_FILE in files:
+        (folder / KOHYA_FILE).rename(named)
+        return
+    try:
+        os.link(folder / LORA_FILE, named)
+    except OSError:  # some file systems, such as exFAT, have no hard links
+        shutil.copyfile(folder / LORA_FILE, named)
 
 
 def fold_scale(adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:

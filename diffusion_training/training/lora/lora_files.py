@@ -21,6 +21,7 @@ from diffusion_training.models import NOT_FINITE, is_finite, raise_for_keys
 ReadLora = Callable[[Path, torch.nn.Module], tuple[dict, dict, dict]]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # as diffusers names it
+KOHYA_FILE = "pytorch_lora_weights_kohya.safetensors"  # a U-Net's, without --output_name
 PEFT_FILE = "adapter_model.safetensors"  # of a PeftModel, with adapter_config.json beside it
 PEFT_PREFIX = "base_model.model."
 LORA_A = "lora_A.weight"

@@ -3,9 +3,24 @@
 import argparse
 import contextlib
 import json
+import os
+import re
 from pathlib import Path
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OrNo, check_package, number
+
+
+def file_name(text: str) -> str:
+    """An argparse type: a name for a LoRA file, with or without .safetensors."""
+    name = text.removesuffix(".safetensors")
+    if not re.fullmatch(r"[^./\\*?\[\]][^/\\*?\[\]]*", name) or len(os.fsencode(name)) > 200:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no name for a file in --output_dir: give one without / \\ * ? [ ] and "
+            "without a dot at the start, such as dog"
+        )
+    if name == "pytorch_lora_weights":
+        raise argparse.ArgumentTypeError(f"{text} is the file for diffusers: choose another name")
+    return name
 
 
 def add_lora_flags(add: Add) -> None:
@@ -68,6 +83,14 @@ def add_lora_flags(add: Add) -> None:
         help="rsLoRA: multiply the LoRA's output by alpha / sqrt(rank), so that a higher rank does "
         "not learn more slowly (arXiv:2312.03732)",
         needs="--rank",
+    )
+    add(
+        "--output_name",
+        type=file_name,
+        help="name of the LoRA file for ComfyUI and A1111: dog gives dog.safetensors, and "
+        "dog-step00000500.safetensors in a checkpoint (default: "
+        "pytorch_lora_weights_kohya.safetensors; of a transformer the file for diffusers)",
+        needs=("--rank", "--output_kohya_format"),
     )
     add(
         "--network_weights",

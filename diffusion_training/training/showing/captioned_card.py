@@ -8,6 +8,7 @@ from typing import Any
 
 import diffusers
 
+from diffusion_training.data.prompt_file import split_prompt
 from diffusion_training.families.base import Family
 from diffusion_training.models import DTYPE
 from diffusion_training.training.showing.pipelines import name_readers
@@ -47,6 +48,8 @@ def describe_text_to_image(
     """
     if classes and not args.validation_prompts:
         about = replace(about, prompt=json.dumps(classes[0]))
+    if args.validation_prompts_file and not args.instance_prompt:
+        about = replace(about, prompt=json.dumps(split_prompt(args.validation_prompts[0])[0]))
     trained_on = f"`{about.data}`\nfor {about.step} steps"
     how = "trained from scratch" if is_new else "fine-tuned"
     what = f"The {part} of this {family.title} pipeline was {how} on {trained_on}."

@@ -16,7 +16,9 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
 from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.prompt_file import split_prompt
 from diffusion_training.data.references import choose_result_size
+from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.files import hash_values, saving
 from diffusion_training.launch import Launch, StopSignal
@@ -36,8 +38,18 @@ def choose_sample_bases(
 ) -> list[SampleBase]:
     """The run's own base and, with --validation_base or --validation_lora, another one.
 
-    Stops with an error if that one can't be used. model: the one to be trained.
+    Stops with an error if that one can't be used, or a prompt asks for a size that the model can't
+    draw. model: the one to be trained.
     """
+    multiple = data.family.patch_size(model) * data.latents.downscale
+    for line in args.validation_prompts if args.validation_prompts_file else ():
+        _, values = split_prompt(line)
+        for name in ("width", "height"):
+            if values.get(name, 0) % multiple:
+                fail(
+                    f"--validation_prompts_file: {line!r} has a {name} that is not a multiple of "
+                    f"{multiple}, which this model needs"
+                )
     bases: list[SampleBase] = [
         SampleBase(
             name=str(base.name),
@@ -80,6 +92,14 @@ def draw_prompts(
     assert data.validation  # samples are drawn only if there are prompts
     validation = data.validation
     per_prompt = args.num_validation_images
+    # of the switches of --validation_prompts_file, for each image
+    values: list[dict[str, Any]] = []
+    for line in args.validation_prompts if args.validation_prompts_file else ():
+        _, own_values = split_prompt(line)
+        for number in range(per_prompt):
+            seed = {"seed": own_values["seed"] + number} if "seed" in own_values else {}
+            values.append(own_values | seed)
+    per_call = 1 if values else per_call
     count = len(args.validation_prompts) * per_prompt
 
     def choose(numbers: list[int]) -> tuple[Prompts, Prompts]:
@@ -103,7 +123,7 @@ def draw_prompts(
         with base.open(pipeline) as opened:
             share = draw_share(
                 launch, opened, base, count, per_call, choose, "sample", stop_signal, args,
-                choose_inputs,
+                choose_inputs, values,
             )  # fmt: skip
         drawn += [((place, number), image) for number, image in share.items()]
     parts = [] if stop_signal.received else drawn
@@ -112,6 +132,16 @@ def draw_prompts(
         return
     parts.sort(key=lambda part: part[0])
     images = [(image * 255).round().astype(np.uint8) for _, image in parts]
+    if values and not validation.images:  # white below and beside smaller ones
+        side = max(max(image.shape[:2]) for image in images)
+        images = [
+            np.pad(
+                image,
+                ((0, side - image.shape[0]), (0, side - image.shape[1]), (0, 0)),
+                constant_values=255,
+            )
+            for image in images
+        ]
     columns = []  # of each base: [prompts, images, H, W, C]
     for place, base in enumerate(bases):
         own = images[place * count : (place + 1) * count]
@@ -247,13 +277,16 @@ def draw_share(
     stop_signal: StopSignal,
     args: Namespace,
     choose_inputs: Callable[[list[int]], dict[str, Any]],
+    values: Sequence[dict[str, Any]] = (),
 ) -> dict[int, np.ndarray]:
     """Draw this process's share of `count` images: {number: image [H, W, C] from 0 to 1}.
 
     After a signal there are fewer. Numbers from `count` on are placeholders.
 
     choose: numbers -> (their prompts, the empty prompt). purpose: keys the seeds. choose_inputs:
-    numbers -> further arguments of the pipeline.
+    numbers -> further arguments of the pipeline. values: what each image has instead of the flags'
+    values, under the names of `split_prompt`; then `per_call` is 1. Steps and guidance are those of
+    the run's own base alone, since another one draws in few steps.
     """
 
     def interrupt(
@@ -278,15 +311,23 @@ def draw_share(
         prompts, empty = choose(numbers)
         with contextlib.suppress(Interrupted):
             asked = base.family.size_args(args.resolution, args.resolution) | choose_inputs(numbers)
+            steps, guidance = base.num_inference_steps, base.guidance_scale
+            seeds = [step_seed(purpose, args.seed, number) for number in numbers]
+            if values:
+                own_values = values[numbers[0]]
+                if not base.prefix:
+                    steps = own_values.get("sample_steps", steps)
+                    guidance = own_values.get("scale", guidance)
+                seeds = [own_values.get("seed", *seeds)]
+                if own_values.keys() & {"width", "height"}:
+                    sides = (own_values.get(name, args.resolution) for name in ("height", "width"))
+                    asked |= base.family.size_args(*sides)
             drawn = pipeline(
-                **base.family.call_args(prompts, empty, base.guidance_scale),
+                **base.family.call_args(prompts, empty, guidance),
                 output_type="np",
                 **callbacks,
-                num_inference_steps=base.num_inference_steps,
-                generator=[
-                    torch.Generator(device).manual_seed(step_seed(purpose, args.seed, number))
-                    for number in numbers
-                ],
+                num_inference_steps=steps,
+                generator=[torch.Generator(device).manual_seed(seed) for seed in seeds],
                 **asked,
             )
             images.extend(base.family.read_images(drawn))

@@ -39,14 +39,14 @@ def describe_file(
         "modelspec.sai_model_spec": "1.0.0",
         "modelspec.architecture": f"{architecture}/lora" if args.rank else architecture,
         "modelspec.implementation": "diffusers" if args.rank else original,
-        "modelspec.title": about.name,
+        "modelspec.title": args.output_name or about.name,
         "modelspec.resolution": f"{resolution}x{resolution}",
         "modelspec.prediction_type": "v" if predicts_velocity else scheduler.config.prediction_type,
     }
     if not args.rank:
         return header
     header |= family.describe_for_sd_scripts(model)
-    header["ss_output_name"] = about.name
+    header["ss_output_name"] = args.output_name or about.name
     header["ss_sd_model_name"] = str(about.base)
     header["ss_resolution"] = f"({resolution}, {resolution})"
     # sd-scripts also counts the last layer

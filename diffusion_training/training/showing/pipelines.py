@@ -74,6 +74,28 @@ def save_whole(
         save_single_file(weights, metadata, folder)
 
 
+def list_lora_files(args: Namespace) -> list[str]:
+    """Patterns of the files of a LoRA, for the upload."""
+    return ["pytorch_lora_weights*", *filter(None, [args.output_name and name_second(args)])]
+
+
+def name_second(args: Namespace) -> str:
+    """The name of a LoRA's file for other programs than diffusers."""
+    return f"{args.output_name or 'pytorch_lora_weights_kohya'}.safetensors"
+
+
+def name_copy(args: Namespace, for_unet: bool) -> str:
+    """A sentence on which file of a LoRA to copy for ComfyUI, and under which name; or empty."""
+    flags = vars(args)
+    is_read = flags.get("output_kohya_format") if for_unet else not flags.get("use_dora")
+    if not flags.get("rank") or not is_read:
+        return ""
+    folder = Path(args.output_dir)
+    file = name_second(args) if for_unet or args.output_name else "pytorch_lora_weights.safetensors"
+    target = f"models/loras/{args.output_name or folder.resolve().name}.safetensors"
+    return f"For ComfyUI, copy {folder / file} to {target}"
+
+
 def name_readers(args: Namespace, for_unet: bool) -> str:
     """A sentence on which program reads which file; empty if there is only a pipeline folder."""
     flags = vars(args)
@@ -85,13 +107,14 @@ def name_readers(args: Namespace, for_unet: bool) -> str:
     if not for_unet:
         if args.use_dora:
             return f"{file} is for diffusers (ComfyUI leaves out the magnitudes of this DoRA)."
-        return f"{file} is for diffusers, and for ComfyUI if it knows the model."
+        also = f"`{name_second(args)}`, the same file, " if args.output_name else ""
+        return f"{file} is for diffusers, and {also}for ComfyUI if it knows the model."
     if not args.output_kohya_format:
         return f"{file} is for diffusers; other programs need --output_kohya_format."
     programs = "ComfyUI, A1111 and sd-scripts"
     if args.use_dora or args.lora_type == "lokr":
         programs = "ComfyUI"
     return (
-        f"{file} is for diffusers, `pytorch_lora_weights_kohya.safetensors` for {programs}"
+        f"{file} is for diffusers, `{name_second(args)}` for {programs}"
         f"{' (A1111 and sd-scripts do not support this DoRA)' if args.use_dora else ''}."
     )
