@@ -20,6 +20,9 @@ loaded:
 9. Activations that the forward pass keeps, per image, in float32.
 10. The largest batches of U-Nets for `train_unconditional.py`.
 
+A LoRA has the layers that --lora_layers chooses by default, and the rank of
+diffusion_training/training/lora/lora_settings.py, or 16 where that file has no model.
+
 Weights, gradients, moments and EMA weights are counted by the code that prints them before step 1.
 Activations are counted in a forward pass under autocast, on a simulated GPU, with tensors that have
 shapes only. Attention is one fused kernel. With `--gradient_checkpointing` the inputs of blocks are
@@ -61,10 +64,12 @@ from diffusion_training.batches import Prepared
 from diffusion_training.blocks import compute_in_float32, list_outer_blocks, list_segments
 from diffusion_training.families.base import Family, Prompts
 from diffusion_training.families.known import load_family
+from diffusion_training.families.lora_layers import COMMON, LAYERS
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.models import cast_weights, start_average
 from diffusion_training.training.lora.block_swap import BlockSwap
 from diffusion_training.training.lora.lora import add_lora
+from diffusion_training.training.lora.lora_settings import SETTINGS, LoraSettings
 from diffusion_training.training.lora.quantization import BLOCK, list_quantizable
 from diffusion_training.training.step.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.step.sharding import share_memory
@@ -176,7 +181,7 @@ SD3_MEDIUM = SD3_LARGE | {
     "dual_attention_layers": tuple(range(13)),
 }
 COSMOS_2B = {"num_attention_heads": 16, "extra_pos_embed_type": None, "rope_scale": (1.0, 4.0, 4.0)}
-RANK = 16
+RANKS = {settings.title: settings.rank for settings in SETTINGS.values()}
 CARDS = (8, 12, 16, 24, 48, 80)  # GB as they are sold, which are 2**30 bytes
 
 
@@ -271,7 +276,7 @@ class Way:
     """A way to train. name: its column in the tables."""
 
     name: str
-    rank: int | None = None
+    is_lora: bool = False
     mixed_precision: str = "bf16"
     gradient_checkpointing: bool = True
     optimizer: str = "adamw"
@@ -285,7 +290,7 @@ class Way:
     @property
     def precision(self) -> str:
         """That of the weights, as of --mixed_precision."""
-        return self.mixed_precision if self.rank or self.full_bf16 else "no"
+        return self.mixed_precision if self.is_lora or self.full_bf16 else "no"
 
 
 FULL = (
@@ -305,14 +310,14 @@ FULL = (
     ),
 )
 LORA = (
-    Way("float32", RANK, mixed_precision="no", gradient_checkpointing=False),
-    Way("bf16", RANK, gradient_checkpointing=False),
-    Way("bf16, GC", RANK),
-    Way("bf16, GC, int8", RANK, base_precision="int8"),
-    Way("bf16, GC, nf4", RANK, base_precision="nf4"),
-    Way("bf16, swap", RANK, swaps_blocks=True),
-    Way("bf16, GC, nf4, half the side", RANK, base_precision="nf4", half_side=True),
-    Way("bf16, swap, half the side", RANK, swaps_blocks=True, half_side=True),
+    Way("float32", is_lora=True, mixed_precision="no", gradient_checkpointing=False),
+    Way("bf16", is_lora=True, gradient_checkpointing=False),
+    Way("bf16, GC", is_lora=True),
+    Way("bf16, GC, int8", is_lora=True, base_precision="int8"),
+    Way("bf16, GC, nf4", is_lora=True, base_precision="nf4"),
+    Way("bf16, swap", is_lora=True, swaps_blocks=True),
+    Way("bf16, GC, nf4, half the side", is_lora=True, base_precision="nf4", half_side=True),
+    Way("bf16, swap, half the side", is_lora=True, swaps_blocks=True, half_side=True),
 )
 SHARDED = tuple(Way(f"{number} GPUs", num_processes=number) for number in (2, 4, 8))
 # Models of the last tables and their resolutions; the files are for train_unconditional.py.
@@ -428,14 +433,14 @@ class Tokens(Family):
         return from_sequence(output.sample, noisy).float()
 
 
-class Klein(Tokens, Recorded):
-    """FLUX.2 klein, with the layers that a LoRA of a recorded pipeline has."""
+class Klein(Tokens):
+    """FLUX.2 klein, whose cache holds the embeddings of padding as well."""
+
+    ragged = False
 
 
-class QwenImage(Klein):
+class QwenImage(Tokens):
     """Qwen-Image, which gets the shape of an image in place of its tokens' places."""
-
-    ragged = True
 
     def predict(
         self, model: torch.nn.Module, noisy: torch.Tensor, times: torch.Tensor, prompts: Prompts
@@ -581,23 +586,28 @@ def count_numbers(module: torch.nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
-def prepare_lora(model: Published, denoiser: Any, mixed_precision: str) -> None:
-    """Add the adapter of --rank 16 to the attention layers."""
+def prepare_lora(name: str, denoiser: Any, mixed_precision: str) -> None:
+    """Add the adapter of a LoRA, with the model's usual rank and layers."""
+    which = LAYERS.get(type(denoiser).__name__, COMMON).default
     flags = argparse.Namespace(
-        rank=RANK,
+        rank=RANKS.get(name, LoraSettings._field_defaults["rank"]),
         lora_type="lora",
         lora_alpha=None,
-        lora_layers="attention",
+        lora_layers=which,
         lora_dropout=0.0,
         use_dora=False,
     )
-    layers = find_family(model.family).choose_layers(denoiser, "attention")
+    family = find_family(MODELS[name].family)
+    if MODELS[name].family in RECORDED:  # trainers record it from its pipeline
+        layers = Recorded.choose_layers(family, denoiser, which)
+    else:
+        layers = family.choose_layers(denoiser, which)
     dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
     add_lora(denoiser, layers, "", dtype, flags)
 
 
 @functools.lru_cache(maxsize=3)
-def prepare_denoiser(name: str, rank: int | None, precision: str) -> Any:
+def prepare_denoiser(name: str, is_lora: bool, precision: str) -> Any:
     """Make a model without weights, with the adapter of a LoRA. Don't change it: it is kept.
 
     precision: of the weights, see `Way.precision`.
@@ -605,8 +615,8 @@ def prepare_denoiser(name: str, rank: int | None, precision: str) -> Any:
     model = MODELS[name]
     with init_empty_weights(include_buffers=False):
         denoiser = make_denoiser(model)
-        if rank:
-            prepare_lora(model, denoiser, precision)
+        if is_lora:
+            prepare_lora(name, denoiser, precision)
         elif precision == "bf16":
             cast_weights(denoiser, torch.bfloat16, trained=True)
     return denoiser
@@ -625,13 +635,13 @@ def count_held(name: str, way: Way) -> dict[str, int]:
 
 @functools.cache
 def count_held_in(name: str, way: Way) -> dict[str, int]:
-    denoiser = prepare_denoiser(name, way.rank, way.precision)
+    denoiser = prepare_denoiser(name, way.is_lora, way.precision)
     with torch.device("meta"):
         layers = []
         if way.base_precision:
             layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
         if way.swaps_blocks:
-            denoiser = prepare_denoiser.__wrapped__(name, way.rank, way.mixed_precision)
+            denoiser = prepare_denoiser.__wrapped__(name, way.is_lora, way.mixed_precision)
             BlockSwap(denoiser, "all", torch.device("meta"))
         averaged = prepare_average(denoiser) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
@@ -733,10 +743,10 @@ def put_on_gpu(denoiser: Any) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def on_gpu(memory: PeakMemory, name: str, rank: int | None, precision: str) -> Iterator[Any]:
+def on_gpu(memory: PeakMemory, name: str, is_lora: bool, precision: str) -> Iterator[Any]:
     """The trained model with its weights on the GPU of `fake_gpu`, where `add_lora` would fail."""
     with unset_fake_temporarily(), torch.device("cpu"):
-        denoiser = prepare_denoiser(name, rank, precision)
+        denoiser = prepare_denoiser(name, is_lora, precision)
     weights = put_on_gpu(denoiser)
     for weight in weights.values():
         memory.note(weight.untyped_storage())
@@ -839,7 +849,7 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
 def count_activations(
     name: str,
     side: int,
-    rank: int | None,
+    is_lora: bool,
     mixed_precision: str,
     gradient_checkpointing: bool,
     images: int,
@@ -854,9 +864,9 @@ def count_activations(
     """
     model = MODELS[name]
     family = find_family(model.family)
-    with fake_gpu() as memory, on_gpu(memory, name, rank, precision) as denoiser:
+    with fake_gpu() as memory, on_gpu(memory, name, is_lora, precision) as denoiser:
         denoiser.train()
-        alike = isinstance(denoiser, UNet2DConditionModel) and not rank
+        alike = isinstance(denoiser, UNet2DConditionModel) and not is_lora
         blocks = Blocks(memory, alike)
         memory.peak = before = memory.held
         latents, times, prompts = make_inputs(model, denoiser.config, side, images)
@@ -873,7 +883,7 @@ def count_activations(
 
 @functools.cache
 def count_samples(
-    name: str, side: int, rank: int | None, precision: str = "bf16", cache_enabled: bool = True
+    name: str, side: int, is_lora: bool, precision: str = "bf16", cache_enabled: bool = True
 ) -> tuple[int, int]:
     """Count the bytes on the device while samples are drawn: (the VAE, the most activations).
 
@@ -882,7 +892,7 @@ def count_samples(
     model = MODELS[name]
     family = find_family(model.family)
     with fake_gpu() as memory, torch.no_grad():
-        with on_gpu(memory, name, rank, precision) as denoiser:
+        with on_gpu(memory, name, is_lora, precision) as denoiser:
             denoiser.eval()
             memory.peak = before = memory.held
             latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
@@ -901,7 +911,7 @@ def count_step(name: str, way: Way, images: int = 1) -> int:
     """Count all bytes of a training step with some images."""
     side = MODELS[name].side // (2 if way.half_side else 1)
     activations = count_activations(
-        name, side, way.rank, way.mixed_precision, way.gradient_checkpointing, images,
+        name, side, way.is_lora, way.mixed_precision, way.gradient_checkpointing, images,
         way.precision, way.num_processes == 1,
     )  # fmt: skip
     return sum(count_held(name, way).values()) + activations
@@ -911,8 +921,8 @@ def count_drawing(name: str, way: Way) -> int:
     """Count all bytes on the device while samples are drawn. Then there are no gradients."""
     held = count_held(name, way)
     side = MODELS[name].side // (2 if way.half_side else 1)
-    precision = "bf16" if way.rank else way.precision
-    drawing = count_samples(name, side, way.rank, precision, way.num_processes == 1)
+    precision = "bf16" if way.is_lora else way.precision
+    drawing = count_samples(name, side, way.is_lora, precision, way.num_processes == 1)
     return sum(held.values()) - held["gradients"] + sum(drawing)
 
 
@@ -1041,7 +1051,7 @@ def list_images(names: list[str]) -> Iterator[list[str]]:
 def list_samples(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         for side in (MODELS[name].side // 2, MODELS[name].side):
-            yield [name, str(side), *map(gigabytes, count_samples(name, side, RANK))]
+            yield [name, str(side), *map(gigabytes, count_samples(name, side, True))]
 
 
 def list_parts(names: list[str]) -> Iterator[list[str]]:
@@ -1064,7 +1074,7 @@ def list_disk(names: list[str]) -> Iterator[list[str]]:
             frozen = [make_vae(model), *make_encoders(model)]
             checkpoint, result = count_disk({"model": denoiser}, True, "adamw")
             small, _ = count_disk({"model": denoiser}, False, "adafactor")
-            prepare_lora(model, denoiser, "bf16")
+            prepare_lora(name, denoiser, "bf16")
             lora, _ = count_disk({"model": denoiser}, True, "adamw")
         embeds = prompts["prompt_embeds"].numel()
         if family.ragged and family.masked:

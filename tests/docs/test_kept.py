@@ -39,7 +39,7 @@ KEPT = {
         ["Cores for a GPU", "4.6 cores"],
     ],
     "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000 million images", "at 0.248"]],
-    "docs/memory.md": [["`sdxl_lora_12gb`", "6.5 (6.5)", "10.9 (9.1)"]],  # lora.md says 10.9
+    "docs/memory.md": [["`sdxl_lora_12gb`", "6.5 (6.5)", "10.9 (9.1)"]],  # lora.md: 11.2
     "README.md": [["`accelerate config default`", "once", "OMP_NUM_THREADS"]],
 }
 

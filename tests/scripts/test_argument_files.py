@@ -42,6 +42,7 @@ from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.latents import shared
 from diffusion_training.latents.reader import CachedLatents, choose_rows, load_cache
+from diffusion_training.training.lora.lora_settings import SETTINGS
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
 STILLS = ("wan21_1_3b_lora", "wan21_14b_lora", "wan22_5b_lora")  # named in docs/models.md
@@ -166,6 +167,26 @@ def test_a_recipe_says_why_for_each_of_its_flags(name):
     assert f"accelerate launch {script} @recipes/{name}.args" in lines[1]
     args = SCRIPTS[script].module.parse_args([f"@{RECIPES[name]}", f"--train_data_dir={ROOT}"])
     assert args.cache_images if script == "train_unconditional.py" else args.cache_latents
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "_lora_" in name])
+def test_a_recipe_of_a_lora_has_the_settings_of_its_model(name):
+    script, words = read_recipe(name)
+    args = SCRIPTS[script].module.parse_args([f"@{RECIPES[name]}", f"--train_data_dir={ROOT}"])
+    settings = SETTINGS[name.split("_lora_")[0]]
+    assert args.rank == settings.rank and args.lora_alpha == settings.alpha
+    assert args.lora_layers is None  # the default, which is that of the settings
+    assert args.learning_rate == settings.learning_rate
+    assert args.adam_weight_decay == settings.weight_decay
+    assert args.max_train_steps == settings.steps
+    assert args.total_batch_size == settings.images
+    assert settings.images % args.train_batch_size == 0
+    assert args.caption_dropout == settings.caption_dropout
+    if script == "train_flow.py":
+        assert (args.weighting_scheme, args.shift) == (settings.timesteps, settings.shift)
+    # the memory of a GPU decides about half the resolution and the precision of the base
+    side = int(find_flag(words, "--resolution") or settings.resolution)
+    assert side in (settings.resolution, settings.resolution // 2)
 
 
 def test_memory_md_names_every_recipe_where_its_flags_fit():
