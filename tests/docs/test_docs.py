@@ -218,6 +218,26 @@ def test_the_workflow_runs_the_first_commands_of_the_readme():
         assert command in workflow, command
 
 
+# `accelerate launch` without a number of processes: the command of diffusers' model cards
+ANSWERED = "accelerate launch train_unconditional.py --mixed_precision bf16"
+
+
+def test_one_device_starts_by_python_and_several_by_the_launcher():
+    """Pages, docstrings, configs and the notebook; tests of the recipes hold the recipes' heads."""
+    several = "--num_processes", "--multi_gpu", "--config_file"
+    files = [ROOT / page for page in PAGES]
+    folders = ("minimal", "benchmarks", "examples", "accelerate_configs")
+    for pattern in ("*.py", *(f"{folder}/*.*" for folder in folders)):
+        files += ROOT.glob(pattern)
+    count = 0
+    for path in files:
+        text = re.sub(r"\\+(\\n\",)?\n", " ", path.read_text())  # one command, one line
+        for command in re.findall(r"accelerate launch [^\n`]*(?:\.py\b|-m )[^\n`]*", text):
+            count += 1
+            assert command == ANSWERED or any(each in command for each in several), (path, command)
+    assert count > 10
+
+
 def test_every_path_and_name_in_agents_exists():
     text = (ROOT / "AGENTS.md").read_text()
     quoted = " ".join(re.findall(r"`([^`\n]+)`", text))

@@ -40,7 +40,10 @@ KEPT = {
     ],
     "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000 million images", "at 0.248"]],
     "docs/memory.md": [["`sdxl_lora_12gb`", "6.5 (6.5)", "10.9 (9.1)"]],  # lora.md says 10.9
-    "README.md": [["`accelerate config default`", "once", "OMP_NUM_THREADS"]],
+    # the command of diffusers' model card, and what it needs
+    "README.md": [
+        ["`accelerate launch train_unconditional.py --mixed_precision bf16`", "`accelerate config`"]
+    ],
 }
 
 
