@@ -27,7 +27,7 @@ BLOCK = r"(?:<!-- needs: (\w+) -->\n)?```(bash|python)\n(.*?)```"
 SHORT = {
     "train_unconditional.py": "--max_train_steps 2 --ddpm_num_inference_steps 1 "
     "--eval_batch_size 1 --report_to none "
-    "--find_lr_steps 10 --mixed_precision no --dataloader_num_workers 0",
+    "--mixed_precision no --dataloader_num_workers 0",
     "train_text_to_image.py": "--max_train_steps 2 --num_inference_steps 1 "
     "--num_validation_images 1 --report_to none",
     "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 "
@@ -93,6 +93,8 @@ def run(words, folder, inputs):
     script, flags = find_script(words)
     if words[:2] == ["ACCELERATE_USE_CPU=true", "accelerate"] or script in SHORT:
         flags = flags + shlex.split(SHORT[script])
+        if "--find_lr" in flags:
+            flags += ["--find_lr_steps", "10"]
         if "--holdout" in flags:
             flags += ["--holdout", "4" if "--posthoc_ema" in flags else "32"]
         if "path/to/images" in flags:
