@@ -1,7 +1,7 @@
 """Write a caption for each image, with a model that describes images.
 
-    accelerate launch caption_images.py     # the demo: a tiny model describes drawings of ducks
-    accelerate launch caption_images.py --train_data_dir photos --mixed_precision bf16 \\
+    python caption_images.py     # the demo: a tiny model describes drawings of ducks
+    python caption_images.py --train_data_dir photos --mixed_precision bf16 \\
         --pretrained_model_name_or_path Qwen/Qwen3-VL-8B-Instruct --trigger "sks dog"
 
 Input: a folder of images, parquet files, or a data set on the hub; and a model of transformers that

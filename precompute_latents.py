@@ -1,6 +1,6 @@
 """Cache a data set for training: images -> VAE latents, captions -> text embeddings.
 
-    accelerate launch precompute_latents.py     # the demo: drawings of animals, seconds on a CPU
+    python precompute_latents.py     # the demo: drawings of animals, seconds on a CPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml precompute_latents.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
         --train_data_dir photos --resolution 512 --center_crop --output_dir latents-photos

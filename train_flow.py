@@ -1,7 +1,7 @@
 """Train a flow-matching transformer, or a LoRA for one: captioned images -> a diffusers pipeline.
 
     # the demo: digits by name
-    accelerate launch precompute_latents.py --model_family prx && accelerate launch train_flow.py
+    python precompute_latents.py --model_family prx && python train_flow.py
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_flow.py \\
         --latents_dir latents-photos --pretrained_model_name_or_path Photoroom/prx-256-t2i \\
         --transformer_config_name_or_path configs/prx_163m.json \\

@@ -1,9 +1,9 @@
 """Train the U-Net of Stable Diffusion (XL), or a LoRA for it: images and captions -> a pipeline.
 
     # the demo: a model of drawings learns eight animals
-    accelerate launch precompute_latents.py && accelerate launch train_text_to_image.py
+    python precompute_latents.py && python train_text_to_image.py
     # the demo of a LoRA: the model learns a duck
-    accelerate launch train_text_to_image.py --rank 16
+    python train_text_to_image.py --rank 16
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_text_to_image.py \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5 \\
         --latents_dir latents-photos --validation_prompts "a red bicycle" --output_dir sd-photos

@@ -1,6 +1,6 @@
 """Train an unconditional diffusion model: images -> a diffusers DDPM or DDIM pipeline.
 
-    accelerate launch train_unconditional.py     # the demo: handwritten digits, minutes on a CPU
+    python train_unconditional.py     # the demo: handwritten digits, minutes on a CPU
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_unconditional.py \\
         --train_data_dir photos --resolution 64 --random_flip --output_dir ddpm-photos
 

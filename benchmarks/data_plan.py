@@ -47,6 +47,9 @@ MEASURED = {
     "driver's CPU, ms a shard, cache": Measured(0.66, "driver.py", "| cache | 100,000 |", 3),
     "MiB of the driver, downloads": Measured(555, "driver.py", "| downloads | 100,000 |", 6),
     "MiB of the driver, cache": Measured(1321, "driver.py", "| cache | 100,000 |", 6),
+    "images/s of a training step, H200, 512 px": Measured(
+        101.9, "gpu.py", "| `train_text_to_image.py`, from a cache, with EMA |", 1
+    ),
     "MiB at 3,000 shards, downloads": Measured(554, "driver.py", "| downloads | 3,000 |", 6),
     "MiB at 3,000 shards, cache": Measured(1023, "driver.py", "| cache | 3,000 |", 6),
 }
@@ -239,6 +242,14 @@ def main(argv=None):
             f"{GUIDE_TRAINED:.0e} images, dollars",
             f"{GUIDE_DOLLARS:,.0f}: pre-training, {GUIDE_GPU_HOURS:,} hours of an A100",
             f"{hours * cache.price:,.0f}: the cache, {hours * cache.gpus:,.0f} hours of a GPU",
+        ]
+    )
+    speed = MEASURED["images/s of a training step, H200, 512 px"].value
+    rows.append(
+        [
+            f"{GUIDE_TRAINED:.0e} images, once, hours",
+            f"{GUIDE_GPU_HOURS:,} of an A100, with all phases",
+            f"{GUIDE_TRAINED / speed / 3600:,.0f} of an H200 at 512 px, at {speed} images/s",
         ]
     )
     bench.show("Beside the guide", ["", "the guide", "this plan"], rows)

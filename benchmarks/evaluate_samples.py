@@ -1,7 +1,7 @@
 """How good are a pipeline's samples? FID, KID and CLIP score, with intervals.
 
-    accelerate launch benchmarks/evaluate_samples.py ddpm-mine --num_samples 5000
-    accelerate launch benchmarks/evaluate_samples.py sd-mine --real path/to/images \\
+    python benchmarks/evaluate_samples.py ddpm-mine --num_samples 5000
+    python benchmarks/evaluate_samples.py sd-mine --real path/to/images \\
         --clip openai/clip-vit-large-patch14
     # the demo, without a network
     python benchmarks/evaluate_samples.py ddpm-digits --feature_extractor digits

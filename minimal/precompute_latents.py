@@ -9,7 +9,7 @@
 """Encode images and captions into a latent cache: precompute_latents.py in one short file.
 
     uv run minimal/precompute_latents.py       # the demo: drawings of animals, seconds on a CPU
-    accelerate launch minimal/precompute_latents.py --train_data_dir photos --center_crop \\
+    python minimal/precompute_latents.py --train_data_dir photos --center_crop \\
         --pretrained_model_name_or_path my-pipeline --output_dir latents-photos
 
 The cache is a data set that `datasets.load_from_disk` opens. train_text_to_image.py and its twin

@@ -8,9 +8,9 @@
 # ///
 """Train a flow-matching transformer (PRX) on a latent cache: train_flow.py in one short file.
 
-    accelerate launch precompute_latents.py --model_family prx    # the cache of the demo: digits
+    python precompute_latents.py --model_family prx    # the cache of the demo: digits
     uv run minimal/train_flow.py                                  # the demo, minutes on a CPU
-    accelerate launch minimal/train_flow.py --latents_dir latents-photos --max_train_steps 100000 \\
+    python minimal/train_flow.py --latents_dir latents-photos --max_train_steps 100000 \\
         --pretrained_model_name_or_path Photoroom/prx-256-t2i
 
 At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big

@@ -9,7 +9,7 @@
 
     uv run minimal/precompute_latents.py         # makes the cache of the demo: drawings of animals
     uv run minimal/train_text_to_image.py        # the demo, minutes on a CPU
-    accelerate launch minimal/train_text_to_image.py --latents_dir latents-photos \\
+    python minimal/train_text_to_image.py --latents_dir latents-photos \\
         --pretrained_model_name_or_path my-pipeline --max_train_steps 10000 \\
         --validation_prompts "a red bicycle" "a blue bicycle"
 

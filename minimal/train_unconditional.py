@@ -9,7 +9,7 @@
 """Train an unconditional diffusion model on images: train_unconditional.py in one short file.
 
     uv run minimal/train_unconditional.py      # the demo: handwritten digits, minutes on a CPU
-    accelerate launch minimal/train_unconditional.py --train_data_dir photos \\
+    python minimal/train_unconditional.py --train_data_dir photos \\
         --model_config_name_or_path configs/unet_64.json --max_train_steps 100000
 
 At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big

@@ -30,6 +30,9 @@ def test_data_plan_matches_the_cluster_page(capsys):
     page = (ROOT / "docs/cluster.md").read_text().split("## What a large run takes")[1]
     kept = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(kept) > 8 and [row for row in kept if row not in rows] == []
+    (training,) = [row for row in rows if row.startswith("| 2e+09 images, once, hours |")]
+    hours = re.search(r"takes ([\d,]+) hours of an H200", page)[1]
+    assert f"| {hours} of an H200" in training
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ BLOCK = r"(?:<!-- needs: (\w+) -->\n)?```(bash|python)\n(.*?)```"
 SHORT = {
     "train_unconditional.py": "--max_train_steps 2 --ddpm_num_inference_steps 1 "
     "--eval_batch_size 1 --report_to none "
-    "--find_lr_steps 10 --mixed_precision no --dataloader_num_workers 0",
+    "--mixed_precision no --dataloader_num_workers 0",
     "train_text_to_image.py": "--max_train_steps 2 --num_inference_steps 1 "
     "--num_validation_images 1 --report_to none",
     "train_flow.py": "--max_train_steps 2 --num_inference_steps 1 "
@@ -93,6 +93,8 @@ def run(words, folder, inputs):
     script, flags = find_script(words)
     if words[:2] == ["ACCELERATE_USE_CPU=true", "accelerate"] or script in SHORT:
         flags = flags + shlex.split(SHORT[script])
+        if "--find_lr" in flags:
+            flags += ["--find_lr_steps", "10"]
         if "--holdout" in flags:
             flags += ["--holdout", "4" if "--posthoc_ema" in flags else "32"]
         if "path/to/images" in flags:
@@ -216,6 +218,26 @@ def test_the_workflow_runs_the_first_commands_of_the_readme():
     assert len(first) == len(with_pip) == 2
     for command in (*first, *with_pip, for_cpu):
         assert command in workflow, command
+
+
+# `accelerate launch` without a number of processes: the command of diffusers' model cards
+ANSWERED = "accelerate launch train_unconditional.py --mixed_precision bf16"
+
+
+def test_one_device_starts_by_python_and_several_by_the_launcher():
+    """Pages, docstrings, configs and the notebook; tests of the recipes hold the recipes' heads."""
+    several = "--num_processes", "--multi_gpu", "--config_file"
+    files = [ROOT / page for page in PAGES]
+    folders = ("minimal", "benchmarks", "examples", "accelerate_configs")
+    for pattern in ("*.py", *(f"{folder}/*.*" for folder in folders)):
+        files += ROOT.glob(pattern)
+    count = 0
+    for path in files:
+        text = re.sub(r"\\+(\\n\",)?\n", " ", path.read_text())  # one command, one line
+        for command in re.findall(r"accelerate launch [^\n`]*(?:\.py\b|-m )[^\n`]*", text):
+            count += 1
+            assert command == ANSWERED or any(each in command for each in several), (path, command)
+    assert count > 10
 
 
 def test_every_path_and_name_in_agents_exists():

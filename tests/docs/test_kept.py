@@ -27,20 +27,34 @@ KEPT = {
         ["mixed precision", "halves", "10 to 40 %"],
         ["rise from 1e-7 to 1", "a tenth of"],
         ["`--scale_lr auto --base_batch_size 64`", "linearly up to 512"],
+        ["one device", "small size", "`--max_train_samples 1000`"],  # the guides: start simple
+        ["twice the side", "four times", "181 MB at 64 px", "2,895 MB at 256 px"],
+        ["256 px on 40 GB", "512 px on 80 GB"],
+        ["| images | side, px | steps | epochs | hours, RTX 4090 | hours, H100 |"],
     ],
     "docs/benchmarks.md": [
         ["Sampling steps", "quality.py sampling"],
         ["1,000", "50.8 (26.4 to 80.2)", "57.3 (37.3 to 81.4)"],
         ["bf16 against float32", "FID"],
+        ["Two processes (DDP)", "0.96 (0.91 to 1.01)"],  # the only figure of DDP
+        ["CUDA stream of their own (0.999)", "`cudnn.benchmark`"],
     ],
     "docs/cluster.md": [
         ["`accelerate config`", "No distributed training", "DeepSpeed", "traceback"],
         ["images", "2,000,000,000"],
         ["Cores for a GPU", "4.6 cores"],
+        ["`torchrun --nproc_per_node=4 train_unconditional.py`"],
+        ["fewer", "`ray start --head --num-cpus 8`"],  # in place of a flag of the Ray script
+        ["Training", "5,452 hours of an H200"],  # beside the guide's hours of an A100
     ],
+    # the guides' picture of the flow
+    "docs/data.md": [["URLs", "shards", "latent cache", "a trainer", "pipeline or LoRA"]],
     "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000 million images", "at 0.248"]],
     "docs/memory.md": [["`sdxl_lora_12gb`", "6.5 (6.5)", "10.9 (9.1)"]],  # lora.md: 11.2
-    "README.md": [["`accelerate config default`", "once", "OMP_NUM_THREADS"]],
+    # the command of diffusers' model card, and what it needs
+    "README.md": [
+        ["`accelerate launch train_unconditional.py --mixed_precision bf16`", "`accelerate config`"]
+    ],
 }
 
 

@@ -21,7 +21,9 @@ train = Script("train_unconditional")
 precompute = Script("precompute_latents")
 TEXT = (ROOT / "docs/training.md").read_text()
 U_NETS = re.findall(r"^\| \[unet_(\d+)\.json\].*?\| ([\d,]+) \| ([\d.]+) \| (\d+) \|$", TEXT, re.M)
-STEPS = re.findall(r"^\| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", TEXT, re.M)
+STEPS = re.findall(
+    r"^\| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.M
+)
 
 
 def integer(text):
@@ -69,6 +71,15 @@ def test_documented_batches_are_those_that_fit():
         for card, batch in zip(cards, cells.split(" | "), strict=True):
             room = 0.9 * card * 2**30 - 20 * integer(weights)
             assert int(batch) == pytest.approx(room / int(image) / 1e6, rel=0.02, abs=1)
+
+
+def test_documented_batches_of_larger_images_follow_from_the_pixels():
+    said = r"unet_256 takes (\d+) images of 256 px on (\d+) GB, and (\d+) of 512 px on (\d+) GB"
+    images, one, larger, other = map(int, re.search(said, " ".join(TEXT.split())).groups())
+    _, weights, _, image = U_NETS[-1]
+    for batch, card, factor in ((images, one, 1), (larger, other, 4)):
+        room = 0.9 * card * 2**30 - 20 * integer(weights)
+        assert batch == int(room / (factor * int(image) * 1e6))
 
 
 def test_the_default_unet_equals_unet_256_json():
@@ -139,9 +150,14 @@ def test_the_trainer_holds_five_numbers_per_weight_in_a_step(tmp_path, monkeypat
         assert (moments, grads, averaged) == (2 * weights, weights, weights)
 
 
-@pytest.mark.parametrize("images, side, steps, epochs", STEPS)
-def test_documented_steps_equal_epochs_times_steps_per_epoch(images, side, steps, epochs):
+@pytest.mark.parametrize("images, side, steps, epochs, one, other", STEPS)
+def test_documented_steps_equal_epochs_times_steps_per_epoch(
+    images, side, steps, epochs, one, other
+):
     images, steps, epochs = map(integer, (images, steps, epochs))
+    (row,) = re.findall(rf"^\| unet_{side} \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \|$", TEXT, re.M)
+    for hours, of_500000 in zip((one, other), row, strict=True):
+        assert float(hours) == pytest.approx(float(of_500000) * steps / 500_000, abs=0.051)
     of_one = math.ceil(images / 64)
     assert epochs == round(steps / of_one)
     start = {"global_step": 0, "data_step": 0, "images_seen": 0}
