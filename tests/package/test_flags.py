@@ -122,7 +122,10 @@ def test_each_flag_that_needs_another_says_so(script, capsys):
         values = {}
         for condition in conditions:
             known = [each for each in condition.split(" or ") if parser.knows(each)]
-            assert known, f"{script} has no flag of {condition!r}"
+            if not known:  # a flag of another trainer, such as --output_kohya_format
+                flags = (ROOT / "docs/flags.md").read_text()
+                assert f"`{condition.split()[0]}`" in flags, condition
+                continue
             action = actions[known[0].split(" ")[0]]
             values |= satisfy(action.needs) | {action.dest: choose_value(action, known[0])}
         return values
