@@ -38,6 +38,7 @@ def add_storage_flags(add: Add) -> None:
         help="if --latents_dir is an address (s3://...): local folder for copies of the cache's "
         "files (shards)",
         needs="--latents_dir *://*",
+        strict=False,
     )
     add(
         "--shards_size",
@@ -45,6 +46,7 @@ def add_storage_flags(add: Add) -> None:
         default=10**11,
         help="maximum size of --shards_dir, such as 50GB (default: 100GB)",
         needs="--latents_dir *://*",
+        strict=False,
     )
     add(
         "--shuffle_shards",

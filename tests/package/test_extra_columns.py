@@ -31,7 +31,7 @@ def cached(tmp_path, monkeypatch):
 
     monkeypatch.setattr(precompute.module, "encode", encode_more)
     flags = [f"--train_data_dir={tmp_path / 'images'}", f"--pretrained_model_name_or_path={models}"]
-    precompute(*precompute.flags(tmp_path / "cache", *flags, "--center_crop"))
+    precompute(*precompute.flags(tmp_path / "cache", *flags, "--center_crop", "--random_flip"))
     return tmp_path / "cache"
 
 

@@ -478,8 +478,10 @@ def adapt_gated(layers, configs=None, **flags):
     block |= {"up": torch.nn.Linear(8, 9)}
     model = torch.nn.ModuleList(torch.nn.ModuleDict(copy.deepcopy(block)) for _ in range(2))
     launch = SimpleNamespace(accelerator=SimpleNamespace(print=print), dtype=torch.float32)
+    launch.compile, launch.device = None, torch.device("cpu")
     given = {"rank": 2, "lora_alpha": None, "lora_type": "lora", "use_dora": False}
-    given |= {"lora_dropout": 0.0, "network_weights": None, "blocks_to_swap": None} | flags
+    given |= {"lora_dropout": 0.0, "network_weights": None, "blocks_to_swap": None}
+    given |= {"base_precision": None, "fit": None} | flags
     args = argparse.Namespace(**given, lora_layers=layers)
     adapt_denoiser(model, SimpleNamespace(family=Gated()), "base", configs, launch, args)
     return model

@@ -52,7 +52,7 @@ def test_a_run_writes_run_args_and_removes_old_samples_and_best(tmp_path, args):
         "--random_flip",
         "--no-use_ema",
         "--tracker_project_name=it's a # test",
-        "--lr_power=0.30000000000000004",
+        "--learning_rate=0.30000000000000004",
     ]
     assert use_folder(args(*flags)) is None
     path = tmp_path / "out/run.args"

@@ -351,7 +351,7 @@ def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data):
     error = train.refused(*train_flags(tmp_path, models), *both)
     assert "features ['ragged latents'] -> ['ragged latents', 'masks']" in error
     both = ["--use_aspect_ratio_buckets", "--latents_dir", str(tmp_path / "cache")]
-    assert "--bucket_step does nothing with --latents_dir" in train.refused(
+    assert "--use_aspect_ratio_buckets does nothing with --latents_dir" in train.refused(
         *train_flags(tmp_path, models), *both, status=2
     )
     args = precompute_latents.parse_args([

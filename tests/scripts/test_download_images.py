@@ -1011,7 +1011,7 @@ def test_the_demo_downloads_digits_from_a_server_on_this_machine(digits, monkeyp
     monkeypatch.setattr(script, "run_items", run_items_without_ray)
     download("--limit", "60")  # the server has the same address again
     printed = capsys.readouterr().out
-    assert "python download_images.py --input http://127.0.0.1:8747/digits.csv" in printed
+    assert "download_images.py --input http://127.0.0.1:8747/digits.csv" in printed
     assert "Next: python precompute_latents.py --train_data_dir images-dig" in printed
     with contextlib.closing(socket.create_server(("127.0.0.1", 8747))):  # it has ended
         assert "the demo's server can't be started" in download.refused("--limit", "60")

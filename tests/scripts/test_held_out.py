@@ -148,7 +148,7 @@ def test_signal_interrupts_the_held_out_loss(tmp_path, flags, monkeypatch):
 
 def test_progress_bar_and_card_show_the_held_out_loss(tmp_path, flags, capfd):
     train(*flags, "--max_train_steps=4")
-    assert "held out" in capfd.readouterr().err
+    assert ", held out " in capfd.readouterr().out
     last = held_out(tmp_path / "out")[-1]
     card = (tmp_path / "out/README.md").read_text()
     for name in ("held_out_loss", "held_out_loss_ema", "held_out_loss_t0.1", "held_out_loss_t0.9"):

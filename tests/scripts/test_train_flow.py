@@ -784,7 +784,7 @@ def test_prx_card_loads_the_trained_lora(tmp_path, cached, monkeypatch, kind):
     adapter = load_file(path)
     layers = {key.partition(f".{kind}_")[0] for key in adapter}
     before = PRXTransformer2DModel.from_pretrained(base / "transformer")
-    ends = ("img_qkv_proj", "txt_kv_proj", "to_out.0")
+    ends = ("img_qkv_proj", "txt_kv_proj", "to_out.0", "gate_proj", "up_proj", "down_proj")
     assert layers == {f"transformer.{n}" for n, _ in before.named_modules() if n.endswith(ends)}
     trained = peft.PeftModel.from_pretrained(before, tmp_path / "new/checkpoint-4/transformer_ema")
     inputs = torch.randn(1, 4, 8, 8), torch.tensor([0.5]), torch.randn(1, 5, 32)

@@ -290,7 +290,7 @@ def test_accelerate_configs_launch(name, tmp_path, flags):
     config += ["--num_processes", "2", "--main_process_port", "0"] if name == "multi_gpu" else []
     run = launch(*config, "train_unconditional.py", *flags, "--checkpointing_steps=2", env=env)
     assert run.returncode == 0, run.stderr
-    assert re.search(r"\d+/\d \[.*, loss [\d.]+, waiting \d+%, [\d.]+ img/s", run.stderr)
+    assert re.search(r"Step \d of \d: .*, loss [\d.]+, waiting \d+%, [\d.]+ img/s", run.stdout)
     state = json.loads((tmp_path / "out/checkpoint-2/trainer_state.json").read_text())
     assert state["settings"]["num_processes"] == (2 if name == "multi_gpu" else 1)
     assert len(metrics(tmp_path / "out")) == (3 if name == "multi_gpu" else 6)
