@@ -238,7 +238,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_training_args(parser, args)
     check_timesteps(parser, args)
     check_lora_args(parser, args)
-    if args.guidance_scale == 1 and "guidance_scale" in parser.own:
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and args.guidance_scale == 1 and "guidance_scale" in parser.own:
         print(
             "--guidance_scale 1 draws samples without guidance. The flag of this name in "
             "sd-scripts, for training FLUX.1-dev, is --embedded_guidance_scale here"
@@ -449,6 +450,7 @@ def compute_loss(
     sigmas = draw_sigmas(args, len(images), images.device)
     shift = shift_for_size(*images.shape[2:])
     sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
+    # the levels that --min_timestep and --max_timestep leave
     low, high = args.min_timestep / 1000, args.max_timestep / 1000
     sigmas = low + (high - low) * sigmas
     # In float32: bfloat16 would round the sigmas to 8 bits.

@@ -21,7 +21,7 @@ loaded:
 10. The largest batches of U-Nets for `train_unconditional.py`.
 
 A LoRA has the layers that --lora_layers chooses by default, and the rank of
-diffusion_training/training/lora/lora_settings.py, or 16 where that file has no model.
+diffusion_training/families/lora_settings.py, or 16 where that file has no model.
 
 Weights, gradients, moments and EMA weights are counted by the code that prints them before step 1.
 Activations are counted in a forward pass under autocast, on a simulated GPU, with tensors that have
@@ -65,11 +65,11 @@ from diffusion_training.blocks import compute_in_float32, list_outer_blocks, lis
 from diffusion_training.families.base import Family, Prompts
 from diffusion_training.families.known import load_family
 from diffusion_training.families.lora_layers import COMMON, LAYERS
+from diffusion_training.families.lora_settings import SETTINGS, LoraSettings
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.models import cast_weights, start_average
 from diffusion_training.training.lora.block_swap import BlockSwap
 from diffusion_training.training.lora.lora import add_lora
-from diffusion_training.training.lora.lora_settings import SETTINGS, LoraSettings
 from diffusion_training.training.lora.quantization import BLOCK, list_quantizable
 from diffusion_training.training.step.costs import count_disk, count_flops, count_memory
 from diffusion_training.training.step.sharding import share_memory

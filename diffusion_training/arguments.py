@@ -21,14 +21,14 @@ from diffusion_training.errors.printing import hide_secrets, note_secrets, short
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
-# flags that people know from other programs, and what they are called here
-OTHER_PROGRAMS = Path(__file__).with_name("other_programs.tsv")
 SWITCHED_ON = SWITCH | {"default": True}  # the same, for a flag that is on by default
 # in a file of flags: a string or an escaped character, or what a shell leaves out
-PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
 SKIPPED = re.compile(
     r"""(?P<kept>'[^']*'|"(?:\\.|[^"\\])*"|\\[^\r\n])|\\\r?\n|(?<!\S)\#[^\r\n]*""", re.DOTALL
 )
+# flags that people know from other programs, and what they are called here
+OTHER_PROGRAMS = Path(__file__).with_name("other_programs.tsv")
+PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
 
 
 def clean_path(text: str) -> str:

@@ -128,9 +128,7 @@ def place_decoder(vae: Any, device: torch.device) -> None:
         nonlocal fits
         held: Any = find()
         given = [latents, *(each for each in further if each is not None)]
-        options["return_dict"] = (
-            False  # others, such as Stable Diffusion's generator, are passed on
-        )
+        options["return_dict"] = False
         if fits:
             with contextlib.suppress(torch.OutOfMemoryError):
                 return decode_rows(held, *given, **options)

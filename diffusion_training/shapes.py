@@ -1,6 +1,5 @@
 """Check a model's shapes, and which weights it uses, without computing anything."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ def check_shapes(
     name: str,
     shape: Sequence[int],
     condition: dict[str, torch.Tensor],
-) -> "CheckedCall":
+) -> CheckedCall:
     """Check that models predict an image of `shape` [C, H, W] from one of the same shape.
 
     It calls them on the meta device, without weights. name: the model's name in messages.
@@ -37,10 +36,12 @@ def check_shapes(
     def note(model: torch.nn.Module, args: Any, options: Any) -> None:
         inputs.update(name_inputs(model, args, options))
 
-    on_meta = torch.device("meta"), torch.enable_grad(), no_init_weights()
-    with contextlib.ExitStack() as stack:
-        for context in (*on_meta, explained(f"{name} can't be trained here")):
-            stack.enter_context(context)
+    with (
+        torch.device("meta"),
+        torch.enable_grad(),
+        no_init_weights(),
+        explained(f"{name} can't be trained here"),
+    ):
         empty = {key: type(model).from_config(model.config) for key, model in models.items()}
         for model in empty.values():
             model.register_forward_pre_hook(note, with_kwargs=True)

@@ -25,7 +25,7 @@ from diffusion_training.training.records import Records
 from diffusion_training.training.run_folder import RunFolder, end_run
 from diffusion_training.training.scores.metrics import Draw, Metrics, Read, join_records
 from diffusion_training.training.showing.card import save_model_card
-from diffusion_training.training.showing.pipelines import name_copy, name_readers
+from diffusion_training.training.showing.pipelines import advise_copy, name_readers
 from diffusion_training.training.showing.report import DescribeModel, save_report
 from diffusion_training.training.showing.samples import samples_path
 from diffusion_training.training.state import TrainState
@@ -224,6 +224,6 @@ class Results:
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {self.name}"
-        if copied := name_copy(args, for_unet):
+        if copied := advise_copy(args, for_unet):
             done += f". {copied}"
         end_run(self.launch, self.run, done, self.files, args)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from diffusion_training.families.lora_layers import LAYERS  # noqa: E402
-from diffusion_training.training.lora.lora_settings import SETTINGS, SOURCES  # noqa: E402
+from diffusion_training.families.lora_settings import SETTINGS, SOURCES  # noqa: E402
 
 FIGURE = re.compile(r"(?<=<!-- lora settings -->\n).*?(?=\n<!-- end -->)", re.S)
 WIDTH = 120

@@ -70,7 +70,6 @@ def list_files():
         path
         for path in [*sorted(ROOT.glob("*.py")), *package]
         if ROOT / "diffusion_training/families" not in path.parents
-        and path.name != "lora_settings.py"  # a table of models for the pages, which no script uses
     ]
 
 

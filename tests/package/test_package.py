@@ -275,7 +275,7 @@ COVERED = {
     "scripts/test_train_text_to_image.py --unet_config_name_or_path",
     "training.scores.distances": "benchmarks/test_evaluate_samples.py",
     "training.lora.lora_flags": "scripts/test_train_lora.py --rank",
-    "training.lora.lora_settings": "docs/test_lora_settings.py",
+    "families.lora_settings": "docs/test_lora_settings.py",
     "training.showing.metadata": "scripts/test_train_lora.py modelspec",
     "training.scores.metric_flags": "scripts/test_metrics.py",
     "training.step.flow_schedule": "scripts/test_flow_families.py choose_shift",

@@ -40,9 +40,9 @@ from PIL import Image
 
 from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.errors.sentences import in_one_sentence
+from diffusion_training.families.lora_settings import SETTINGS
 from diffusion_training.latents import shared
 from diffusion_training.latents.reader import CachedLatents, choose_rows, load_cache
-from diffusion_training.training.lora.lora_settings import SETTINGS
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
 STILLS = ("wan21_1_3b_lora", "wan21_14b_lora", "wan22_5b_lora")  # named in docs/models.md
@@ -168,7 +168,7 @@ def test_a_recipe_says_why_for_each_of_its_flags(name):
     script, _ = read_recipe(name)
     lines = RECIPES[name].read_text().splitlines()
     assert all(line.startswith("#") or re.match(r"--\S.*  # \w", line) for line in lines)
-    assert f"accelerate launch {script} @recipes/{name}.args" in lines[1]
+    assert f"python {script} @recipes/{name}.args" in lines[1]
     args = SCRIPTS[script].module.parse_args([f"@{RECIPES[name]}", f"--train_data_dir={ROOT}"])
     assert args.cache_images if script == "train_unconditional.py" else args.cache_latents
 

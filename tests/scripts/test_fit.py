@@ -14,7 +14,7 @@ from fake_device import forked
 
 from diffusion_training.training.step import fit
 from diffusion_training.training.step.fit import Estimate, choose_plan, list_plans, read_plan
-from diffusion_training.training.step.plans import MemoryPlan, Segment, Step
+from diffusion_training.training.step.plans import MemoryPlan, Segment, StepMemory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 precompute, FLOW = Script("precompute_latents"), Script("train_flow")
@@ -24,7 +24,7 @@ FILE = "pytorch_lora_weights.safetensors"
 def make_estimate(swappable=(), gradients=0):
     """Of four segments, whose attention is a third of their operations."""
     segments = [Segment(place, 0, 10, 0, 5, 100, 100, 120, 0, 30, 10) for place in range(4)]
-    return Estimate(Step(segments, 10, 0, gradients, 120), 1000, 0, 0, list(swappable))
+    return Estimate(StepMemory(segments, 10, 0, gradients, 120), 1000, 0, 0, list(swappable), 0)
 
 
 def test_the_fastest_plan_that_fits_is_chosen():

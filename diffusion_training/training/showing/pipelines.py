@@ -84,7 +84,7 @@ def name_second(args: Namespace) -> str:
     return f"{args.output_name or 'pytorch_lora_weights_kohya'}.safetensors"
 
 
-def name_copy(args: Namespace, for_unet: bool) -> str:
+def advise_copy(args: Namespace, for_unet: bool) -> str:
     """A sentence on which file of a LoRA to copy for ComfyUI, and under which name; or empty."""
     flags = vars(args)
     is_read = flags.get("output_kohya_format") if for_unet else not flags.get("use_dora")
@@ -93,7 +93,8 @@ def name_copy(args: Namespace, for_unet: bool) -> str:
     folder = Path(args.output_dir)
     file = name_second(args) if for_unet or args.output_name else "pytorch_lora_weights.safetensors"
     target = f"models/loras/{args.output_name or folder.resolve().name}.safetensors"
-    return f"For ComfyUI, copy {folder / file} to {target}"
+    where = "For ComfyUI" if for_unet else "For ComfyUI, if it knows the model"
+    return f"{where}, copy {folder / file} to {target}"
 
 
 def name_readers(args: Namespace, for_unet: bool) -> str:

@@ -3,7 +3,7 @@
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,18 +16,19 @@ from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import is_swapped, put_on_device
 from diffusion_training.training.step.costs import count_memory, count_trained
-from diffusion_training.training.step.plans import ALL, MemoryPlan, Meter, Step, record_step
+from diffusion_training.training.step.plans import ALL, MemoryPlan, Meter, StepMemory, record_step
 
 
 @dataclass(frozen=True)
 class Estimate:
     """The bytes that a run needs, as a function of its plan."""
 
-    step: Step
+    step: StepMemory
     held: int  # on the device at all times, if all that can be on the host is there
     prepared: int  # at the most while a batch is prepared, such as by text encoders
     drawn: int  # at the most while samples are drawn, without the VAE
     swappable: list[int]  # of each segment on the host
+    encoders: int  # what a cache would leave out of `held`
 
     def count_swapped(self, plan: MemoryPlan) -> tuple[int, int]:
         """Return the bytes of the swappable weights on (the device, the host)."""
@@ -190,7 +191,8 @@ def estimate_run(
         del sizes["gradients"]
     swaps = [model.block_swap for model in models.values() if is_swapped(model)]
     swappable = [size for swap in swaps for size in swap.list_sizes()]
-    return Estimate(step, sum(sizes.values()), needed, drawn, swappable)
+    held = sum(sizes.values())
+    return Estimate(step, held, needed, drawn, swappable, sizes["encoders"])
 
 
 def read_plan(described: str | None) -> MemoryPlan | None:
@@ -224,7 +226,8 @@ def describe_helps(estimate: Estimate, models: Models, args: Namespace) -> str:
     activations = estimate.step.count(ALL) - estimate.step.gradients
     helps["half the --resolution"] = count - 0.75 * max(0, activations)
     if not args.latents_dir and not args.cache_latents:
-        helps["--cache_latents cpu"] = count - estimate.prepared
+        cached = replace(estimate, held=estimate.held - estimate.encoders, prepared=0)
+        helps["--cache_latents cpu"] = cached.count(least)
     return ", ".join(
         f"{size / 1e9:.3g} GB with {name}" for name, size in helps.items() if size < count
     )

@@ -76,7 +76,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepMemory:
     """What a forward and a backward pass add to the memory."""
 
     segments: Sequence[Segment]
@@ -283,7 +283,7 @@ def record_step(
     compute: Callable[[], torch.Tensor],
     frees_gradients: bool = False,
     meter: Meter | None = None,
-) -> Step:
+) -> StepMemory:
     """Compute a step block by block, and count its memory. It changes nothing.
 
     compute: returns the loss, and calls the models under autocast, as a step does.
@@ -303,4 +303,6 @@ def record_step(
         released = recorder.last - meter.held
     weights = [weight for model in models.values() for weight in model.parameters()]
     gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
-    return Step(recorder.segments, end, released, 0 if frees_gradients else gradients, operations)
+    return StepMemory(
+        recorder.segments, end, released, 0 if frees_gradients else gradients, operations
+    )
