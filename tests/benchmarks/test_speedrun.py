@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
+import tiny_pipelines
 import torch
-from conftest import ROOT, reset
+from conftest import ROOT, make_images, make_moments, reset
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -143,3 +144,58 @@ def test_distances_are_those_of_pixels():
     assert found.shape == (3, 2) and found[1, 1] == 0 < found[2, 1]
     expected = (images[2].float() - images[1].float()).square().sum().sqrt()
     assert found[2, 1] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.long
+def test_t_lora_is_measured_with_its_mask_and_without(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speedrun, "MEASURED", 8)
+    argv = ["--steps=8", "--seeds=1", "--few=3", f"--output_dir={tmp_path}"]
+    try:
+        speedrun.main([*argv, "--only", "attention 0.011, T-LoRA"])
+    finally:
+        reset()
+    (run,) = [json.loads(line) for line in (tmp_path / "ducks-3/results.jsonl").open()]
+    # the start of all ranks, and their end, is another model than that of the mask
+    assert run["held_out_losses"]["0"] > max(run["held_out_loss"], run["masked"]["held_out_loss"])
+    assert run["held_out_loss"] != run["masked"]["held_out_loss"] == run["held_out_losses"]["8"]
+    assert run["prior"] != run["masked"]["prior"]
+    said = capsys.readouterr().out
+    assert "Held out: 27 of 30 images" in said and "| attention 0.011, T-LoRA, masked | 1 |" in said
+
+
+@pytest.mark.long
+def test_sets_of_layers_of_a_published_model_have_equally_many_weights():
+    from memory import count_adapter
+
+    _, task = speedrun.describe_published("sdxl", "a dog")
+    assert task.script == "train_text_to_image" and task.layers["attention_mlp"][1] == 16
+    sizes = {
+        name: rank * count_adapter("SDXL", which) for name, (which, rank) in task.layers.items()
+    }
+    assert [*sizes] == ["attention", "attention_mlp", "all"]
+    assert max(sizes.values()) < 1.1 * min(sizes.values())
+    names = [setting.name for setting in speedrun.list_grid(task)]
+    assert names[:2] == ["attention 0.0001", "attention_mlp 0.0001"] and "all 1.8e-05" in names
+    with pytest.raises(SystemExit, match="--base sdxxl has no recipe"):
+        speedrun.describe_published("sdxxl", "a dog")
+
+
+@pytest.mark.long
+def test_a_published_model_is_trained_by_its_recipe_and_measured(tmp_path, capsys):
+    make_images(tmp_path / "pictures", 14)
+    tiny_pipelines.MAKE["z_image"](tmp_path / "z-image")
+    make_moments(tmp_path / "moments.pt")
+    argv = ["--base=z_image", f"--pictures={tmp_path / 'pictures'}", "--seeds=1", "--steps=8"]
+    argv += [f"--output_dir={tmp_path}", "--only", "attention_mlp 0.0001"]
+    argv += [f"--pretrained_model_name_or_path={tmp_path / 'z-image'}", "--resolution=32"]
+    argv += ["--mixed_precision=no", "--num_inference_steps=2", "--validation_steps=4"]
+    argv += [
+        "--bucket_step=16",
+        "--base_precision=no",
+        f"--metric_image_model={tmp_path / 'moments.pt'}",
+    ]
+    speedrun.main(argv)
+    (run,) = [json.loads(line) for line in (tmp_path / "z_image/results.jsonl").open()]
+    assert [*run["held_out_losses"]] == ["0", "4", "8"] and run["steps"] == 8
+    assert run["prior"] > 0 and run["step_seconds"] > 0 and -1 <= run["subject"] <= 1
+    assert "| attention_mlp 0.0001 | 1 |" in capsys.readouterr().out
