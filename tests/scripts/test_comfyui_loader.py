@@ -1,4 +1,4 @@
-"""Which models' LoRAs ComfyUI reads, by its own loader at a named commit: a sentence of lora.md."""
+"""Which models' LoRAs ComfyUI reads, by its own loader: the answers in comfyui.tsv."""
 
 import itertools
 import json
@@ -15,10 +15,11 @@ from conftest import ROOT
 from diffusion_training.families.lora_layers import LAYER_SETS
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.training.lora.lora import add_lora, save_lora
+from diffusion_training.training.showing.pipelines import COMFYUI as ANSWERS
 
 COMFYUI = "https://github.com/Comfy-Org/ComfyUI"
 COMMIT = "783545f689a0af730065994b46b382ae24844c99"  # 2026-08-22
-# {name in lora.md: (transformer, its options where a published model has others)}
+# {name in comfyui.tsv: (transformer, its options where a published model has others)}
 MODELS = {
     "AuraFlow": ("AuraFlow", {}),
     "Chroma": ("Chroma", {}),
@@ -158,12 +159,16 @@ def fetch_comfyui(folder):
     return folder
 
 
+def name_class(name):
+    """The transformer's class in diffusers."""
+    kind, _ = MODELS[name]
+    return kind + ("Transformer3DModel" if kind == "Cosmos" else "Transformer2DModel")
+
+
 def write_lora(folder, name, which):
     """A LoRA as the trainer writes it; the model's own weights are not made."""
-    kind, options = MODELS[name]
-    suffix = "Transformer3DModel" if kind == "Cosmos" else "Transformer2DModel"
     with torch.device("meta"):
-        model = getattr(diffusers, kind + suffix)(**options)
+        model = getattr(diffusers, name_class(name))(**MODELS[name][1])
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
     layers = Recorded.choose_layers(object.__new__(Recorded), model, which)
     flags = {"lora_type": "lora", "lora_layers": which, "rank": 1, "lora_alpha": None}
@@ -179,7 +184,11 @@ def write_lora(folder, name, which):
 
 
 @pytest.mark.long
-def test_comfyui_finds_the_layers_of_the_models_in_lora_md(tmp_path):
+def test_comfyui_finds_the_layers_of_the_models_in_comfyui_tsv(tmp_path):
+    (*_, version), *rows = (line.split("\t") for line in ANSWERS.read_text().splitlines())
+    (commit,) = re.findall(r"commit (\w+)", version)
+    assert COMMIT.startswith(commit)
+    expected = {(kind, name): answer for kind, name, answer in rows}
     comfyui = fetch_comfyui(tmp_path / "comfyui")
     for name, which in itertools.product(MODELS, LAYER_SETS):
         write_lora(tmp_path / "loras" / f"{name} {which}", name, which)
@@ -187,15 +196,14 @@ def test_comfyui_finds_the_layers_of_the_models_in_lora_md(tmp_path):
     run = subprocess.run(program, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout.splitlines()[-1])
-    found = {name: [results[f"{name} {which}"] for which in LAYER_SETS] for name in MODELS}
-    page = re.sub(r"\s+", " ", (ROOT / "docs/lora.md").read_text())
-    sentence = r"commit (\w+), finds the layers of (.*?);.* such as (.*?), and reports that only"
-    commit, *lists = re.search(sentence, page).groups()
-    assert COMMIT.startswith(commit)
-    read, skipped = (set(re.split(", | and ", names)) for names in lists)
-    assert read == {n for n, sets in found.items() if not any(left_out for _, left_out, _ in sets)}
-    assert all(name in found or name in UNKNOWN for name in skipped)
+    for name in MODELS:
+        left_out = any(results[f"{name} {which}"][1] for which in LAYER_SETS)
+        assert expected.pop((name_class(name), name)) == ("skips" if left_out else "reads")
     assert not any(misfits for _, _, misfits in results.values())
+    # the names in a U-Net's file are held by tests/package/test_lora_files.py
+    rest = {name: answer for (_, name), answer in expected.items() if "SDXL" not in name}
+    assert {name for name, answer in rest.items() if answer == "skips"} <= {*UNKNOWN}
+    assert "reads" not in rest.values()
     models = (comfyui / "comfy/model_base.py").read_text()
     for name, kind in UNKNOWN.items():
         assert f"class {kind}(" not in models, f"ComfyUI has {name} now: add it to MODELS"
