@@ -392,7 +392,8 @@ def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(
     *_, done, following = capfd.readouterr().out.strip().splitlines()
     assert f"{FILE} is for diffusers, {named[0]} for ComfyUI" in done
     assert following.endswith(
-        f". For ComfyUI, copy {tmp_path}/out/{named[0]} to models/loras/{name or 'out'}.safetensors"
+        f". ComfyUI reads this LoRA: copy {tmp_path}/out/{named[0]} "
+        f"to models/loras/{name or 'out'}.safetensors"
     )
     with safe_open(tmp_path / "out" / named[0], "pt") as file:
         header = file.metadata()
