@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion_training.errors.printing import hide_secrets, note_secrets, shorten
+from diffusion_training.errors.printing import PACKAGED, hide_secrets, note_secrets, shorten
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -28,7 +28,6 @@ SKIPPED = re.compile(
 )
 # flags that people know from other programs, and what they are called here
 OTHER_PROGRAMS = Path(__file__).with_name("other_programs.tsv")
-PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
 
 
 def clean_path(text: str) -> str:

@@ -221,14 +221,14 @@ class Results:
         duration = format_duration(time.monotonic() - self.begun_at)
         done = f"Done in {duration}: {self.name}, {samples} and report.html are in "
         done += str(args.output_dir)
-        for_unet = "unet" in self.state.models
-        if readers := name_readers(args, for_unet):
+        denoiser = type(next(iter(self.state.models.values()))).__name__
+        if readers := name_readers(args, denoiser):
             done += f". {readers.replace('`', '')}"
         if self.launch.is_main:
             done += judge_end(read_metrics(args.output_dir))
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {self.name}"
-        if copied := advise_copy(args, for_unet):
+        if copied := advise_copy(args, denoiser):
             done += f". {copied}"
         end_run(self.launch, self.run, done, self.files, args)
