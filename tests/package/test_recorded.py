@@ -292,7 +292,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi"])
+@pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi", "easy_animate"])
 @torch.no_grad()
 def test_a_perfect_prediction_gives_the_latents_of_a_still_back(tmp_path, name, monkeypatch):
     """By the pipeline's own scheduler, which tells the sign of the velocity and of the time."""

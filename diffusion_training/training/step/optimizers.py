@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -15,9 +15,6 @@ from diffusion_training.models import is_block_matrix, list_parameters
 # Options that a resumed run takes from its own flags, if its optimizer has them; all others are
 # restored.
 FLAGS = ("lr", "betas", "eps", "weight_decay")
-
-# (models, flags) -> an optimizer of their trained parameters
-MakeOptimizer: TypeAlias = Callable[[Models, Namespace], torch.optim.Optimizer]
 
 
 def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
