@@ -1,11 +1,15 @@
 """Which models' LoRAs ComfyUI reads, by its own loader: the answers in comfyui.tsv."""
 
+import contextlib
 import itertools
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -51,7 +55,11 @@ MODELS = {
     "Z-Image": ("ZImage", {}),
     "Lumina 2": ("Lumina2", {"cap_feat_dim": 2304}),
     "Anima": ("Cosmos", {"num_attention_heads": 16, "extra_pos_embed_type": None}),
+    "Wan": ("Wan", {}),
+    "HunyuanVideo": ("HunyuanVideo", {}),
+    "LTX-Video": ("LTXVideo", {}),
 }
+RENAMED = ("Wan", "LTX-Video")  # by the code in lora.md
 UNKNOWN = {"Sana": "Sana", "Qwen-Image 2.1": "QwenImage21"}  # it has no such class
 # ComfyUI's configs of those that it knows only by its own names
 CONFIGS = {
@@ -140,11 +148,53 @@ CONFIGS = {
         "use_adaln_lora": True,
         "adaln_lora_dim": 256,
     },
+    "Wan": {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 5120,
+        "in_dim": 16,
+        "out_dim": 16,
+        "num_heads": 40,
+        "num_layers": 40,
+        "ffn_dim": 13824,
+        "freq_dim": 256,
+        "patch_size": (1, 2, 2),
+    },
+    "HunyuanVideo": {
+        "image_model": "hunyuan_video",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": [1, 2, 2],
+        "vec_in_dim": 768,
+        "context_in_dim": 4096,
+        "hidden_size": 3072,
+        "mlp_ratio": 4.0,
+        "num_heads": 24,
+        "depth": 20,
+        "depth_single_blocks": 40,
+        "axes_dim": [16, 56, 56],
+        "theta": 256,
+        "qkv_bias": True,
+        "guidance_embed": True,
+        "byt5": False,
+        "meanflow": False,
+        "meanflow_sum": False,
+        "use_cond_type_embedding": False,
+        "vision_in_dim": None,
+    },
+    "LTX-Video": {
+        "image_model": "ltxv",
+        "num_layers": 28,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 2048,
+    },
 }
 
 
 def fetch_comfyui(folder):
-    """Its code at `COMMIT`. Skips the test without network."""
+    """Its code at `COMMIT`: the folder $COMFYUI, or fetched. Skips the test without network."""
+    if own := os.environ.get("COMFYUI"):
+        return Path(own)
 
     def git(*words):
         return subprocess.run(["git", "-C", folder, *words], capture_output=True, timeout=300)
@@ -159,10 +209,21 @@ def fetch_comfyui(folder):
     return folder
 
 
+def rename_as_the_page(folder, into):
+    """Another LoRA, of the names that the code of the page gives the one in a folder."""
+    page = (ROOT / "docs/lora.md").read_text()
+    code = page.partition("# for_comfyui.py\n")[2].partition("```")[0]
+    shutil.copytree(folder, into)
+    with contextlib.chdir(into):
+        exec(code, {})
+        Path("for-comfyui.safetensors").rename("pytorch_lora_weights.safetensors")
+
+
 def name_class(name):
     """The transformer's class in diffusers."""
     kind, _ = MODELS[name]
-    return kind + ("Transformer3DModel" if kind == "Cosmos" else "Transformer2DModel")
+    names = (f"{kind}Transformer{n}DModel" for n in (2, 3))
+    return next(each for each in names if hasattr(diffusers, each))
 
 
 def write_lora(folder, name, which):
@@ -191,7 +252,10 @@ def test_comfyui_finds_the_layers_of_the_models_in_comfyui_tsv(tmp_path):
     expected = {(kind, name): answer for kind, name, answer in rows}
     comfyui = fetch_comfyui(tmp_path / "comfyui")
     for name, which in itertools.product(MODELS, LAYER_SETS):
-        write_lora(tmp_path / "loras" / f"{name} {which}", name, which)
+        folder = tmp_path / "loras" / f"{name} {which}"
+        write_lora(folder, name, which)
+        if name in RENAMED:
+            rename_as_the_page(folder, folder.with_name(f"{folder.name} renamed"))
     program = [sys.executable, ROOT / "tests/comfyui_loader.py", comfyui, tmp_path / "loras"]
     run = subprocess.run(program, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr
@@ -200,6 +264,8 @@ def test_comfyui_finds_the_layers_of_the_models_in_comfyui_tsv(tmp_path):
         left_out = any(results[f"{name} {which}"][1] for which in LAYER_SETS)
         assert expected.pop((name_class(name), name)) == ("skips" if left_out else "reads")
     assert not any(misfits for _, _, misfits in results.values())
+    for name, which in itertools.product(RENAMED, LAYER_SETS):
+        assert not results[f"{name} {which} renamed"][1]
     # the names in a U-Net's file are held by tests/package/test_lora_files.py
     rest = {name: answer for (_, name), answer in expected.items() if "SDXL" not in name}
     assert {name for name, answer in rest.items() if answer == "skips"} <= {*UNKNOWN}
