@@ -90,9 +90,9 @@ def test_readme_promises_comfyui_only_what_it_reads():
         model for _, models, answer in rows for model in models.split(", ") if answer == "reads"
     }
     page = " ".join((ROOT / "README.md").read_text().split())
-    (promised,) = re.findall(r"of (Stable Diffusion 1\.5 and SDXL) \(ComfyUI", page)
-    (others,) = re.findall(r"sd-scripts\), or of (.*?) \(ComfyUI\)", page)
-    assert {*re.split(", | and ", f"{promised}, {others}")} <= read
+    (for_all,) = re.findall(r"A LoRA of ([^.]*(?:\.\d[^.]*)*) also opens in ComfyUI, A1111", page)
+    (others,) = re.findall(r"sd-scripts\. A LoRA of (.*?) also \[opens in ComfyUI\]", page)
+    assert {*re.split(", | or ", f"{for_all}, {others}")} <= read
 
 
 def test_each_setting_has_its_layers_and_sources():
