@@ -75,6 +75,7 @@ if not is_ours or (not checkpoints and any(args.output_dir.glob("*.safetensors")
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import functools
+import inspect
 import io
 import os
 import signal
@@ -151,7 +152,9 @@ side = args.resolution or (1024 if is_xl else 512)
 absent = dict.fromkeys(index.keys() & {"safety_checker", "requires_safety_checker"})
 absent |= dict.fromkeys(index.keys() & {"feature_extractor", "image_encoder"})
 
-# ---- The data: each row is an image and its caption.
+# ---- The data: each row is an image and its caption. To bring a data set of your own, replace
+# `files` (strings), `captions` and `load_image`. To augment it, repeat both lists, such as
+# `files *= 8`, and change the image in `load_image`, by random numbers of its row.
 try:
     rows = datasets.load_dataset("imagefolder", data_dir=str(args.train_data_dir), split="train")
 except Exception as error:
@@ -237,8 +240,10 @@ def encode_all():
     return {"rows": rows, "empty": empty, "shown": shown, "scale": scale}
 
 
-stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
-about = [base, dtype, side, args.center_crop, args.seed, captions, args.validation_prompts, stats]
+times = [os.path.getmtime(file) for file in files if os.path.exists(file)]
+about = [base, dtype, side, args.center_crop, args.seed, args.validation_prompts]
+about += [files, times, captions]
+about += map(inspect.getsource, (decode_image, load_image, encode_all))  # if you change them
 path = args.output_dir / f"encoded-{key_seed('data', *about):016x}.pt"
 if accelerator.is_main_process and not path.exists():
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -247,13 +252,6 @@ if accelerator.is_main_process and not path.exists():
 accelerator.wait_for_everyone()
 encoded = torch.load(path, weights_only=True, mmap=True)
 empty = {name: each.float().to(device) for name, each in encoded["empty"].items()}
-
-
-# To bring a data set of your own, replace `files`, of which only the length is used below, and
-# `load_batch`: epoch, numbers of rows -> tensors with an entry for each of them. What is random in
-# it, such as an augmentation, is drawn from a key_seed of epoch and row.
-def load_batch(epoch, own):
-    return {name: column[own] for name, column in encoded["rows"].items()}
 
 
 # ---- A step's images, in the order of the epoch: a list of micro-batches, each with the weights of
@@ -271,7 +269,8 @@ def load_step(images_seen):
         micro = taken[first : first + per_micro_batch]
         own = micro[process::world] or micro[:1]
         weight = torch.full([len(own)], world / len(taken) * (process < len(micro)))
-        batch = load_batch(epoch, own) | {"weight": weight}
+        batch = {name: column[own] for name, column in encoded["rows"].items()}
+        batch["weight"] = weight
         micro_batches.append({name: pin(value) for name, value in batch.items()})
     return micro_batches, len(taken)
 
@@ -312,7 +311,6 @@ weights = {
 ema = {name: weight.detach().clone() for name, weight in weights.items()}
 # Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
 optimizer = torch.optim.AdamW(weights.values(), lr=args.learning_rate, fused=True)
-rates = [group["lr"] for group in optimizer.param_groups]  # a group may have its own
 flags = {"prediction_type": args.prediction_type} if args.prediction_type else {}
 noise_scheduler = DDPMScheduler.from_pretrained(base, subfolder="scheduler", **flags)
 predicts_velocity = noise_scheduler.config.prediction_type == "v_prediction"
@@ -329,13 +327,13 @@ if checkpoints:
     for own, of in ((weights, "weights"), (ema, "ema")):
         for name, weight in own.items():
             weight.data.copy_(saved[of][name])
-    optimizer.load_state_dict(saved["optimizer"])
+    # Rates and other settings are those given above, which may have changed.
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]["state"]})
     step = saved["step"]
     images_seen = saved["images_seen"]
     accelerator.print(f"Resuming from {newest}")
-# The checkpoint has the learning rates of its last step. Those given above may be others by now.
-for group, rate in zip(optimizer.param_groups, rates, strict=True):
-    group |= {"lr": rate, "initial_lr": rate}
+for group in optimizer.param_groups:
+    group["initial_lr"] = group["lr"]  # which get_scheduler needs; a group may have its own
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
 usual = 0 if args.lr_scheduler == "constant" else 500

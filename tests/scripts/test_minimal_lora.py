@@ -298,6 +298,68 @@ def test_minimal_lora_with_gradient_checkpointing_has_the_same_bits(
     assert all(torch.equal(plain[key], less[key]) for key in plain)
 
 
+# What a copy may change, as {line of both twins: what is put in its place}
+CHANGES = {
+    # other data: each image twice, with another brightness
+    "\n\n# An image file -> uint8": "files *= 2\ncaptions *= 2\n\n\n# An image file -> uint8",
+    "    height, width = pixels.shape[1:]\n": """    height, width = pixels.shape[1:]
+    gain = np.random.default_rng(key_seed("gain", args.seed, row)).random()
+    pixels = TF.adjust_brightness(pixels, 0.8 + 0.4 * gain)
+""",
+    # two groups, as in LoRA+ (arXiv:2402.12354): B learns faster
+    "optimizer = torch.optim.AdamW(weights.values(), ": """\
+b = [name for name in weights if ".lora_B." in name]
+groups = [{"params": [weights[name] for name in weights if name not in b]}]
+groups.append({"params": [weights[name] for name in b], "lr": 4 * args.learning_rate})
+optimizer = torch.optim.AdamW(groups, """,
+    # a further trained module, which has a loss of its own
+    "weights = {\n": """trained["projection"] = torch.nn.LazyConv2d(1, 1)
+trained["projection"](encoded_latents()[:1, 0].float())
+weights = {
+""",
+    "            loss = (weight * loss).sum()\n": """\
+            brightness = models["projection"](latents).float()
+            loss = loss + (brightness - latents[:, :1]).square().mean(dim=(1, 2, 3))
+            loss = (weight * loss).sum()
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param("sdxl", marks=ci), pytest.param("z_image", marks=long)]
+)
+def test_changed_minimal_lora_trains_and_resumes_to_the_same_bits(tmp_path, inputs, family):
+    """On two processes: augmented images, two groups of weights, a trained module."""
+    name = name_twin(family)
+    text = PATHS[name].read_text()
+    own = {FLOW: 'torch.stack(encoded["latents"])', SDXL: 'encoded["rows"]["latents"]'}[name]
+    for right, changed in CHANGES.items():
+        assert text.count(right) == 1, right
+        text = text.replace(right, changed.replace("encoded_latents()", own))
+    flags = list_flags(inputs, make_base(inputs, family), "--train_batch_size=2", *SHOWN)
+    for run, ends in {"whole": [4], "parts": [2, 4]}.items():
+        for end in ends:
+            more = [f"--max_train_steps={end}", "--gradient_accumulation_steps=2"]
+            train(run_twin, name, tmp_path / run, [*flags, *more], 2, text=text)
+    (encoded,) = (tmp_path / "parts").glob("encoded-*.pt")
+    encoded = torch.load(encoded, weights_only=True)
+    latents = encoded["latents"] if name == FLOW else encoded["rows"]["latents"]
+    assert len(latents) == 14 and not torch.equal(latents[0], latents[7])
+    whole, parts = (read_state(name, tmp_path / run, 4) for run in ("whole", "parts"))
+    for of in ("weights", "ema"):
+        assert whole[of].keys() == parts[of].keys()
+        assert all(torch.equal(whole[of][key], parts[of][key]) for key in whole[of])
+    moments = flatten_moments(whole["optimizer"]), flatten_moments(parts["optimizer"])
+    assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
+    rates = [group["initial_lr"] for group in parts["optimizer"]["param_groups"]]
+    assert rates == [1e-2, 4e-2]
+    new = [key for key in whole["weights"] if key.startswith("projection.")]
+    first = read_state(name, tmp_path / "whole", 2)["weights"]
+    assert len(new) == 2 and all((first[key] != whole["weights"][key]).any() for key in new)
+    for file in (tmp_path / "parts").glob("*.safetensors"):
+        assert all("lora" in key for key in load_file(file))
+
+
 # ---------------------------------------------------------------------- what stands in the twin
 
 
