@@ -126,11 +126,8 @@ def draw_other_programs():
     """
     rows = [line.split("\t") for line in OTHER_PROGRAMS.read_text().splitlines()[1:]]
     lines = ["", "| of | flag | here |", "|---|---|---|"]
-    lines += [
-        f"| {', '.join(map(mark, flags.split()))} | {of} | {mark(here)} |"
-        for flags, of, here in rows
-    ]
-    return "\n".join(lines)
+    cells = [(of, ", ".join(map(mark, flags.split())), mark(here)) for flags, of, here in rows]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def mark(text):

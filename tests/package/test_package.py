@@ -52,7 +52,7 @@ LIMITS = {
     "caption_images": (24_500, 26_500),
     "download_images": (17_300, 19_500),
     "precompute_latents": (46_700, 67_300),
-    "precompute_latents_ray": (54_020, 74_700),
+    "precompute_latents_ray": (54_030, 74_700),
     "reconstruct_ema": (11_900, 12_900),
     "train_flow": (92_500, 130_270),
     "train_on_ray": (10_100, 10_100),
