@@ -169,9 +169,9 @@ class Parser(Needs, argparse.ArgumentParser):
         if flag in self._option_string_actions:
             return f"give {flag}"
         for line in OTHER_PROGRAMS.read_text().splitlines()[1:]:
-            names, program, here = line.split("\t")
+            flags, program, here = line.split("\t")
             first = re.match(r"--\w+", here)
-            if flag in names.split() and (first is None or first[0] in self._option_string_actions):
+            if flag in flags.split() and (first is None or first[0] in self._option_string_actions):
                 return f"it is one of {program}; here: {here}"
         section = ""  # the scripts that the next table of flags.md is about
         for page in ("flags.md", "from-kohya.md", "from-diffusers.md"):
@@ -180,8 +180,7 @@ class Parser(Needs, argparse.ArgumentParser):
             for line in text.splitlines():
                 section = line if line.startswith(("`", "## ")) else section
                 cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-                is_of_page = len(cells) > 2 if page == "flags.md" else len(cells) == 2
-                if not is_of_page or not re.search(rf"`{re.escape(flag)}[ `]", cells[0]):
+                if len(cells) < 2 or not re.search(rf"`{re.escape(flag)}[ `]", cells[0]):
                     continue
                 if page == "flags.md":
                     scripts = cells[-1] if len(cells) == 4 and cells[-1] != "all" else section

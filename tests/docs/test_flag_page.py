@@ -120,14 +120,14 @@ def draw_flags():
 
 
 def draw_other_programs():
-    """The table of docs/from-kohya.md, from the file that wrong flags are looked up in."""
+    """The table of docs/from-kohya.md, from the file that wrong flags are looked up in.
+
+    The flags are not in its first column, where the advice for wrong flags looks for others.
+    """
     rows = [line.split("\t") for line in OTHER_PROGRAMS.read_text().splitlines()[1:]]
-    lines = ["", "| flag | of | here |", "|---|---|---|"]
-    lines += [
-        f"| {', '.join(map(mark, flags.split()))} | {of} | {mark(here)} |"
-        for flags, of, here in rows
-    ]
-    return "\n".join(lines)
+    lines = ["", "| of | flag | here |", "|---|---|---|"]
+    cells = [(of, ", ".join(map(mark, flags.split())), mark(here)) for flags, of, here in rows]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def mark(text):
