@@ -87,6 +87,7 @@ def contents(folder):
         (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
         (2, [*LOKR, "--mixed_precision=bf16", *PRIOR]),
         (1, ["--optimizer=muon"]),
+        (1, ["--optimizer=torch.optim.NAdam", "--optimizer_args", "momentum_decay=0.01"]),
         (2, [*LOKR, "--optimizer=prodigy", "--learning_rate=1"]),
     )),
 ])  # fmt: skip
