@@ -59,7 +59,7 @@ def test_the_module_runs_a_script_by_its_name(site, tmp_path):
         done = run("-m", "diffusion_training", "train_flow", "--help", cwd=tmp_path, site=known)
         assert done.returncode == 0 and "usage: train_flow.py" in done.stdout
     # recipes stand beside the scripts
-    words = ["train_text_to_image.py", "@recipes/sdxl_lora_12gb.args", "--max_train_steps=no"]
+    words = ["train_text_to_image.py", "@recipes/sdxl_lora.args", "--max_train_steps=no"]
     done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
     assert done.returncode == 2 and "--max_train_steps" in done.stderr
 
