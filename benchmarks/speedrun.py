@@ -3,7 +3,7 @@
     python benchmarks/speedrun.py                       # a U-Net learns a duck
     python benchmarks/speedrun.py --task nines          # a transformer of digits learns the nine
     python benchmarks/speedrun.py --report              # only the tables of what has run
-    python benchmarks/speedrun.py --only "all 0.002" "all 0.002, rank 8"
+    python benchmarks/speedrun.py --only "all 0.002" "all 0.002, rank 8"    # in this order
 
 The trainers of this repository run in this process, on a fixed public set of pictures with ten of
 them held out: 30 ducks (demo/ducks, on demo/drawings), or 30 nines of the digits. First come five
@@ -332,20 +332,21 @@ def list_changes(best: Setting, task: Task) -> list[Setting]:
     def with_steps(count: int) -> Setting:
         return best.change(f"{count} steps", max_train_steps=count)
 
-    changes = [with_steps(steps // 3)]
+    changes = [with_steps(steps // 4)]
     changes += [best.change(f"rank {each}", rank=each) for each in (16, 8, 32, 4) if each != rank]
     changes += [
         best.change("no EMA", use_ema=False),
+        best.change("prodigy", optimizer="prodigy", learning_rate=None),
         best.change("alpha 1", lora_alpha=1),
         best.change("caption dropout 0.1", caption_dropout=0.1),
+        with_steps(steps // 2),
         with_steps(2 * steps),
         best.change("constant rate", lr_scheduler="constant"),
+        best.change("muon", optimizer="muon"),
         best.change("adamw8bit", optimizer="adamw8bit"),
         with_steps(4 * steps),
     ]
-    if task.script == "train_flow":
-        changes.append(best.change("muon", optimizer="muon"))
-    else:
+    if task.script == "train_text_to_image":
         changes.append(best.change("no snr_gamma", snr_gamma=None))
     return changes
 
@@ -508,6 +509,16 @@ def find_commit() -> str:
 # the list, the tables
 
 
+def find_settings(task: Task, names: list[str]) -> list[Setting]:
+    """The settings of some names: those of the grid, and their single changes."""
+    grid = list_grid(task)
+    known = {each.name: each for each in grid}
+    known |= {each.name: each for one in grid for each in list_changes(one, task)}
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"--only: there is no setting {unknown[0]!r}; all: {', '.join(known)}")
+    return [known[name] for name in names]
+
+
 def plan(task: Task, results: list[dict], seeds: int) -> Iterator[tuple[Setting, int]]:
     """All runs, the most informative first. results: those that are done, which grow meanwhile.
 
@@ -605,7 +616,9 @@ def main(argv=None):
     )
     parser.add_argument("--task", choices=TASKS, default="ducks")
     parser.add_argument("--seeds", type=int, choices=[1, *STUDENT], default=3)
-    parser.add_argument("--only", nargs="+", help="names of settings to run, in place of all")
+    parser.add_argument(
+        "--only", nargs="+", help="names of settings to run, in place of the whole list"
+    )
     parser.add_argument("--steps", type=int, help="fewer than the task's, for a test")
     parser.add_argument("--hours", type=float, help="begin no run after so many hours")
     parser.add_argument("--report", action="store_true", help="run nothing, print the table")
@@ -635,8 +648,12 @@ def run_all(cli: argparse.Namespace, task: Task, results: list[dict], folder: Pa
     if not path.exists():
         torch.save(task.make_judge(task, folder, pictures), path)
     judge = torch.load(path, weights_only=False)
-    for setting, seed in plan(task, results, cli.seeds):
-        if find_runs(results, setting.name, [seed]) or (cli.only and setting.name not in cli.only):
+    runs = plan(task, results, cli.seeds)
+    if cli.only:
+        chosen = find_settings(task, cli.only)
+        runs = ((setting, seed) for seed in range(cli.seeds) for setting in chosen)
+    for setting, seed in runs:
+        if find_runs(results, setting.name, [seed]):
             continue
         if time.monotonic() > end:
             return

@@ -33,14 +33,32 @@ def test_the_plan_refines_the_best_settings_of_the_grid_and_skips_what_is_done()
     assert {name for name, _ in order[15:19]} == {REFERENCE, *losses}
     changes = [item for item in order[19:] if ", " in item[0]]
     assert changes == order[19 : 19 + len(changes)]
-    assert changes[0] == ("all 0.0047, 80 steps", 0)
+    assert changes[0] == ("all 0.0047, 60 steps", 0)
     assert all(name.startswith("all 0.0047, ") for name, _ in changes)
     assert len(set(order)) == len(order) == 2 * (15 + len(changes) // 2)
     (setting,) = {name: each for each, _ in speedrun.plan(DUCKS, results, 2)
-                  if (name := each.name) == "all 0.0047, 80 steps"}.values()  # fmt: skip
+                  if (name := each.name) == "all 0.0047, 60 steps"}.values()  # fmt: skip
     assert setting.flags == {
-        "lora_layers": "all", "rank": 3, "learning_rate": 0.0047, "max_train_steps": 80
+        "lora_layers": "all", "rank": 3, "learning_rate": 0.0047, "max_train_steps": 60
     }  # fmt: skip
+
+
+def test_settings_that_are_named_run_in_their_order(monkeypatch, tmp_path):
+    names = ["all 0.002, rank 8", REFERENCE]
+    monkeypatch.setitem(
+        speedrun.TASKS, "ducks",
+        speedrun.replace(DUCKS, prepare=lambda folder: (None, []), make_judge=lambda *all: None),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        speedrun, "run_setting", lambda task, setting, seed, *more: make_run(setting.name, seed, 1)
+    )
+    argv = ["--seeds=2", f"--output_dir={tmp_path}", "--only", *names]
+    speedrun.main(argv)
+    lines = (tmp_path / "ducks/results.jsonl").read_text().splitlines()
+    done = [(run["setting"], run["seed"]) for run in map(json.loads, lines)]
+    assert done == [(name, seed) for seed in range(2) for name in names]
+    with pytest.raises(SystemExit, match="there is no setting 'rank 8'; all: attention 0.002, "):
+        speedrun.main([*argv, "rank 8"])
 
 
 def test_the_table_compares_runs_of_the_same_seed():
