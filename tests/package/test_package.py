@@ -54,9 +54,9 @@ LIMITS = {
     "precompute_latents": (46_700, 67_300),
     "precompute_latents_ray": (54_000, 74_700),
     "reconstruct_ema": (11_900, 12_900),
-    "train_flow": (92_300, 130_000),
+    "train_flow": (92_400, 130_200),
     "train_on_ray": (10_100, 10_100),
-    "train_text_to_image": (91_800, 111_700),
+    "train_text_to_image": (91_900, 111_800),
     "train_unconditional": (60_300, 64_600),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
