@@ -817,18 +817,23 @@ def main(args: Namespace) -> None:
             records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
             lr_scheduler.step()
         stop_signal.agree()  # on all processes, whether one of them has got a signal
+        asked: list[str] = []
         if progress.is_due(args.logging_steps):
             records.log()  # waits for the device; means over all processes, for the trackers too
+            asked = results.take_requests()  # `touch OUTPUT_DIR/sample-now`, or save-now
         # The state is copied. A thread of the first process writes the copy during the next steps.
         if args.posthoc_ema and progress.is_due(args.posthoc_ema_steps or args.checkpointing_steps):
             saver.save_snapshot()
         epochs = args.checkpointing_epochs
-        if progress.is_due(None if epochs else args.checkpointing_steps, epochs):
+        every = None if epochs else args.checkpointing_steps
+        if progress.is_due(every, epochs) or "save-now" in asked:
             saver.save_checkpoint()
         # After the last step, these come with the result.
         if metrics and progress.is_due(metrics.every) and goes_on():
             score(metrics)
-        if progress.is_due(args.validation_steps, args.validation_epochs) and goes_on():
+        if goes_on() and (
+            progress.is_due(args.validation_steps, args.validation_epochs) or "sample-now" in asked
+        ):
             show()
 
     # The end. A run that was stopped only gets its checkpoint, and exits with the signal's status.

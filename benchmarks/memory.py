@@ -589,8 +589,14 @@ def count_numbers(module: torch.nn.Module) -> int:
 def prepare_lora(name: str, denoiser: Any, mixed_precision: str) -> None:
     """Add the adapter of a LoRA, with the model's usual rank and layers."""
     which = LAYERS.get(type(denoiser).__name__, COMMON).default
+    rank = RANKS.get(name, LoraSettings._field_defaults["rank"])
+    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
+    add_adapter(name, denoiser, which, rank, dtype)
+
+
+def add_adapter(name: str, denoiser: Any, which: str, rank: int, dtype: torch.dtype) -> None:
     flags = argparse.Namespace(
-        rank=RANKS.get(name, LoraSettings._field_defaults["rank"]),
+        rank=rank,
         lora_type="lora",
         lora_alpha=None,
         lora_layers=which,
@@ -602,8 +608,15 @@ def prepare_lora(name: str, denoiser: Any, mixed_precision: str) -> None:
         layers = Recorded.choose_layers(family, denoiser, which)
     else:
         layers = family.choose_layers(denoiser, which)
-    dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32
     add_lora(denoiser, layers, "", dtype, flags)
+
+
+def count_adapter(name: str, which: str) -> int:
+    """The weights of a LoRA of rank 1 on a set of layers."""
+    with init_empty_weights(include_buffers=False):
+        denoiser = make_denoiser(MODELS[name])
+        add_adapter(name, denoiser, which, 1, torch.float32)
+    return sum(weight.numel() for weight in denoiser.parameters() if weight.requires_grad)
 
 
 @functools.lru_cache(maxsize=3)

@@ -3,7 +3,8 @@
     python benchmarks/speedrun.py                       # a U-Net learns a duck
     python benchmarks/speedrun.py --task nines          # a transformer of digits learns the nine
     python benchmarks/speedrun.py --report              # only the tables of what has run
-    python benchmarks/speedrun.py --only "all 0.002" "all 0.002, rank 8"
+    python benchmarks/speedrun.py --only "all 0.002" "all 0.002, rank 8"    # in this order
+    python benchmarks/speedrun.py --base z_image --pictures photographs --hours 4
 
 The trainers of this repository run in this process, on a fixed public set of pictures with ten of
 them held out: 30 ducks (demo/ducks, on demo/drawings), or 30 nines of the digits. First come five
@@ -24,12 +25,18 @@ stop. For each setting the table has, as the mean of its seeds with Student's 95
   0 is best; nines have one caption, so 0.67 is
 - prior: how far samples of other prompts are from the base's, in color values from 0 to 255
 
+T-LoRA has a second row, for samples and held-out loss with its mask, which no other program has.
 report.html has the same with pictures.
+
+--base trains a published model with its recipe, at 512 px, on a folder of about 30 pictures: each
+run in a process of its own, which goes on where it was stopped. Further flags are the trainer's.
+There `subject` is the likeness to the pictures (dino-i), and `copy` the trainer's metric.
 """
 
 import argparse
 import html
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -37,6 +44,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +78,10 @@ class Setting:
 
     name: str
     flags: dict[str, Any] = field(default_factory=dict)
+    patch: str | None = None  # in patches/, for the trainer
 
-    def change(self, name: str, **flags: Any) -> "Setting":
-        return Setting(f"{self.name}, {name}", self.flags | flags)
+    def change(self, name: str, patch: str | None = None, **flags: Any) -> "Setting":
+        return Setting(f"{self.name}, {name}", self.flags | flags, patch)
 
 
 @dataclass(frozen=True)
@@ -83,22 +92,30 @@ class Picture:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned: a base, pictures of a subject, and who recognizes it."""
+    """What is learned with which settings."""
 
     script: str  # of a trainer
     layers: dict[str, tuple[str, int]]  # {name: (--lora_layers, rank)}, with about as many weights
+    rates: tuple[float, ...]  # that of the reference first
     flags: dict[str, Any]  # of all runs
+    # the prompts of samples of the subject beyond the held-out captions, and of others
+    further: list[str]
+    others: list[str]
+
+
+@dataclass(frozen=True)
+class Toy(Task):
+    """A task that one core can do: a base, pictures of a subject, and who recognizes it."""
+
     side: int  # of a picture, in pixels
     guidance: float
     options: dict[str, Any]  # of a call of the pipeline
     subject: int  # its class in the classifier
-    # the prompts of samples of the subject beyond the held-out captions, and of others
-    further: list[str]
-    others: list[str]
     prepare: Callable[[Path], tuple[Path, list[Picture]]]  # returns the base and the pictures
     load: Callable[[Path, Path | None], DiffusionPipeline]  # the base, with a LoRA
     # a classifier: images [N, 3, side, side] in [0, 1] -> logits
-    make_judge: Callable[["Task", Path, list[Picture]], nn.Module]
+    make_judge: Callable[["Toy", Path, list[Picture]], nn.Module]
+    held_out: int = HELD_OUT  # of 30 pictures
 
 
 # -------------------------------------------------------------------------------------------------
@@ -149,7 +166,7 @@ def make_conv_net(classes: int) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.3), nn.Linear(64 * 16, classes))
 
 
-def make_duck_judge(task: Task, folder: Path, ducks: list[Picture]) -> nn.Module:
+def make_duck_judge(task: Toy, folder: Path, ducks: list[Picture]) -> nn.Module:
     """A classifier of ducks, eight animals, and all that the base draws.
 
     Colors change places in training, so that the shape decides. Prints how it does on every fifth
@@ -254,7 +271,7 @@ def load_digits_pipeline(base: Path, lora: Path | None) -> DiffusionPipeline:
     return pipeline
 
 
-def make_digit_judge(task: Task, folder: Path, nines: list[Picture]) -> nn.Module:
+def make_digit_judge(task: Toy, folder: Path, nines: list[Picture]) -> nn.Module:
     torch.manual_seed(0)
     images, labels = load_digits()
     grey = nn.Conv2d(3, 1, 1, bias=False)
@@ -263,8 +280,9 @@ def make_digit_judge(task: Task, folder: Path, nines: list[Picture]) -> nn.Modul
 
 
 TASKS = {
-    "nines": Task(
+    "nines": Toy(
         script="train_flow",
+        rates=RATES,
         layers={
             "attention": ("attention", 16),
             "attention_mlp": ("attention_mlp", 6),
@@ -284,8 +302,9 @@ TASKS = {
         load=load_digits_pipeline,
         make_judge=make_digit_judge,
     ),
-    "ducks": Task(
+    "ducks": Toy(
         script="train_text_to_image",
+        rates=RATES,
         layers={
             "attention": ("attention", 16),
             "attention_mlp": ("attention_mlp", 8),
@@ -320,7 +339,7 @@ def list_grid(task: Task) -> list[Setting]:
     """Layers and rates, with about the same number of weights. The first one is the reference."""
     return [
         Setting(f"{name} {rate:g}", {"lora_layers": layers, "rank": rank, "learning_rate": rate})
-        for rate in RATES
+        for rate in task.rates
         for name, (layers, rank) in task.layers.items()
     ]
 
@@ -332,21 +351,23 @@ def list_changes(best: Setting, task: Task) -> list[Setting]:
     def with_steps(count: int) -> Setting:
         return best.change(f"{count} steps", max_train_steps=count)
 
-    changes = [with_steps(steps // 3)]
+    changes = [with_steps(steps // 4)]
     changes += [best.change(f"rank {each}", rank=each) for each in (16, 8, 32, 4) if each != rank]
     changes += [
         best.change("no EMA", use_ema=False),
+        best.change("prodigy", optimizer="prodigy", learning_rate=None),
         best.change("alpha 1", lora_alpha=1),
-        best.change("caption dropout 0.1", caption_dropout=0.1),
+        best.change("no caption dropout", caption_dropout=0),
+        with_steps(steps // 2),
         with_steps(2 * steps),
         best.change("constant rate", lr_scheduler="constant"),
+        best.change("muon", optimizer="muon"),
         best.change("adamw8bit", optimizer="adamw8bit"),
         with_steps(4 * steps),
     ]
-    if task.script == "train_flow":
-        changes.append(best.change("muon", optimizer="muon"))
-    else:
+    if task.script == "train_text_to_image":
         changes.append(best.change("no snr_gamma", snr_gamma=None))
+        changes.append(best.change("T-LoRA", patch="t_lora"))
     return changes
 
 
@@ -368,20 +389,38 @@ def find_runs(results: list[dict], name: str, seeds: Iterable[int]) -> list[dict
 # a run
 
 
-def call(script: str, **flags: Any) -> float:
+def write_flags(flags: dict[str, Any]) -> list[str]:
+    """{name: a value, None, which leaves the flag out, True, False or a list} as words."""
+    words = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{name}")
+        elif value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def load_script(script: str, patch: str | None, folder: Path) -> Any:
+    """A script, or its copy in `folder` with one of patches/."""
+    if patch is None:
+        return __import__(script)
+    name = f"{script}_{patch}"
+    shutil.copy(bench.ROOT / f"{script}.py", folder / f"{script}.py")
+    change = bench.ROOT / f"patches/{patch}.diff"
+    outside = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # else git looks for the repository
+    command = ["git", "apply", f"--include={script}.py", change]
+    subprocess.run(command, cwd=folder, env=os.environ | outside, check=True)
+    (folder / f"{script}.py").rename(folder / f"{name}.py")
+    sys.path.append(str(folder))
+    return __import__(name)
+
+
+def call(script: str, patch: str | None = None, folder: Path = Path(), **flags: Any) -> float:
     """Run a script in this process. Returns the processor seconds of its training steps.
 
-    flags: {name: a value, None, which leaves the flag out, True, False or a list}.
+    patch, folder: see `load_script`. flags: see `write_flags`.
     """
-    argv = []
-    for name, value in flags.items():
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            argv.append(f"--{'' if value else 'no-'}{name}")
-        else:
-            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    module = __import__(script)
+    module = load_script(script, patch, folder)
     seconds = 0.0
     train_step = getattr(module, "train_step", None)
 
@@ -397,7 +436,7 @@ def call(script: str, **flags: Any) -> float:
     if train_step:
         module.train_step = timed
     try:
-        module.main(module.parse_args(argv))
+        module.main(module.parse_args(write_flags(flags)))
     finally:
         if train_step:
             module.train_step = train_step
@@ -405,7 +444,7 @@ def call(script: str, **flags: Any) -> float:
 
 
 @torch.no_grad()
-def draw(task: Task, pipeline: DiffusionPipeline, prompts: list[str]) -> torch.Tensor:
+def draw(task: Toy, pipeline: DiffusionPipeline, prompts: list[str]) -> torch.Tensor:
     """The first sample of each prompt, uint8 [N, 3, H, W]."""
     pipeline.set_progress_bar_config(disable=True)
     drawn = []
@@ -420,61 +459,99 @@ def draw(task: Task, pipeline: DiffusionPipeline, prompts: list[str]) -> torch.T
     return torch.cat(drawn)
 
 
+def open_toy(task: Toy, folder: Path) -> Callable[[Setting, int], dict[str, Any]]:
+    """Prepare base, pictures and classifier. Returns what does a run."""
+    base, pictures = task.prepare(folder)
+    path = folder / "judge.pt"
+    if not path.exists():
+        torch.save(task.make_judge(task, folder, pictures), path)
+    judge = torch.load(path, weights_only=False)
+    return lambda setting, seed: run_setting(task, setting, seed, base, pictures, judge, folder)
+
+
+def name_run(setting: Setting, seed: int) -> str:
+    return f"{setting.name}-{seed}".replace(", ", "-").replace(" ", "-")
+
+
 def run_setting(
-    task: Task, setting: Setting, seed: int, base: Path, pictures: list[Picture],
+    task: Toy, setting: Setting, seed: int, base: Path, pictures: list[Picture],
     judge: nn.Module, folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
     """Train with a setting, and measure the result."""
-    name = f"{setting.name}-{seed}".replace(", ", "-").replace(" ", "-")
-    out = folder / "runs" / name
+    out = folder / "runs" / name_run(setting, seed)
     shutil.rmtree(out, ignore_errors=True)  # of a run that was stopped
     begin = time.perf_counter()
+    common = {
+        "pretrained_model_name_or_path": base, "latents_dir": folder / "latents", "seed": seed,
+        "holdout": task.held_out, "report_to": "none", "checkpointing_steps": 10**6,
+    } | task.flags | setting.flags  # fmt: skip
     seconds = call(
-        task.script, pretrained_model_name_or_path=base, latents_dir=folder / "latents",
-        output_dir=out, holdout=HELD_OUT, seed=seed, validation_steps=MEASURED, report_to="none",
-        checkpointing_steps=10**6, **task.flags | setting.flags,
-    )  # fmt: skip
-    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        task.script, setting.patch, folder, output_dir=out, validation_steps=MEASURED, **common
+    )
+    run = describe_run(setting, seed, out)
+    run["step_seconds"] = seconds / run["steps"]
+    run |= measure(task, seed, base, out, pictures, judge, folder)
+    if setting.patch == "t_lora":  # so far by the file alone, as other programs draw
+        mask = load_script(task.script, setting.patch, folder).mask_ranks
+        masked = measure(task, seed, base, out, pictures, judge, folder, mask)
+        run["masked"] = masked | {"held_out_loss": run["held_out_loss"]}
+        plain = folder / "runs" / f"{out.name}-plain"
+        shutil.rmtree(plain, ignore_errors=True)
+        unchanged = {"max_train_steps": 1, "learning_rate": 0, "lr_warmup_steps": 0}
+        call(task.script, network_weights=out, output_dir=plain, **common | unchanged)
+        run["held_out_loss"] = describe_run(setting, seed, plain)["held_out_losses"][0]
+    return run | {"seconds": time.perf_counter() - begin}
+
+
+def read_records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def describe_run(setting: Setting, seed: int, out: Path) -> dict[str, Any]:
+    """What the folder of a run tells, without the measures of its samples."""
     losses = {
         record["step"]: record.get("held_out_loss_ema", record["held_out_loss"])
-        for record in records
+        for record in read_records(out)
         if "held_out_loss" in record
     }
     weights = load_file(out / "pytorch_lora_weights.safetensors")
-    steps = max(losses)
     return {
         "setting": setting.name,
-        "folder": name,
+        "folder": out.name,
         "flags": setting.flags,
         "seed": seed,
-        "held_out_loss": losses[steps],
+        "held_out_loss": losses[max(losses)],
         "held_out_losses": losses,
-        "steps": steps,
-        "step_seconds": seconds / steps,
+        "steps": max(losses),
         "weights": sum(weight.numel() for weight in weights.values()),
-        **measure(task, seed, base, out, pictures, judge, folder),
-        "seconds": time.perf_counter() - begin,
         "commit": find_commit(),
         "machine": bench.machine(),
     }
 
 
 def measure(
-    task: Task, seed: int, base: Path, out: Path, pictures: list[Picture], judge: nn.Module,
-    folder: Path,
+    task: Toy, seed: int, base: Path, out: Path, pictures: list[Picture], judge: nn.Module,
+    folder: Path, mask: Callable | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Draw with a LoRA, and compare: with the subject, with training pictures, with the base."""
-    rows = choose_held_out(folder / "latents", seed)
+    """Draw with a LoRA, and compare: with the subject, with training pictures, with the base.
+
+    mask: `mask_ranks` of patches/t_lora.diff.
+    """
+    rows = choose_held_out(folder / "latents", seed, task.held_out)
     held_out = [picture for i, picture in enumerate(pictures) if i in rows]
     trained = torch.stack([each.image for i, each in enumerate(pictures) if i not in rows])
     pipeline = task.load(base, out)
+    if mask:
+        mask(pipeline.unet, pipeline.scheduler.config.num_train_timesteps)
     drawn = draw(task, pipeline, [picture.caption for picture in held_out] + task.further)
     others = draw(task, pipeline, task.others)
     save_image(torch.cat([drawn, others]) / 255, out / "samples.png", nrow=10)
     with torch.no_grad():
         shows = judge(drawn / 255).argmax(dim=1) == task.subject
     asked = torch.stack([picture.image for picture in held_out])
-    nearest = [measure_errors(drawn[:HELD_OUT], each).amin(dim=1) for each in (trained, asked)]
+    nearest = [
+        measure_errors(drawn[: task.held_out], each).amin(dim=1) for each in (trained, asked)
+    ]
     path = folder / "base.pt"
     if not path.exists():
         torch.save(draw(task, task.load(base, None), task.others), path)
@@ -491,10 +568,10 @@ def measure_errors(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.cdist(one.flatten(1).float(), other.flatten(1).float())
 
 
-def choose_held_out(latents: Path, seed: int) -> list[int]:
+def choose_held_out(latents: Path, seed: int, count: int = HELD_OUT) -> list[int]:
     """The rows that a trainer holds out, as `hold_out` chooses them."""
     names = datasets.load_from_disk(str(latents))["key"]
-    return np.sort(hash_names(names, seed).argsort()[:HELD_OUT]).tolist()
+    return np.sort(hash_names(names, seed).argsort()[:count]).tolist()
 
 
 def find_commit() -> str:
@@ -505,7 +582,88 @@ def find_commit() -> str:
 
 
 # -------------------------------------------------------------------------------------------------
+# a published model
+
+OTHERS = ["a photo of a cat", "a portrait of a woman", "a street in the rain", "a bowl of fruit"]
+
+
+def describe_published(base: str, prompt: str) -> tuple[Path, Task]:
+    """The recipe of a model of families/lora_settings.py, and its task."""
+    from memory import MODELS, count_adapter  # here, because it imports much
+
+    from diffusion_training.families.lora_layers import LAYERS
+    from diffusion_training.families.lora_settings import SETTINGS
+
+    recipes = sorted((bench.ROOT / "recipes").glob(f"{base}_lora*.args"))
+    if base not in SETTINGS or not recipes or SETTINGS[base].title not in MODELS:
+        sys.exit(f"--base {base} has no recipe, settings and sizes here: see docs/lora-settings.md")
+    settings = SETTINGS[base]
+    sets = ["attention", "attention_mlp"] + ["all"] * bool(LAYERS[settings.denoiser].further)
+    sizes = {each: count_adapter(settings.title, each) for each in sets}  # of rank 1
+    steps = 960 // settings.images
+    return recipes[0], Task(
+        script="train_flow" if settings.timesteps else "train_text_to_image",
+        layers={
+            each: (each, round(settings.rank * sizes[settings.layers] / size))
+            for each, size in sizes.items()
+        },
+        rates=tuple(float(f"{settings.learning_rate * rate / RATES[0]:.2g}") for rate in RATES),
+        flags={
+            "instance_prompt": prompt, "resolution": 512, "total_batch_size": settings.images,
+            "max_train_steps": steps, "validation_steps": steps // 6, "metric_steps": steps,
+            "num_metric_images": 16, "validation_metrics": ["dino-i", "copy"],
+            "num_validation_images": 1,
+        },
+        further=[prompt, f"{prompt} on a beach"],
+        others=OTHERS,
+    )  # fmt: skip
+
+
+def run_published(
+    task: Task, recipe: Path, pictures: Path, more: list[str], folder: Path, setting: Setting,
+    seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Train in a process of its own, or go on, and read the measures of the trainer."""
+    out = folder / "runs" / name_run(setting, seed)
+    flags = task.flags | setting.flags | {
+        "train_data_dir": pictures, "output_dir": out, "holdout": HELD_OUT, "seed": seed,
+        "validation_prompts": task.further + task.others, "report_to": "none",
+        "resume_from_checkpoint": "latest",
+    }  # fmt: skip
+    begin = time.perf_counter()
+    words = [f"{bench.ROOT / task.script}.py", f"@{recipe}", *write_flags(flags), *more]
+    if status := subprocess.run([sys.executable, *words]).returncode:
+        raise SystemExit(status)
+    records = read_records(out)
+    run = describe_run(setting, seed, out)
+    found = {name: value for record in records for name, value in record.items()}  # the last ones
+    speeds = [record["images_per_second"] for record in records if "images_per_second" in record]
+    run["step_seconds"] = task.flags["total_batch_size"] / statistics.median(speeds)
+    run |= {"subject": found["dino-i"], "copy": found["copy"], "prior": measure_change(task, out)}
+    return run | {"seconds": time.perf_counter() - begin}
+
+
+def measure_change(task: Task, out: Path) -> float:
+    """How far the last samples of the other prompts are from the base's, in color values."""
+    paths = sorted((out / "samples").glob("step-*.png"))
+    before, after = (np.asarray(Image.open(paths[i]), float) for i in (0, -1))
+    side = len(before) // len(task.further + task.others)  # a row for each prompt
+    change = np.abs(after - before)[-side * len(task.others) :, -side:]
+    return change.mean()
+
+
+# -------------------------------------------------------------------------------------------------
 # the list, the tables
+
+
+def find_settings(task: Task, names: list[str]) -> list[Setting]:
+    """The settings of some names: those of the grid, and their single changes."""
+    grid = list_grid(task)
+    known = {each.name: each for each in grid}
+    known |= {each.name: each for one in grid for each in list_changes(one, task)}
+    if unknown := [name for name in names if name not in known]:
+        sys.exit(f"--only: there is no setting {unknown[0]!r}; all: {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def plan(task: Task, results: list[dict], seeds: int) -> Iterator[tuple[Setting, int]]:
@@ -555,6 +713,11 @@ HEADER = [
 
 def make_table(task: Task, results: list[dict]) -> list[list[str]]:
     """A row for each setting, the lowest held-out loss first."""
+    results = results + [
+        run | run["masked"] | {"setting": f"{run['setting']}, masked"}
+        for run in results
+        if "masked" in run
+    ]
     reference = list_grid(task)[0].name
     goals = {run["seed"]: run["held_out_loss"] for run in results if run["setting"] == reference}
     rows = []
@@ -589,7 +752,7 @@ def write_report(task: Task, results: list[dict], folder: Path) -> None:
     cells = "".join(f"<th>{html.escape(name)}" for name in [*HEADER, "samples"])
     lines = [f"<!doctype html><meta charset=utf-8><title>Speedrun</title><table><tr>{cells}"]
     for row in make_table(task, results):
-        name = row[0].removesuffix(" (reference)")
+        name = row[0].removesuffix(" (reference)").removesuffix(", masked")
         run = next(run for run in results if run["setting"] == name)
         cells = "".join(f"<td>{html.escape(cell)}" for cell in row)
         source = html.escape(f"runs/{run['folder']}/samples.png")
@@ -604,44 +767,64 @@ def main(argv=None):
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--task", choices=TASKS, default="ducks")
+    parser.add_argument("--few", type=int, help="train on so many pictures, such as 3, and not 20")
+    parser.add_argument("--base", help="train this model of docs/lora-settings.md, such as z_image")
+    parser.add_argument("--pictures", type=Path, help="with --base, a folder of about 30 pictures")
+    parser.add_argument("--prompt", default="a photo of sks dog", help="with --base, the caption")
     parser.add_argument("--seeds", type=int, choices=[1, *STUDENT], default=3)
-    parser.add_argument("--only", nargs="+", help="names of settings to run, in place of all")
+    parser.add_argument("--only", nargs="+", help="settings to run, in place of the whole list")
     parser.add_argument("--steps", type=int, help="fewer than the task's, for a test")
     parser.add_argument("--hours", type=float, help="begin no run after so many hours")
     parser.add_argument("--report", action="store_true", help="run nothing, print the table")
     parser.add_argument("--output_dir", type=Path, default=Path("speedrun"))
-    cli = parser.parse_args(argv)
-    task = TASKS[cli.task]
+    cli, more = parser.parse_known_args(argv)
+    if cli.base and cli.few:
+        parser.error("--few is for --task")
+    if cli.base and (cli.report or cli.pictures):
+        recipe, task = describe_published(cli.base, cli.prompt)
+    elif cli.base or more:
+        parser.error("--base needs --pictures" if cli.base else f"there is no flag {more[0]}")
+    else:
+        task = TASKS[cli.task]
+    if cli.few:
+        task = replace(task, held_out=HELD_OUT + 20 - cli.few)
     if cli.steps:
         task = replace(task, flags=task.flags | {"max_train_steps": cli.steps})
-    folder = cli.output_dir.absolute() / cli.task
+    name = (cli.base or cli.task) + (f"-{cli.few}" if cli.few else "")
+    folder = cli.output_dir.absolute() / name
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "results.jsonl"
     results = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     if not cli.report:
-        run_all(cli, task, results, folder)
+        print(bench.machine())
+        if isinstance(task, Toy):
+            do_run = open_toy(task, folder)
+        else:
+            do_run = partial(run_published, task, recipe, cli.pictures.absolute(), more, folder)
+        run_all(cli, task, do_run, results, folder)
     if not results:
         sys.exit(f"{log} has no runs yet")
-    bench.show(f"{cli.task}; {bench.machine()}", HEADER, make_table(task, results))
+    bench.show(f"{name}; {bench.machine()}", HEADER, make_table(task, results))
     print(f"Look at {folder / 'report.html'}")
 
 
-def run_all(cli: argparse.Namespace, task: Task, results: list[dict], folder: Path) -> None:
+def run_all(
+    cli: argparse.Namespace, task: Task, do_run: Callable[[Setting, int], dict],
+    results: list[dict], folder: Path,
+) -> None:  # fmt: skip
     """Do the runs that are missing, and append each to `results` and its file."""
-    print(bench.machine())
     end = time.monotonic() + 3600 * (cli.hours or 10**6)
-    base, pictures = task.prepare(folder)
-    path = folder / "judge.pt"
-    if not path.exists():
-        torch.save(task.make_judge(task, folder, pictures), path)
-    judge = torch.load(path, weights_only=False)
-    for setting, seed in plan(task, results, cli.seeds):
-        if find_runs(results, setting.name, [seed]) or (cli.only and setting.name not in cli.only):
+    runs = plan(task, results, cli.seeds)
+    if cli.only:
+        chosen = find_settings(task, cli.only)
+        runs = ((setting, seed) for seed in range(cli.seeds) for setting in chosen)
+    for setting, seed in runs:
+        if find_runs(results, setting.name, [seed]):
             continue
         if time.monotonic() > end:
             return
         try:
-            run = run_setting(task, setting, seed, base, pictures, judge, folder)
+            run = do_run(setting, seed)
         except SystemExit as stop:
             if stop.code != 1:  # a signal, or a wrong flag
                 raise

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from diffusion_training.errors.printing import hide_secrets, note_secrets, shorten
+from diffusion_training.errors.printing import PACKAGED, hide_secrets, note_secrets, shorten
 
 # defines --flag, and --no-flag, which overrides a --flag in a @FILE
 SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -28,7 +28,6 @@ SKIPPED = re.compile(
 )
 # flags that people know from other programs, and what they are called here
 OTHER_PROGRAMS = Path(__file__).with_name("other_programs.tsv")
-PACKAGED = Path(__file__).resolve().parent / "scripts"  # where an installed package has the scripts
 
 
 def clean_path(text: str) -> str:
@@ -72,34 +71,6 @@ def read_words(path: Path) -> list[str]:
             text = SKIPPED.sub(lambda match: match["kept"] or "", text)
             return shlex.split(text)
     raise ValueError("it is not a text file in UTF-8")
-
-
-def find_advice(flag: str, own: Collection[str], docs: Path) -> str | None:
-    """What OTHER_PROGRAMS or the pages say of a flag that a script does not have.
-
-    It may be one of another script here, of kohya's or of diffusers'. None if nothing has it. own:
-    the script's flags. A line of OTHER_PROGRAMS that leads to a flag of another script is left out.
-    """
-    for line in OTHER_PROGRAMS.read_text().splitlines()[1:]:
-        name, program, here = line.split("\t")
-        first = re.match(r"--\w+", here)
-        if name == flag and (first is None or first[0] in own):
-            return f"it is one of {program}; here: {here}"
-    section = ""  # the scripts that the next table of flags.md is about
-    for page in ("flags.md", "from-kohya.md", "from-diffusers.md"):
-        text = (docs / page).read_text() if (docs / page).is_file() else ""
-        for line in text.splitlines():
-            section = line if line.startswith(("`", "## ")) else section
-            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-            if len(cells) < 2 or not re.search(rf"`{re.escape(flag)}[ `]", cells[0]):
-                continue
-            if page == "flags.md":
-                scripts = cells[-1] if len(cells) == 4 and cells[-1] != "all" else section
-                names = re.findall(r"(?<![.\w])\w+(?=`|\.py)", scripts)
-                return f"it is one of {', '.join(f'{name}.py' for name in names)}"
-            plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cells[1]).replace("`", "")
-            return f"docs/{page} says: {textwrap.shorten(plain, 200, placeholder=' ...')}"
-    return None
 
 
 class Needs(argparse._ActionsContainer):
@@ -180,7 +151,7 @@ class Parser(Needs, argparse.ArgumentParser):
             name = typo.split("=")[0]
             near = difflib.get_close_matches(name, self._option_string_actions, 1, 0.7)
             advice = f": did you mean {near[0]}?" if near else " (--help lists the flags)"
-            if found := find_advice(name, self._option_string_actions, self.folder / "docs"):
+            if found := self.advise(name):
                 advice = f": {found}"
             self.error(f"there is no flag {typo}{advice}")
         for name, value in vars(parsed).items():
@@ -188,6 +159,36 @@ class Parser(Needs, argparse.ArgumentParser):
                 if isinstance(each, str) and re.search(r"://\S*(\?\*{3}|\*{3}@)", each):
                     self.error(f"--{name} {each} lacks its password or query: give it in full")
         return parsed, unknown
+
+    def advise(self, flag: str) -> str | None:
+        """What OTHER_PROGRAMS or the pages say of a flag that this script does not have.
+
+        It may be one of another script here, of kohya's or of diffusers'. None if nothing has it. A
+        line of OTHER_PROGRAMS that leads to a flag of another script is left out.
+        """
+        if flag in self._option_string_actions:
+            return f"give {flag}"
+        for line in OTHER_PROGRAMS.read_text().splitlines()[1:]:
+            flags, program, here = line.split("\t")
+            first = re.match(r"--\w+", here)
+            if flag in flags.split() and (first is None or first[0] in self._option_string_actions):
+                return f"it is one of {program}; here: {here}"
+        section = ""  # the scripts that the next table of flags.md is about
+        for page in ("flags.md", "from-kohya.md", "from-diffusers.md"):
+            path = self.folder / "docs" / page
+            text = path.read_text() if path.is_file() else ""
+            for line in text.splitlines():
+                section = line if line.startswith(("`", "## ")) else section
+                cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+                if len(cells) < 2 or not re.search(rf"`{re.escape(flag)}[ `]", cells[0]):
+                    continue
+                if page == "flags.md":
+                    scripts = cells[-1] if len(cells) == 4 and cells[-1] != "all" else section
+                    names = re.findall(r"(?<![.\w])\w+(?=`|\.py)", scripts)
+                    return f"it is one of {', '.join(f'{name}.py' for name in names)}"
+                plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cells[1]).replace("`", "")
+                return f"docs/{page} says: {textwrap.shorten(plain, 200, placeholder=' ...')}"
+        return None
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2 and one line, without passwords in addresses."""

@@ -2,8 +2,8 @@
 # requires-python = ">=3.11"
 # dependencies = [
 #   "accelerate>=1.13,<2", "datasets>=5.1,<6", "diffusers>=0.36,<1", "numpy>=2,<3", "peft>=0.18,<1",
-#   "pillow>=11.3,<14", "tensorboard>=2.20,<3", "torch>=2.11,<3", "torchcodec>=0.16,<1",
-#   "torchvision>=0.26,<1", "transformers>=5.17,<6", "xxhash>=3.5,<5",
+#   "pillow>=11.3,<14", "safetensors>=0.5,<1", "tensorboard>=2.20,<3", "torch>=2.11,<3",
+#   "torchcodec>=0.16,<1", "torchvision>=0.26,<1", "transformers>=5.17,<6", "xxhash>=3.5,<5",
 # ]
 # ///
 """Train a LoRA of a flow-matching pipeline: train_flow.py --rank --cache_latents in one file.
@@ -20,8 +20,7 @@ pytorch_lora_weights.safetensors, which diffusers and ComfyUI read at strength 1
 At the same flags (on a CPU, with the same OMP_NUM_THREADS) it ends with the same bits as the big
 script, in the LoRA and in its average: on one process or several, with accumulation, and after a
 kill. (In bf16, Stable Diffusion 3 has to be stored in bf16.) To resume, run the same command again.
-Left out here: other models, sizes other than squares, masks, edits, bases in 8 or 4 bits, other
-optimizers and layers, held-out loss, most errors.
+Left out here: other models, sizes other than squares, masks, edits, 8 or 4 bits, most errors.
 """
 
 import argparse
@@ -74,6 +73,7 @@ if not is_ours or (not checkpoints and any(args.output_dir.glob("*.safetensors")
 
 # These imports take seconds. They come after the flags, so that --help and mistakes answer at once.
 import functools
+import inspect
 import io
 import math
 import os
@@ -93,8 +93,9 @@ import xxhash
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from diffusers.optimization import get_scheduler
 from diffusers.utils import make_image_grid
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import LoraConfig
 from PIL import Image, ImageOps
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -108,10 +109,10 @@ except (ImportError, OSError, RuntimeError):  # not installed, or not made for t
 DTYPE = "torch_dtype" if diffusers.__version__ < "0.40" else "dtype"
 tracker = None if args.report_to == "none" else args.report_to
 options = {"log_with": tracker, "project_dir": args.output_dir / "logs"}
+patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while one process encodes
 # The last block of some transformers has layers that change nothing, for which DDP would wait.
 ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
-patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while one process encodes
-options["kwargs_handlers"] = [ddp, patience]
+options["kwargs_handlers"] = [patience, ddp]
 accelerator = Accelerator(mixed_precision=args.mixed_precision, **options)
 device = accelerator.device
 world = accelerator.num_processes
@@ -144,19 +145,16 @@ def key_seed(purpose, *key):
 # you do not need. Noise is drawn in the shape of `noisy`, [N, channels, height, width]. The keys of
 # a prompt are arguments of the pipeline; in `predict` each has a list with a tensor per image.
 class StableDiffusion3:
-    # of attention and MLP, by the ends of their names; they get a LoRA
-    layers = "to_q", "to_k", "to_v", "to_out.0"
-    layers += "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"
-    layers += "net.0.proj", "net.2"
+    layers = "to_q", "to_k", "to_v", "to_out.0"  # which get a LoRA, by the ends of their names
+    layers += "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "net.0.proj", "net.2"
     patch = 2  # numbers of `noisy` per token along a side
     has_frames = False  # is its VAE one for videos?
     batch = torch.stack  # how its pipeline takes the prompts of several images
     guidance = {"guidance_scale": args.guidance_scale}  # of samples; with an empty prompt, or None
 
     def encode(pipeline, text):  # a caption -> {argument: tensor without the axis of images}
-        embeds, _, pooled, _ = pipeline.encode_prompt(
-            text, None, None, do_classifier_free_guidance=False
-        )
+        options = {"do_classifier_free_guidance": False}
+        embeds, _, pooled, _ = pipeline.encode_prompt(text, None, None, **options)
         return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
 
     def scale(vae):  # (shift, factor): (latents - shift) * factor has about unit variance
@@ -166,8 +164,7 @@ class StableDiffusion3:
         return latents
 
     def predict(model, noisy, sigmas, prompt_embeds, pooled_prompt_embeds):
-        pooled = torch.stack(pooled_prompt_embeds)
-        embeds = torch.stack(prompt_embeds)
+        embeds, pooled = torch.stack(prompt_embeds), torch.stack(pooled_prompt_embeds)
         return model(noisy, embeds, pooled, timestep=1000 * sigmas).sample
 
 
@@ -193,19 +190,16 @@ class Flux(StableDiffusion3):
         return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
 
     def predict(model, noisy, sigmas, prompt_embeds, pooled_prompt_embeds):
-        count, channels, height, width = noisy.shape
-        pack = diffusers.FluxPipeline._pack_latents
-        ids = diffusers.FluxPipeline._prepare_latent_image_ids
-        velocity = model(
-            pack(noisy, count, channels, height, width),
-            timestep=sigmas,
-            guidance=torch.ones_like(sigmas) if transformer.config.guidance_embeds else None,
-            pooled_projections=torch.stack(pooled_prompt_embeds),
-            encoder_hidden_states=torch.stack(prompt_embeds),
-            txt_ids=torch.zeros(len(prompt_embeds[0]), 3, device=device),
-            img_ids=ids(count, height // 2, width // 2, device, torch.float32),
-        ).sample
-        return diffusers.FluxPipeline._unpack_latents(velocity, height, width, 1)
+        pipeline = diffusers.FluxPipeline
+        count, _, height, width = noisy.shape
+        size = count, height // 2, width // 2
+        img_ids = pipeline._prepare_latent_image_ids(*size, device, torch.float32)
+        txt_ids = torch.zeros(len(prompt_embeds[0]), 3, device=device)
+        guidance = torch.ones_like(sigmas) if transformer.config.guidance_embeds else None
+        tokens = pipeline._pack_latents(noisy, *noisy.shape)
+        embeds, pooled = torch.stack(prompt_embeds), torch.stack(pooled_prompt_embeds)
+        velocity = model(tokens, embeds, pooled, sigmas, img_ids, txt_ids, guidance).sample
+        return pipeline._unpack_latents(velocity, height, width, 1)
 
 
 class Flux2Klein(StableDiffusion3):
@@ -224,15 +218,12 @@ class Flux2Klein(StableDiffusion3):
         return diffusers.Flux2KleinPipeline._patchify_latents(latents)
 
     def predict(model, noisy, sigmas, prompt_embeds):
+        pipeline = diffusers.Flux2KleinPipeline
         embeds = torch.stack(prompt_embeds)
-        velocity = model(
-            diffusers.Flux2KleinPipeline._pack_latents(noisy),
-            timestep=sigmas,
-            encoder_hidden_states=embeds,
-            txt_ids=diffusers.Flux2KleinPipeline._prepare_text_ids(embeds).to(device),
-            img_ids=diffusers.Flux2KleinPipeline._prepare_latent_ids(noisy).to(device),
-            guidance=None,
-        ).sample
+        img_ids = pipeline._prepare_latent_ids(noisy).to(device)
+        txt_ids = pipeline._prepare_text_ids(embeds).to(device)
+        tokens = pipeline._pack_latents(noisy)
+        velocity = model(tokens, embeds, sigmas, img_ids, txt_ids, guidance=None).sample
         return velocity.transpose(1, 2).reshape(noisy.shape)
 
 
@@ -252,17 +243,15 @@ class QwenImage(StableDiffusion3):
         return latents.squeeze(2)
 
     def predict(model, noisy, sigmas, prompt_embeds, prompt_embeds_mask):
-        count, channels, height, width = noisy.shape
+        pipeline = diffusers.QwenImagePipeline
+        count, _, height, width = noisy.shape
+        embeds = pad_sequence(prompt_embeds, batch_first=True)
         mask = pad_sequence(prompt_embeds_mask, batch_first=True).long()
-        pack = diffusers.QwenImagePipeline._pack_latents
-        velocity = model(
-            pack(noisy, count, channels, height, width),
-            timestep=sigmas,
-            encoder_hidden_states=pad_sequence(prompt_embeds, batch_first=True),
-            encoder_hidden_states_mask=None if len({*map(len, prompt_embeds)}) == 1 else mask,
-            img_shapes=[[(1, height // 2, width // 2)]] * count,
-        ).sample
-        return diffusers.QwenImagePipeline._unpack_latents(velocity, height, width, 1).squeeze(2)
+        mask = mask if len({*map(len, prompt_embeds)}) > 1 else None
+        tokens = pipeline._pack_latents(noisy, *noisy.shape)
+        sizes = [[(1, height // 2, width // 2)]] * count
+        velocity = model(tokens, embeds, mask, sigmas, sizes).sample
+        return pipeline._unpack_latents(velocity, height, width, 1).squeeze(2)
 
 
 index = diffusers.DiffusionPipeline.load_config(base)
@@ -273,7 +262,9 @@ if index["_class_name"] not in families:
 family = families[index["_class_name"]]
 Pipeline = getattr(diffusers, index["_class_name"])
 
-# ---- The data: each row is an image and its caption.
+# ---- The data: each row is an image and its caption. To bring a data set of your own, replace
+# `files` (strings), `captions` and `load_image`. To augment it, repeat both lists, such as
+# `files *= 8`, and change the image in `load_image`, by random numbers of its row.
 try:
     rows = datasets.load_dataset("imagefolder", data_dir=str(args.train_data_dir), split="train")
 except Exception as error:
@@ -348,9 +339,11 @@ def encode_all():
 
 
 shown_prompts = args.validation_prompts or []
-stats = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+times = [os.path.getmtime(file) for file in files if os.path.exists(file)]
 about = [base, dtype, side, args.center_crop, args.seed, bool(args.caption_dropout)]
-about += [captions, shown_prompts, stats]
+about += [files, times, captions, shown_prompts]
+code = decode_image, load_image, family.encode, family.pack, encode_all
+about += map(inspect.getsource, code)  # if you change it
 path = args.output_dir / f"encoded-{key_seed('data', *about):016x}.pt"
 if accelerator.is_main_process and not path.exists():
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -395,20 +388,18 @@ weights = {
 ema = {name: weight.detach().clone() for name, weight in weights.items()}
 # Betas and weight decay are torch's defaults. `fused` updates all weights in one go.
 optimizer = torch.optim.AdamW(weights.values(), lr=args.learning_rate, fused=True)
-rates = [group["lr"] for group in optimizer.param_groups]  # a group may have its own
 settings = {"base": base, "rank": args.rank, "weights": [*weights]}
 
 # A larger image needs more noise to be unrecognizable, so its noise levels are shifted up.
-scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(base, subfolder="scheduler")
-if args.shift:
-    dynamic = {"use_dynamic_shifting": False, "shift": args.shift}
-    scheduler = scheduler.from_config(scheduler.config, **dynamic)
-shift = scheduler.config.shift
-if scheduler.config.use_dynamic_shifting:  # as the pipelines compute it from the number of tokens
-    known = scheduler.config
+fixed = {"shift": args.shift, "use_dynamic_shifting": False} if args.shift else {}
+scheduler = diffusers.FlowMatchEulerDiscreteScheduler
+scheduler = scheduler.from_pretrained(base, subfolder="scheduler", **fixed)
+known = scheduler.config
+shift = known.shift
+if known.use_dynamic_shifting:  # as the pipelines compute it from the number of tokens
+    tokens = encoded["latents"][0][0, 0].numel() / family.patch**2
     slope = known.max_shift - known.base_shift
     slope /= known.max_image_seq_len - known.base_image_seq_len
-    tokens = encoded["latents"][0][0, 0].numel() / family.patch**2
     shift = known.base_shift + slope * (tokens - known.base_image_seq_len)
     shift = math.exp(shift) if known.time_shift_type == "exponential" else shift
 
@@ -423,13 +414,13 @@ if checkpoints:
     for own, of in ((weights, "weights"), (ema, "ema")):
         for name, weight in own.items():
             weight.data.copy_(saved[of][name])
-    optimizer.load_state_dict(saved["optimizer"])
+    # Rates and other settings are those given above, which may have changed.
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["optimizer"]["state"]})
     step = saved["step"]
     images_seen = saved["images_seen"]
     accelerator.print(f"Resuming from {newest}")
-# The checkpoint has the learning rates of its last step. Those given above may have changed since.
-for group, rate in zip(optimizer.param_groups, rates, strict=True):
-    group |= {"lr": rate, "initial_lr": rate}
+for group in optimizer.param_groups:
+    group["initial_lr"] = group["lr"]  # which get_scheduler needs; a group may have its own
 # The schedule starts after its step 0, whose rate is 0, so that no step is wasted. `prepare` does
 # not get it, because it would count each step once for each process.
 usual = 0 if args.lr_scheduler == "constant" else 500
@@ -442,15 +433,15 @@ models = {name: accelerator.prepare(module) for name, module in trained.items()}
 optimizer = accelerator.prepare(optimizer)
 
 
-# ---- A step's images, in the order of the epoch: for each micro-batch the weights of this process'
-# images, their latents and their prompts. The last step of an epoch takes those that are left, so
-# that an epoch has each image once. A thread loads the next step while the device computes one.
+# ---- A step's images, in the order of the epoch: a list of micro-batches, each with the weights of
+# this process's images. The last step of an epoch takes those that are left, so that an epoch has
+# each image once. A thread loads the next step while the device computes one.
 def load_step(images_seen):
     epoch, start = divmod(images_seen, len(files))
     order = np.random.default_rng(key_seed("epoch", args.seed, epoch)).permutation(len(files))
     per_micro_batch = args.train_batch_size * world
     taken = order[start : start + per_micro_batch * args.gradient_accumulation_steps].tolist()
-    loaded = []
+    micro_batches = []
     for first in range(0, len(taken), per_micro_batch):
         # With these weights the sum over micro-batches, averaged over processes by DDP, is the mean
         # over the step's images. A process that gets no image computes one with weight 0, for DDP.
@@ -458,8 +449,8 @@ def load_step(images_seen):
         own = micro[process::world] or micro[:1]
         weight = torch.full([len(own)], world / len(taken) * (process < len(micro)))
         moments = torch.stack([encoded["latents"][row] for row in own])
-        loaded.append([pin(weight), pin(moments), [prompts[row] for row in own]])
-    return loaded, len(taken)
+        micro_batches.append([pin(weight), pin(moments), [prompts[row] for row in own]])
+    return micro_batches, len(taken)
 
 
 # Prompts as `predict` takes them: {name: list of tensors}, on the device.
@@ -470,22 +461,24 @@ def move(prompts):
     }
 
 
-# Weights and averages change places: once before samples and files, and once after.
+# The average, with the names of diffusers: transformer.LAYER.lora_A.weight, and with B.
+def save_lora(folder):
+    names = {name: name.replace(".default", "") for name in ema if ".lora_" in name}
+    adapter = {new: ema[name].half().cpu() for name, new in names.items()}
+    save_file(adapter, folder / "pytorch_lora_weights.safetensors", {"format": "pt"})
+
+
+# Weights and averages change places: once before samples, and once after.
 def swap():
     for name, weight in weights.items():
         weight.data, ema[name] = ema[name], weight.data
-
-
-def save_lora(folder):
-    adapter = get_peft_model_state_dict(transformer)
-    adapter = {name: each.half().cpu().contiguous() for name, each in adapter.items()}
-    Pipeline.save_lora_weights(folder, transformer_lora_layers=adapter)
 
 
 # Samples of the average, from the same noise each time. They do not change the training, whose
 # random numbers are seeded anew in each micro-batch. They are drawn before step 1 too, and show the
 # base. A transformer with further inputs needs a pipeline of its own here, which gives them.
 def draw_samples():
+    swap()
     transformer.eval()
     parts = {name: None for name in index if name.startswith(("text_encoder", "tokenizer"))}
     parts |= {"transformer": transformer, "scheduler": scheduler}
@@ -494,17 +487,17 @@ def draw_samples():
     pipeline.vae.to(device)
     options = {"num_inference_steps": args.num_inference_steps, "height": side, "width": side}
     options |= family.guidance or {"guidance_scale": args.guidance_scale}
+    if family.guidance:
+        options |= {f"negative_{name}": family.batch(each) for name, each in move([empty]).items()}
     images = []
     for prompt in shown:
-        given = [("", prompt), ("negative_", empty)] if family.guidance else [("", prompt)]
-        for kind, of in given:
-            for name, each in move([of]).items():
-                options[kind + name] = family.batch(each)
+        options |= {name: family.batch(each) for name, each in move([prompt]).items()}
         for number in range(args.num_validation_images):  # one by one: this takes less memory
             seed = key_seed("sample", args.seed, number)
-            generator = torch.Generator(device).manual_seed(seed)
-            images += pipeline(**options, generator=generator).images
+            options["generator"] = torch.Generator(device).manual_seed(seed)
+            images += pipeline(**options).images
     transformer.train()
+    swap()
     picture = make_image_grid(images, len(args.validation_prompts), args.num_validation_images)
     (args.output_dir / "samples").mkdir(parents=True, exist_ok=True)
     picture.save(args.output_dir / f"samples/step-{step:07d}.png")
@@ -585,19 +578,14 @@ while step < args.max_train_steps and not stop:
         with open(unfinished / STATE, "wb") as file:
             torch.save(state | {"step": step, "images_seen": images_seen}, file)
             os.fsync(file.fileno())
-        swap()
         save_lora(unfinished)
-        swap()
         unfinished.rename(folder)
     is_drawn = not stop and (step % draw_every == 0 or is_last)
     if is_drawn and args.validation_prompts and accelerator.is_main_process:
-        swap()
         draw_samples()
-        swap()
 
 # ---- The end: the LoRA of the average, or after a signal the status that a shell expects.
 if accelerator.is_main_process and not stop:
-    swap()
     save_lora(args.output_dir)
 accelerator.wait_for_everyone()  # or the launcher would end the first process while it saves
 accelerator.print("Stopped: the same command resumes" if stop else f"Done: see {args.output_dir}")

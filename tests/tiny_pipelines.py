@@ -180,6 +180,7 @@ def make_smollm3(tokenizer):
 
 
 ROPE = {"mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+MROPE = {"type": "default", **ROPE}
 SIGHT = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
 SEES = "Qwen3VLForConditionalGeneration"
 # pixels of an image, as in the published models; by default it would shrink 1024 x 1024 pixels
@@ -187,13 +188,23 @@ SEEN = {"shortest_edge": 56 * 56, "longest_edge": 2**24}
 
 
 def make_qwen25_vl(tokenizer, layers=3):
-    text = make_qwen_config(tokenizer, layers) | {"rope_parameters": {"type": "default", **ROPE}}
+    text = make_qwen_config(tokenizer, layers) | {"rope_parameters": MROPE}
     config = transformers.Qwen2_5_VLConfig(
         text_config=text,
         vision_config=SIGHT | {"out_hidden_size": 32, "fullatt_block_indexes": [0]},
         **list_vision_tokens(tokenizer),
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def make_qwen2_vl(tokenizer):
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1}
+    config = transformers.Qwen2VLConfig(
+        text_config=make_qwen_config(tokenizer, 3) | {"rope_parameters": MROPE},
+        vision_config=vision,
+        **list_vision_tokens(tokenizer),
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def make_qwen3_vl(tokenizer, layers, kind=SEES):
@@ -678,9 +689,9 @@ add(
 
 
 @refused
-def make_kandinsky5():
+def make_kandinsky5(kind="Kandinsky5T2IPipeline", vae=None):
     tokenizer = make_vision_tokenizer()
-    return diffusers.Kandinsky5T2IPipeline(
+    return getattr(diffusers, kind)(
         transformer=diffusers.Kandinsky5Transformer3DModel(
             in_visual_dim=4,
             in_text_dim=WIDTH,
@@ -693,7 +704,7 @@ def make_kandinsky5():
             num_visual_blocks=1,
             axes_dims=AXES,
         ),
-        vae=make_shifting_vae(depth=4),
+        vae=vae or make_shifting_vae(depth=4),
         text_encoder=make_qwen25_vl(tokenizer),
         tokenizer=make_qwen2_processor(tokenizer, "Qwen2_5_VLProcessor"),
         text_encoder_2=make_clip(max_position_embeddings=77),
@@ -980,6 +991,15 @@ def make_llama(tokenizer):
     return transformers.LlamaModel(config)
 
 
+SMALL = dict(
+    latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+)
+
+
+def make_hunyuan_vae():
+    return diffusers.AutoencoderKLHunyuanVideo(**SMALL)
+
+
 @pipeline
 def make_hunyuan_video():
     """Of its template it cuts off 95 tokens, which are about as many here."""
@@ -993,12 +1013,7 @@ def make_hunyuan_video():
         tokenizer=tokenizer,
         text_encoder_2=make_clip(max_position_embeddings=77),
         tokenizer_2=make_clip_tokenizer(),
-        vae=diffusers.AutoencoderKLHunyuanVideo(
-            latent_channels=4,
-            block_out_channels=(8, 8, 8, 8),
-            layers_per_block=1,
-            norm_num_groups=4,
-        ),
+        vae=make_hunyuan_vae(),
         transformer=diffusers.HunyuanVideoTransformer3DModel(
             **FOUR, **HEADS, num_layers=1, num_single_layers=1, num_refiner_layers=1,
             text_embed_dim=WIDTH, pooled_projection_dim=WIDTH, rope_axes_dim=AXES,
@@ -1027,6 +1042,18 @@ add(
     )),
     scheduler=partial(make_flow_solver, 8.0),
 )  # fmt: skip
+EASY_ANIMATE = dict(
+    sees=True, text_encoder=make_qwen2_vl, vae=("AutoencoderKLMagvit", SMALL),
+    transformer=("EasyAnimateTransformer3DModel", dict(
+        **FOUR, **DOUBLE, patch_size=2, time_embed_dim=16, text_embed_dim=WIDTH
+    )),
+    scheduler=make_scheduler,
+)  # fmt: skip
+add("easy_animate", "EasyAnimatePipeline", **EASY_ANIMATE)
+add("easy_animate_control", "EasyAnimateControlPipeline", OTHERS, **EASY_ANIMATE)
+OTHERS["kandinsky5_t2v"] = partial(
+    save, lambda: make_kandinsky5("Kandinsky5T2VPipeline", make_hunyuan_vae())
+)
 
 
 # ------------------------------------------------------------------- pipelines that edit images
@@ -1127,7 +1154,7 @@ WIDER = partial(save, partial(make_cogview4, in_channels=8))
 add_other("cogview4_control", "CogView4ControlPipeline", WIDER)
 
 
-for name in ("LTXCondition", "LTXImageToVideo"):
+for name in ("LTXCondition", "LTXImageToVideo", "LTXI2VLongMultiPrompt"):
     add_other(name, f"{name}Pipeline", MAKE["ltx"])
 add_other("forcing", "SkyReelsV2DiffusionForcingPipeline", MAKE["skyreels_v2"])
 

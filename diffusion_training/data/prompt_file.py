@@ -66,7 +66,7 @@ def read_prompt_file(parser: Any, args: argparse.Namespace) -> None:
             )
         args.validation_prompts_file = None
         return
-    entry: Any = ""
+    where = ""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         if path.endswith(".json"):
@@ -78,9 +78,9 @@ def read_prompt_file(parser: Any, args: argparse.Namespace) -> None:
             raise ValueError("it has no list of prompts")
         lines = []
         for entry in entries:
+            where = f" in {str(entry)!r}"
             lines.append(join_prompt(entry) if isinstance(entry, dict) else str(entry))
             split_prompt(lines[-1])
     except (OSError, ValueError) as error:
-        where = f" in {str(entry)!r}" if entry else ""
         parser.error(f"--validation_prompts_file {path}{where}: {error}")
     args.validation_prompts = lines

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -17,6 +18,8 @@ ADDRESS = re.compile(OUTSIDE + r"://((?:[^\s/@:]*:(?!:|\d+(?:[/\s'\")]|$))[^@\n]
 # The place of user, password, host and port in such a rest, which may hold another address
 HOST = re.compile(r"://(?:\[[^]/@]*\])?([^/]*?)(?=::|/|\Z)")
 
+# An installed package has the scripts here, and the pages beside them.
+PACKAGED = Path(__file__).resolve().parents[1] / "scripts"
 MOST = 2000  # characters of a sentence: a value of the user or of the data may have millions
 SECRETS: dict[str, str] = {}  # of the addresses on the command line, and what is shown for each
 PARTS: set[str] = set()  # of these secrets: a library's error may repeat only a part
@@ -183,7 +186,12 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def shorten(sentence: str) -> str:
-    """A sentence that is safe to print, without the middle of a very long one."""
+    """A sentence that is safe to print, without the middle of a very long one.
+
+    In an installed package, a page such as docs/memory.md gets its path.
+    """
+    if PACKAGED.is_dir():
+        sentence = re.sub(r"(?<![\w/])docs/(?=[\w-]+\.md)", f"{PACKAGED}/docs/", sentence)
     half = MOST // 2
     if len(sentence) > MOST:
         sentence = f"{sentence[:half]} ... {sentence[-half:]}"

@@ -67,6 +67,7 @@ LAYERS = {  # {class of the denoiser: its layers}
     ),
     "QwenImageTransformer2DModel": Layers(TWO, NET),
     "SD3Transformer2DModel": Layers(TWO, NET),
+    "WanTransformer3DModel": Layers(ONE, ("ffn.net.0.proj", "ffn.net.2")),
     "ZImageTransformer2DModel": Layers(
         ONE, ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     ),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from diffusion_training.families.lora_layers import LAYERS
 
-# the repositories that were read: {name: (address, commit)}
+# the repositories that were read: {name: (address, commit)}; where models are newer, a later commit
 SOURCES = {
     "diffusers": ("huggingface/diffusers", "58eb52c0803ea9af3abec60841c2a093bdf1f951"),
     "DiffSynth": ("modelscope/DiffSynth-Studio", "fed7b18fac2ed4cb802796eec91970e7659bccde"),
@@ -18,6 +18,11 @@ SOURCES = {
     "musubi-tuner": ("kohya-ss/musubi-tuner", "30c658c4f4b0bf05038b3346eff9670259b10fc7"),
     "sd-scripts": ("kohya-ss/sd-scripts", "48d368fa557731ad0488c07304dfeba8c07910eb"),
     "krea-2": ("krea-ai/krea-2", "0ef6ff75608f5c3571aceac98444fcf8a820a230"),
+    "diffusion-pipe": ("tdrussell/diffusion-pipe", "0784ca8bdf7c8c302e826c0f31abe839c77b110f"),
+    "diffusers, later": ("huggingface/diffusers", "0cca9a38990cbc51d69366c1a67f5cfdc25601f7"),
+    "DiffSynth, later": ("modelscope/DiffSynth-Studio", "a3241922d2db591165ac7c46ba54816ff45ade42"),
+    "musubi-tuner, later": ("kohya-ss/musubi-tuner", "02b5088978d289407ec06deccf5189e8c275a00e"),
+    "SimpleTuner 4.10.1": ("simpletuner 4.10.1", "https://pypi.org/project/simpletuner/4.10.1/"),
 }
 
 
@@ -129,12 +134,65 @@ SD3 = (
     Said("sd-scripts", "docs/sd3_train_network.md", "all of the blocks, rank 16, alpha 1, 1e-4"),
 )
 SD3_CHOICE = "The MLP and rank 16, as two of the trainers have them; alpha = rank, as diffusers."
+QWEN_2_1 = (
+    Said(
+        "diffusers, later",
+        "examples/dreambooth/README_qwenimage21.md",
+        "attention, rank 4 (16 is its default), 1e-4, 500 x 4, 1024 px, no caption dropout; edits "
+        "1,000 x 1",
+    ),
+    Said(
+        "DiffSynth, later",
+        "examples/qwen_image_21/model_training/lora/Qwen-Image-2.1.sh",
+        "all linear layers of the blocks, rank 32, 1e-4, 250 passes x 1, edits 500",
+    ),
+    Said(
+        "musubi-tuner, later",
+        "docs/qwen_image_21.md",
+        "attention and MLP, rank 16, 1e-4, 2,000 x 1, shift 3",
+    ),
+    Said(
+        "SimpleTuner 4.10.1",
+        "simpletuner/examples/qwen_image-2.1-24g.peft-lora/config.json",
+        "attention, rank 32, 1e-4, 2,000 x 1, 512 px, no caption dropout, shift by resolution, "
+        "base in 16 bits, with a training adapter",
+    ),
+)
+QWEN_2_1_CHOICE = (
+    "Attention, MLP and rank 16, as musubi-tuner. No dropped captions, as diffusers and "
+    "SimpleTuner: the model draws without guidance. The recipes have no training adapter."
+)
+WAN_1_3B = Said(
+    "ai-toolkit",
+    "config/examples/train_lora_wan21_1b_24gb.yaml",
+    "from stills: all linear layers of the blocks, rank 32, 1e-4, 2,000 x 1, 632 px, caption "
+    "dropout 0.05, sigmoid (logit-normal), base in 16 bits",
+)
+WAN_14B = Said(
+    "ai-toolkit",
+    "config/examples/train_lora_wan21_14b_24gb.yaml",
+    f"{WAN_1_3B.what.removesuffix('16 bits')}8 bits",
+)
+WAN_DIFFSYNTH = "attention and MLP, rank 32, 1e-4, 500 passes x 1, 832 x 480 px"
+WAN_SIMPLETUNER = "attention, rank 16, 6e-5, 200 x 1, {} px, caption dropout 0.1, base in {}"
+WAN_MUSUBI = Said(
+    "musubi-tuner",
+    "docs/wan.md, src/musubi_tuner/networks/lora_wan.py",
+    "attention and MLP, rank 32, 2e-4, 16 passes, shift 3, base in fp8",
+)
+WAN_PIPE = Said(
+    "diffusion-pipe",
+    "docs/supported_models.md, examples/main_example.toml",
+    "rank 32, 2e-5 (in the example for all models), logit-normal",
+)
+WAN_CHOICE = (
+    "Attention, MLP and rank 32, as all but SimpleTuner; 1e-4, the middle of the five rates; and "
+    "the 2,000 images of ai-toolkit, the one that trains from stills, as 1,000 x 2."
+)
 BETWEEN = (
     "2,000 images, as 500 x 4 and 2,000 x 1 are, but twice the steps of the former: a weight moves "
     "by rate x steps at most."
 )
-UNREAD = "No trainer that was read names settings"
-
 SETTINGS = {
     "sd15": LoraSettings(
         "Stable Diffusion 1.5",
@@ -300,7 +358,19 @@ SETTINGS = {
         steps=1500,
     ),
     "flux3_klein": LoraSettings(
-        "FLUX.3 klein", "Flux3Transformer2DModel", (), f"{UNREAD}: those of FLUX.2 klein.", rank=32
+        "FLUX.3 klein",
+        "Flux3Transformer2DModel",
+        (
+            Said(
+                "SimpleTuner 4.10.1",
+                "simpletuner/examples/flux3_image-24g.peft-lora/config.json",
+                "the base: attention, rank 32, 1e-4, 2,000 x 3, 512 px, shift 6.93, no caption "
+                "dropout, base in 16 bits; the turbo at 768 px, 4,000 x 1, with a training adapter",
+            ),
+        ),
+        "Its rank and rate, which are those of FLUX.2 klein, whose other settings are taken: one "
+        f"source is too few to leave the MLP out. {BETWEEN}",
+        rank=32,
     ),
     "krea2": LoraSettings(
         "Krea 2",
@@ -390,16 +460,15 @@ SETTINGS = {
     "qwen_image_2_1": LoraSettings(
         "Qwen-Image 2.1",
         "QwenImage21Transformer2DModel",
-        (),
-        f"{UNREAD}: those of Qwen-Image. No dropped captions: it is meant to draw without "
-        "guidance.",
+        QWEN_2_1,
+        f"{QWEN_2_1_CHOICE} {BETWEEN}",
         caption_dropout=0.0,
     ),
     "qwen_image_2_1_edit": LoraSettings(
         "Qwen-Image 2.1 (edits)",
         "QwenImage21Transformer2DModel",
-        (),
-        f"{UNREAD}: those of Qwen-Image-Edit, without dropped captions.",
+        QWEN_2_1,
+        "As of Qwen-Image 2.1. 3,000 pairs, as of Qwen-Image-Edit: between 1,000 and 500 passes.",
         steps=1500,
         caption_dropout=0.0,
     ),
@@ -515,6 +584,73 @@ SETTINGS = {
         ),
         "One source: its rate and shift (which is the pipeline's), and what other transformers "
         "have else.",
+        base_precision=None,
+    ),
+    "wan21_1_3b": LoraSettings(
+        "Wan 2.1 1.3B (stills)",
+        "WanTransformer3DModel",
+        (
+            WAN_1_3B,
+            Said(
+                "DiffSynth",
+                "examples/wanvideo/model_training/lora/Wan2.1-T2V-1.3B.sh",
+                WAN_DIFFSYNTH,
+            ),
+            WAN_MUSUBI,
+            Said(
+                "SimpleTuner",
+                "simpletuner/examples/wan2.1-t2v-1.3b-480p-single-gpu.peft-lora+ramtorch",
+                WAN_SIMPLETUNER.format(480, "16 bits"),
+            ),
+            WAN_PIPE,
+        ),
+        WAN_CHOICE,
+        rank=32,
+        resolution=640,
+        base_precision=None,
+    ),
+    "wan21_14b": LoraSettings(
+        "Wan 2.1 14B (stills)",
+        "WanTransformer3DModel",
+        (
+            WAN_14B,
+            Said(
+                "DiffSynth",
+                "examples/wanvideo/model_training/lora/Wan2.1-T2V-14B.sh",
+                WAN_DIFFSYNTH,
+            ),
+            WAN_MUSUBI,
+            Said(
+                "SimpleTuner",
+                "simpletuner/examples/wan2.1-t2v-14b-480p-8xh100.peft-lora+cp-fa3",
+                WAN_SIMPLETUNER.format(480, "fp8"),
+            ),
+            WAN_PIPE,
+        ),
+        WAN_CHOICE,
+        rank=32,
+        resolution=640,
+    ),
+    "wan22_5b": LoraSettings(
+        "Wan 2.2 TI2V 5B (stills)",
+        "WanTransformer3DModel",
+        (
+            Said(
+                "DiffSynth",
+                "examples/wanvideo/model_training/lora/Wan2.2-TI2V-5B.sh",
+                f"from clips and first frames: {WAN_DIFFSYNTH}",
+            ),
+            Said(
+                "SimpleTuner",
+                "simpletuner/examples/wan2.2-ti2v-5b-480p-single-gpu.peft-lora+ramtorch",
+                WAN_SIMPLETUNER.format(512, "16 bits"),
+            ),
+            AI_TOOLKIT,
+        ),
+        "Attention, MLP, rank 32 and 1e-4, as DiffSynth and ai-toolkit; 2,000 images, as of Wan "
+        "2.1. The base draws 720p, so a still has its area.",
+        rank=32,
+        resolution=960,
         base_precision=None,
     ),
 }

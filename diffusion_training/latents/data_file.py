@@ -3,8 +3,10 @@
 A folder becomes a cache of --cache_latents, which counts num_repeats times in an epoch.
 """
 
+import math
 import os
 import tomllib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # {key: (flag, type)}; a key without a flag here is read below
@@ -14,6 +16,7 @@ KEYS: dict[str, tuple[str, type]] = {
     "caption_extension": ("caption_extension", str),
     "caption_prefix": ("caption_prefix", str),
     "class_tokens": ("instance_prompt", str),
+    "control_directory": ("conditioning_data_dir", str),
     "flip_aug": ("random_flip", bool),
     "center_crop": ("center_crop", bool),
     "resolution": ("resolution", int),
@@ -22,9 +25,6 @@ KEYS: dict[str, tuple[str, type]] = {
     "bucket_reso_steps": ("", int),
     "bucket_no_upscale": ("bucket_no_upscale", bool),
 }
-# keys of such files that are flags of the whole run here
-OF_THE_RUN = {"batch_size": "--train_batch_size", "cache_directory": "--cache_dir"}
-OF_THE_RUN |= {name: f"--{name}" for name in ("shuffle_caption", "keep_tokens", "color_aug")}
 
 
 class Folder(NamedTuple):
@@ -34,8 +34,11 @@ class Folder(NamedTuple):
     flags: dict[str, Any]  # {flag of a trainer: value}
 
 
-def read_data_file(path: str) -> list[Folder]:
-    """The folders in a file. Raises ValueError, with a sentence, for what can't be used."""
+def read_data_file(path: str, advise: Callable[[str], str | None] | None = None) -> list[Folder]:
+    """The folders in a file. Raises ValueError, with a sentence, for what can't be used.
+
+    advise: see `Parser.advise`; None if the keys were checked before.
+    """
     with open(path, "rb") as file:
         content = tomllib.load(file)
     datasets = content.pop("datasets", [])
@@ -48,6 +51,8 @@ def read_data_file(path: str) -> list[Folder]:
         entries += [own | subset for subset in dataset.get("subsets", [{}])]
     if not entries:
         raise ValueError("it has no [[datasets]]")
+    if advise:
+        check_keys(entries, advise)
     folders = [*map(read_folder, entries)]
     places = [os.path.realpath(folder.flags["train_data_dir"]) for folder in folders]
     for place in places:
@@ -59,17 +64,35 @@ def read_data_file(path: str) -> list[Folder]:
     return folders
 
 
+def check_keys(entries: list[dict[str, Any]], advise: Callable[[str], str | None]) -> None:
+    """Raise ValueError if entries have keys that have no meaning here, and say what replaces them.
+
+    What other programs know may be there if it switches something off.
+    """
+    others = {key for entry in entries for key in entry} - KEYS.keys()
+    wanted = {key for entry in entries for key, value in entry.items() if value}
+    faults = []
+    for key in sorted(others):
+        advice = advise(f"--{key}")
+        if key in wanted or not advice:
+            faults.append(f"{key} ({advice or 'not one of ' + ', '.join(KEYS)})")
+    if faults:
+        raise ValueError(f"remove {', '.join(faults)}")
+
+
 def read_folder(entry: dict[str, Any]) -> Folder:
     """A folder, from what holds for it in the file."""
-    entry = dict(entry)
-    side = entry.get("resolution")
-    if isinstance(side, list) and len({*side}) == 1:  # [width, height]
-        entry["resolution"] = side[0]
+    entry = {key: value for key, value in entry.items() if key in KEYS}
+    match entry.get("resolution"):
+        case [int(width), int(height)]:
+            if width != height:
+                side = math.isqrt(width * height) // 16 * 16
+                raise ValueError(
+                    f"its resolution is {width} x {height}: give the side of a square of this "
+                    f"area, {side}; with enable_bucket, images keep their shape"
+                )
+            entry["resolution"] = width
     for key, value in entry.items():
-        if key in OF_THE_RUN:
-            raise ValueError(f"it has {key}, which is a flag here: {OF_THE_RUN[key]}")
-        if key not in KEYS:
-            raise ValueError(f"it has {key}, which is not one of {', '.join(KEYS)}")
         kind = KEYS[key][1].__name__
         if type(value).__name__ != kind:
             raise ValueError(f"its {key} is {value!r}, not one {kind}")

@@ -7,6 +7,7 @@ from diffusion_training.arguments import (
     PATH,
     Add,
     OneOrMore,
+    Parser,
     is_address,
     list_values,
     local_path,
@@ -67,7 +68,7 @@ def add_storage_flags(add: Add) -> None:
     )
 
 
-def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_data_args(parser: Parser, args: argparse.Namespace) -> None:
     """Stop with an error if the data flags of a text-to-image trainer do not fit together.
 
     The data is either a cache, or images with captions.
@@ -82,7 +83,7 @@ def check_data_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -
             if vars(args)[name]:
                 parser.error(f"--{name} can't be combined with --data, which names the images")
         try:
-            read_data_file(args.data)
+            read_data_file(args.data, parser.advise)
         except (OSError, ValueError) as error:
             parser.error(f"--data {args.data} can't be used: {error}")
     elif not caches:

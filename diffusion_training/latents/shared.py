@@ -54,8 +54,9 @@ def cache_latents_once(
     sides: list[int | None] = []
     flips = False
     about = {}
+    owns = []
     for repeats, flags in folders:
-        own = Flags(args.given, args.typed, **vars(args) | flags)
+        owns.append(own := Flags(args.given, args.typed, **vars(args) | flags))
         if args.data:
             about[own.train_data_dir] = flags | {"num_repeats": repeats}
         flips |= own.random_flip
@@ -69,8 +70,7 @@ def cache_latents_once(
             f"--data {args.data} has changed since the checkpoint ({', '.join(changed)}): keep it "
             "as it was, or choose a new --output_dir"
         )
-    for _, flags in folders:
-        own = Flags(args.given, args.typed, **vars(args) | flags)
+    for own in owns:
         found["latents_dir"] += cache_folder(launch, own, script)
     if args.data or len(weights) > 1:  # an image counts once an epoch, in one of the sizes
         found["latents_weights"] = weights

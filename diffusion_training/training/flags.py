@@ -41,6 +41,7 @@ SCHEDULES = (
     "constant_with_warmup",
     "piecewise_constant",
 )
+OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "muon", "prodigy")
 
 
 def add_shard_flag(add: Add) -> None:
@@ -246,10 +247,17 @@ def add_optimization_flags(
     )
     add(
         "--optimizer",
-        choices=["adamw", "adamw8bit", "adafactor", "muon", "prodigy"],
         default="adamw",
-        help="optimizer; adamw8bit and adafactor take less memory, muon is for transformers, "
-        "prodigy finds the learning rate by itself",
+        help="optimizer: adamw; adamw8bit or adafactor, which take less memory; muon, for "
+        "transformers; prodigy, which finds the learning rate by itself; or a class of torch's "
+        "form by its name in Python, such as torch.optim.RAdam",
+    )
+    add(
+        "--optimizer_args",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="arguments of such a class, for example betas=0.9,0.99 weight_decay=0.01",
+        needs="--optimizer *.*",
     )
     add(
         "--use_8bit_adam",
@@ -297,27 +305,28 @@ def add_optimization_flags(
         type=number(0, 0.999999),
         default=adam_beta1,
         help="beta1 of Adam: decay of its average of the gradients",
-        useless_with="--optimizer adafactor",
+        useless_with="--optimizer adafactor|*.*",
     )
     add(
         "--adam_beta2",
         type=number(0, 0.999999),
         default=0.999,
         help="beta2 of Adam: decay of its average of the squared gradients",
-        useless_with="--optimizer adafactor",
+        useless_with="--optimizer adafactor|*.*",
     )
     add(
         "--adam_weight_decay",
         type=number(0, 100),
         default=adam_weight_decay,
-        help="decoupled weight decay, with any --optimizer",
+        help="decoupled weight decay",
+        useless_with="--optimizer *.*",
     )
     add(
         "--adam_epsilon",
         type=number(1e-30, 1),
         default=1e-8,
         help="epsilon of Adam, added to the denominator",
-        useless_with="--optimizer adafactor",
+        useless_with="--optimizer adafactor|*.*",
     )
     add(
         "--max_grad_norm",
@@ -517,6 +526,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
     if args.find_lr_min >= args.find_lr_max:
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
+        )
+    if args.optimizer not in OPTIMIZERS and "." not in args.optimizer:
+        parser.error(
+            f"--optimizer {args.optimizer} is none of {', '.join(OPTIMIZERS)}, and no class such "
+            "as torch.optim.RAdam"
         )
     if args.optimizer == "prodigy":
         refuse_together(parser, "--optimizer prodigy", {"--find_lr": args.find_lr})

@@ -22,7 +22,7 @@ from diffusion_training.training.keeping.best import keep_best
 from diffusion_training.training.keeping.posthoc import WIDTHS, write_losses
 from diffusion_training.training.progress import format_duration
 from diffusion_training.training.records import Records
-from diffusion_training.training.run_folder import RunFolder, end_run
+from diffusion_training.training.run_folder import RunFolder, end_run, take_requests
 from diffusion_training.training.scores.metrics import Draw, Metrics, Read, join_records
 from diffusion_training.training.showing.card import save_model_card
 from diffusion_training.training.showing.pipelines import advise_copy, name_readers
@@ -91,6 +91,11 @@ class Results:
             return False
         # ask the first process: other machines may have an --output_dir of their own
         return not gather_object([samples_path(self.args.output_dir, self.step).exists()])[0]
+
+    def take_requests(self) -> list[str]:
+        """The names of the files of `REQUESTS` in --output_dir, which are removed."""
+        folder = Path(self.args.output_dir)
+        return gather_object(take_requests(folder) if self.launch.is_main else [])
 
     def measure_held_out(self) -> None:
         """Measure and record the held-out loss, if images are held out.
@@ -216,14 +221,14 @@ class Results:
         duration = format_duration(time.monotonic() - self.begun_at)
         done = f"Done in {duration}: {self.name}, {samples} and report.html are in "
         done += str(args.output_dir)
-        for_unet = "unet" in self.state.models
-        if readers := name_readers(args, for_unet):
+        denoiser = type(next(iter(self.state.models.values()))).__name__
+        if readers := name_readers(args, denoiser):
             done += f". {readers.replace('`', '')}"
         if self.launch.is_main:
             done += judge_end(read_metrics(args.output_dir))
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {self.name}"
-        if copied := advise_copy(args, for_unet):
+        if copied := advise_copy(args, denoiser):
             done += f". {copied}"
         end_run(self.launch, self.run, done, self.files, args)

@@ -41,6 +41,9 @@ from diffusion_training.training.showing.hub import make_repository, upload_run
 if TYPE_CHECKING:
     from diffusion_training.training.keeping.copies import Copies
 
+# files that a user puts into the folder of a run, to ask for samples or a checkpoint
+REQUESTS = ("sample-now", "save-now")
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -163,11 +166,23 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
     )
 
 
+def take_requests(output_dir: Path) -> list[str]:
+    """Remove the files of `REQUESTS` from a run's folder, and return their names.
+
+    Call it on the first process.
+    """
+    taken = [name for name in REQUESTS if (output_dir / name).is_file()]
+    for name in taken:
+        (output_dir / name).unlink()
+    return taken
+
+
 def begin_run(run: RunFolder, output_dir: Path) -> None:
     """Replace the files of an earlier run, once this one works: a folder holds only one run.
 
     Call it on the first process.
     """
+    take_requests(output_dir)  # of before the first step
     if run.checkpoint is None:
         for old in [*find_samples(output_dir), *(output_dir / "samples").glob("before-??.png")]:
             old.unlink()

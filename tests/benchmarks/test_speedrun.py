@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
+import tiny_pipelines
 import torch
-from conftest import ROOT, reset
+from conftest import ROOT, make_images, make_moments, reset
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -33,14 +34,32 @@ def test_the_plan_refines_the_best_settings_of_the_grid_and_skips_what_is_done()
     assert {name for name, _ in order[15:19]} == {REFERENCE, *losses}
     changes = [item for item in order[19:] if ", " in item[0]]
     assert changes == order[19 : 19 + len(changes)]
-    assert changes[0] == ("all 0.0047, 80 steps", 0)
+    assert changes[0] == ("all 0.0047, 60 steps", 0)
     assert all(name.startswith("all 0.0047, ") for name, _ in changes)
     assert len(set(order)) == len(order) == 2 * (15 + len(changes) // 2)
     (setting,) = {name: each for each, _ in speedrun.plan(DUCKS, results, 2)
-                  if (name := each.name) == "all 0.0047, 80 steps"}.values()  # fmt: skip
+                  if (name := each.name) == "all 0.0047, 60 steps"}.values()  # fmt: skip
     assert setting.flags == {
-        "lora_layers": "all", "rank": 3, "learning_rate": 0.0047, "max_train_steps": 80
+        "lora_layers": "all", "rank": 3, "learning_rate": 0.0047, "max_train_steps": 60
     }  # fmt: skip
+
+
+def test_settings_that_are_named_run_in_their_order(monkeypatch, tmp_path):
+    names = ["all 0.002, rank 8", REFERENCE]
+    monkeypatch.setitem(
+        speedrun.TASKS, "ducks",
+        speedrun.replace(DUCKS, prepare=lambda folder: (None, []), make_judge=lambda *all: None),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        speedrun, "run_setting", lambda task, setting, seed, *more: make_run(setting.name, seed, 1)
+    )
+    argv = ["--seeds=2", f"--output_dir={tmp_path}", "--only", *names]
+    speedrun.main(argv)
+    lines = (tmp_path / "ducks/results.jsonl").read_text().splitlines()
+    done = [(run["setting"], run["seed"]) for run in map(json.loads, lines)]
+    assert done == [(name, seed) for seed in range(2) for name in names]
+    with pytest.raises(SystemExit, match="there is no setting 'rank 8'; all: attention 0.002, "):
+        speedrun.main([*argv, "rank 8"])
 
 
 def test_the_table_compares_runs_of_the_same_seed():
@@ -125,3 +144,58 @@ def test_distances_are_those_of_pixels():
     assert found.shape == (3, 2) and found[1, 1] == 0 < found[2, 1]
     expected = (images[2].float() - images[1].float()).square().sum().sqrt()
     assert found[2, 1] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.long
+def test_t_lora_is_measured_with_its_mask_and_without(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(speedrun, "MEASURED", 8)
+    argv = ["--steps=8", "--seeds=1", "--few=3", f"--output_dir={tmp_path}"]
+    try:
+        speedrun.main([*argv, "--only", "attention 0.011, T-LoRA"])
+    finally:
+        reset()
+    (run,) = [json.loads(line) for line in (tmp_path / "ducks-3/results.jsonl").open()]
+    # the start of all ranks, and their end, is another model than that of the mask
+    assert run["held_out_losses"]["0"] > max(run["held_out_loss"], run["masked"]["held_out_loss"])
+    assert run["held_out_loss"] != run["masked"]["held_out_loss"] == run["held_out_losses"]["8"]
+    assert run["prior"] != run["masked"]["prior"]
+    said = capsys.readouterr().out
+    assert "Held out: 27 of 30 images" in said and "| attention 0.011, T-LoRA, masked | 1 |" in said
+
+
+@pytest.mark.long
+def test_sets_of_layers_of_a_published_model_have_equally_many_weights():
+    from memory import count_adapter
+
+    _, task = speedrun.describe_published("sdxl", "a dog")
+    assert task.script == "train_text_to_image" and task.layers["attention_mlp"][1] == 16
+    sizes = {
+        name: rank * count_adapter("SDXL", which) for name, (which, rank) in task.layers.items()
+    }
+    assert [*sizes] == ["attention", "attention_mlp", "all"]
+    assert max(sizes.values()) < 1.1 * min(sizes.values())
+    names = [setting.name for setting in speedrun.list_grid(task)]
+    assert names[:2] == ["attention 0.0001", "attention_mlp 0.0001"] and "all 1.8e-05" in names
+    with pytest.raises(SystemExit, match="--base sdxxl has no recipe"):
+        speedrun.describe_published("sdxxl", "a dog")
+
+
+@pytest.mark.long
+def test_a_published_model_is_trained_by_its_recipe_and_measured(tmp_path, capsys):
+    make_images(tmp_path / "pictures", 14)
+    tiny_pipelines.MAKE["z_image"](tmp_path / "z-image")
+    make_moments(tmp_path / "moments.pt")
+    argv = ["--base=z_image", f"--pictures={tmp_path / 'pictures'}", "--seeds=1", "--steps=8"]
+    argv += [f"--output_dir={tmp_path}", "--only", "attention_mlp 0.0001"]
+    argv += [f"--pretrained_model_name_or_path={tmp_path / 'z-image'}", "--resolution=32"]
+    argv += ["--mixed_precision=no", "--num_inference_steps=2", "--validation_steps=4"]
+    argv += [
+        "--bucket_step=16",
+        "--base_precision=no",
+        f"--metric_image_model={tmp_path / 'moments.pt'}",
+    ]
+    speedrun.main(argv)
+    (run,) = [json.loads(line) for line in (tmp_path / "z_image/results.jsonl").open()]
+    assert [*run["held_out_losses"]] == ["0", "4", "8"] and run["steps"] == 8
+    assert run["prior"] > 0 and run["step_seconds"] > 0 and -1 <= run["subject"] <= 1
+    assert "| attention_mlp 0.0001 | 1 |" in capsys.readouterr().out

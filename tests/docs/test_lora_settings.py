@@ -1,4 +1,4 @@
-"""The pages show the LoRA settings; `python tests/docs/test_lora_settings.py` updates them."""
+"""The pages show settings of LoRAs and what ComfyUI reads; run as a program, it updates them."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ sys.path[:0] = [str(ROOT)]
 from diffusion_training.families.lora_layers import LAYERS  # noqa: E402
 from diffusion_training.families.lora_settings import SETTINGS, SOURCES  # noqa: E402
 
-FIGURE = re.compile(r"(?<=<!-- lora settings -->\n).*?(?=\n<!-- end -->)", re.S)
+COMFYUI = ROOT / "diffusion_training/training/showing/comfyui.tsv"
 WIDTH = 120
 
 
@@ -32,7 +32,8 @@ def describe_sources():
     """What each source says, and what was chosen."""
     parts = []
     for name, (address, commit) in SOURCES.items():
-        parts.append(f"- {name}: [{address}](https://github.com/{address}/tree/{commit})")
+        page = commit if "//" in commit else f"https://github.com/{address}/tree/{commit}"
+        parts.append(f"- {name}: [{address}]({page})")
     for each in SETTINGS.values():
         parts.append(f"\n## {each.title}\n")
         for said in each.sources:
@@ -56,23 +57,55 @@ def describe_sources():
     return "\n".join(parts)
 
 
-PAGES = {"lora.md": describe_settings, "lora-settings.md": describe_sources}
+def describe_comfyui():
+    """The models whose LoRAs ComfyUI reads, a line per answer."""
+    (_, _, title), *rows = (line.split("\t") for line in COMFYUI.read_text().splitlines())
+    models = {}
+    for _, model, answer in rows:
+        models.setdefault(answer, []).append(model)
+    lines = [f"| {title} | LoRAs of |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {key} | {', '.join(it)} |" for key, it in models.items())])
 
 
-def test_pages_show_the_settings():
-    for name, describe in PAGES.items():
-        assert FIGURE.search((ROOT / "docs" / name).read_text())[0] == describe()
+# {page: {mark above a part: what makes the part}}
+PAGES = {
+    "lora.md": {"lora settings": describe_settings, "comfyui": describe_comfyui},
+    "lora-settings.md": {"lora settings": describe_sources},
+}
+
+
+def find_part(mark):
+    return re.compile(rf"(?<=<!-- {mark} -->\n).*?(?=\n<!-- end -->)", re.S)
+
+
+def test_pages_show_settings_and_what_comfyui_reads():
+    for name, parts in PAGES.items():
+        for mark, describe in parts.items():
+            assert find_part(mark).search((ROOT / "docs" / name).read_text())[0] == describe()
+
+
+def test_readme_promises_comfyui_only_what_it_reads():
+    rows = [line.split("\t") for line in COMFYUI.read_text().splitlines()]
+    read = {
+        model for _, models, answer in rows for model in models.split(", ") if answer == "reads"
+    }
+    page = " ".join((ROOT / "README.md").read_text().split())
+    (for_all,) = re.findall(r"A LoRA of ([^.]*(?:\.\d[^.]*)*) also opens in ComfyUI, A1111", page)
+    (others,) = re.findall(r"sd-scripts\. A LoRA of (.*?) also \[opens in ComfyUI\]", page)
+    assert {*re.split(", | or ", f"{for_all}, {others}")} <= read
 
 
 def test_each_setting_has_its_layers_and_sources():
     for name, each in SETTINGS.items():
         assert each.denoiser in LAYERS, name
         assert {said.source for said in each.sources} <= {*SOURCES}, name
-        assert each.sources or "No trainer that was read" in each.chosen, name
+        assert each.sources, name
     assert {each.denoiser for each in SETTINGS.values()} | {"PRXTransformer2DModel"} == {*LAYERS}
 
 
 if __name__ == "__main__":
-    for name, describe in PAGES.items():
+    for name, parts in PAGES.items():
         page = ROOT / "docs" / name
-        page.write_text(FIGURE.sub(lambda _: describe(), page.read_text(), count=1))
+        for mark, describe in parts.items():
+            text = find_part(mark).sub(lambda _: describe(), page.read_text(), count=1)
+            page.write_text(text)

@@ -229,7 +229,7 @@ def test_help_ends_with_the_docstrings_commands_and_a_docs_page():
         ("--trigger_word=sks", ["ai-toolkit", '--caption_prefix "sks dog,"']),
         ("--timesteps=9", ["the pretrained pipeline's scheduler"]),
         ("--batch_size=9", ["here: --train_batch_size"]),
-        ("--train_text_encoder", ["docs/from-diffusers.md says: gone"]),
+        ("--train_text_encoder", ["none: text encoders are not trained"]),
         ("--class_data_dir=x", ["says", "--preserve_prior"]),
         ("--hub_token=x", ["docs/from-diffusers.md says", "hf auth login"]),
         ("--model_family=prx", ["it is one of train_flow.py"]),

@@ -39,6 +39,7 @@ def parse(*argv):
     (["--lr_scheduler=piecewise_constant", "--lr_step_rules=1", "--lr_warmup_steps=5"],
      "piecewise_constant has no warm-up"),
     (["--learning_rate=nan"], "argument --learning_rate: nan is not between 0 and 100"),
+    (["--optimizer=adam"], "--optimizer adam is none of adamw, adamw8bit, adafactor,"),
     (["--train_batch_size=0"], "argument --train_batch_size: 0 is not between 1 and"),
     (["--find_lr", "--find_lr_min=1", "--find_lr_max=0.1"],
      "--find_lr_min 1.0 is not below --find_lr_max 0.1"),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from conftest import (
     assert_same_weights,
     make_klein,
     make_models,
+    make_sdxl,
     make_unet_config,
 )
 from huggingface_hub import constants
@@ -198,21 +200,43 @@ def test_the_command_for_cifar10_trains_by_its_id(hub, tmp_path, monkeypatch, ca
         rows.to_parquet(file)
         files[f"plain_text/{split}-00000-of-00001.parquet"] = file.getvalue()
     hub.add("uoft-cs/cifar10", files, kind="datasets")
-    before, written = (ROOT / "README.md").read_text().split("--dataset_name", 1)
-    before = before.rpartition("train_unconditional.py")[2]
-    written = written.partition("```")[0].replace("\\\n", " ")
-    command = shlex.split(f"{before} --dataset_name {written}")
-    assert "uoft-cs/cifar10" in command and (ROOT / "configs/unet_32.json").is_file()
+    page = (ROOT / "README.md").read_text()
+    (written,) = re.findall(r"`(--dataset_name uoft-cs/cifar10 [^`]*)`", page)
+    monkeypatch.chdir(ROOT)  # for @recipes
+    command = ["@recipes/unet_64_8gb.args", *shlex.split(written)]
+    assert command[1] in page and (ROOT / "configs/unet_32.json").is_file()
     curves = "diffusion_training.training.showing.report.draw_curves"
     monkeypatch.setattr(curves, lambda *args, **more: None)
     train = Script("train_unconditional")
     small = [f"--model_config_name_or_path={make_unet_config(tmp_path)}", "--max_train_steps=1"]
     small += ["--lr_warmup_steps=0", "--total_batch_size=2", "--ddpm_num_inference_steps=1"]
+    small += ["--train_batch_size=1", "--mixed_precision=no"]
     train(*command, *small, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'out'}")
     assert (tmp_path / "out/model_index.json").is_file()
     assert "Epoch: 5 images" in capsys.readouterr().out  # not those of the other split
     read_by_id = datasets.load_dataset("uoft-cs/cifar10", split="train")
     assert read_by_id["label"][:] == [*range(5)] and read_by_id.column_names == ["img", "label"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("without_figures")
+def test_the_command_for_a_captioned_data_set_trains_by_its_id(hub, tmp_path, capsys, monkeypatch):
+    """That of data.md, on a tiny SDXL and five images in the columns of diffusers' example."""
+    hub.add("lambdalabs/naruto-blip-captions", FORMS["parquet"][0], kind="datasets")
+    page = (ROOT / "docs/data.md").read_text().partition("### A captioned data set of the hub")[2]
+    command = page.partition("python train_text_to_image.py")[2].partition("```")[0]
+    command = shlex.split(command.replace("\\\n", " "))
+    assert "lambdalabs/naruto-blip-captions" in command
+    monkeypatch.chdir(ROOT)  # for @recipes
+    make_sdxl(tmp_path)
+    small = [f"--pretrained_model_name_or_path={tmp_path / 'sdxl'}", "--resolution=16"]
+    small += ["--bucket_step=8", "--max_train_steps=2", "--num_validation_images=1"]
+    small += ["--checkpointing_steps=2", "--validation_steps=2", "--dataloader_num_workers=0"]
+    small += [f"--cache_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'out'}"]
+    small += ["--mixed_precision=no", "--rank=2", "--num_inference_steps=1"]
+    Script("train_text_to_image")(*command, *small)
+    assert (tmp_path / "out/pytorch_lora_weights.safetensors").is_file()
+    assert "5 images" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

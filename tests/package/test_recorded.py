@@ -163,7 +163,9 @@ GATED = ("krea2", "qwen_image_2_1", "ernie_image", "nucleus")
 )
 @torch.no_grad()
 def test_attention_and_mlp_are_the_layers_of_blocks_that_see_tokens(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
+    monkeypatch.setattr(
+        "test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2", "wan_5b") else 32
+    )
     ALL[name](tmp_path / name)
     flags = [f"--pretrained_model_name_or_path={tmp_path / name}", f"--train_data_dir={tmp_path}"]
     base = open_base(precompute_latents.parse_args(flags), record=record_family)
@@ -260,7 +262,9 @@ PATCH_SIZES = dict.fromkeys(FEW, 2) | {"hunyuan_image": 1}  # of transformers
 )
 @torch.no_grad()
 def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monkeypatch):
-    monkeypatch.setattr("test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2") else 32)
+    monkeypatch.setattr(
+        "test_recorded.SIDE", 64 if name in ("qwen_image_2_1", "lumina2", "wan_5b") else 32
+    )
     pipeline, encoders = open_recorded(tiny_pipelines.MAKE[name](tmp_path))
     family = encoders.family
     assert pickle.loads(pickle.dumps(family)).findings == family.findings
@@ -288,7 +292,7 @@ def test_a_recorded_prediction_has_the_bits_of_the_pipeline(tmp_path, name, monk
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi"])
+@pytest.mark.parametrize("name", ["wan", "wan_5b", "hunyuan_video", "ltx", "mochi", "easy_animate"])
 @torch.no_grad()
 def test_a_perfect_prediction_gives_the_latents_of_a_still_back(tmp_path, name, monkeypatch):
     """By the pipeline's own scheduler, which tells the sign of the velocity and of the time."""

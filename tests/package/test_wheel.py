@@ -1,6 +1,7 @@
 """The wheel has the scripts and what their demos open; they run in an empty folder."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 from conftest import ROOT
 from test_package import PACKAGE, SCRIPTS
 
-TABLES = ("accelerate_configs", "configs", "demo", "minimal", "recipes")
+import diffusion_training
+
+TABLES = ("accelerate_configs", "configs", "demo", "docs", "minimal", "recipes")
 
 
 def run(*words, cwd, site=None):
@@ -26,8 +29,10 @@ def run(*words, cwd, site=None):
 def site(tmp_path_factory):
     """A folder with the unpacked wheel, made of a copy of the repository."""
     folder = tmp_path_factory.mktemp("wheel")
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "tests", "docs")
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "tests")
     shutil.copytree(ROOT, folder / "source", ignore=ignored)
+    shutil.copytree(ROOT / ".ci", folder / "source/.ci", ignore=shutil.ignore_patterns("venv"))
+    assert run(".ci/address", "https://git.example/us/it/", cwd=folder / "source").returncode == 0
     build = "from setuptools import build_meta; build_meta.build_wheel('..')"
     done = run("-c", build, cwd=folder / "source")
     assert done.returncode == 0, done.stderr
@@ -58,10 +63,32 @@ def test_the_module_runs_a_script_by_its_name(site, tmp_path):
         assert done.returncode == 1 and "one of caption_images, download" in done.stderr
         done = run("-m", "diffusion_training", "train_flow", "--help", cwd=tmp_path, site=known)
         assert done.returncode == 0 and "usage: train_flow.py" in done.stdout
-    # recipes stand beside the scripts
-    words = ["train_text_to_image.py", "@recipes/sdxl_lora_12gb.args", "--max_train_steps=no"]
+    # recipes and pages stand beside the scripts
+    words = ["train_text_to_image.py", "@recipes/sdxl_lora_12gb.args", "--debug_loss"]
     done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
-    assert done.returncode == 2 and "--max_train_steps" in done.stderr
+    (page,) = re.findall(r"there is no flag --debug_loss: (\S+) says: gone: ", done.stderr)
+    assert (
+        done.returncode == 2 and page == f"{site}/diffusion_training/scripts/docs/from-diffusers.md"
+    )
+
+
+def test_pypi_gets_addresses_of_pages_and_pictures(site):
+    (about,) = site.glob("*.dist-info/METADATA")
+    text = about.read_text()
+    release = f"https://git.example/us/it/raw/v{diffusion_training.__version__}"
+    assert f"]({release}/docs/duck.png)" in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 60 and all(re.match("https://|#", link) for link in links)
+    assert "Project-URL: Repository, https://git.example/us/it\n" in text
+    for link in (link.replace("/raw/", "/blob/") for link in links):
+        if path := link.partition(release.replace("/raw/", "/blob/"))[2]:
+            assert (ROOT / path.strip("/").partition("#")[0]).exists(), path
+
+
+def test_the_project_has_one_name():
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    assert (ROOT / "README.md").read_text().startswith(f"# {name.capitalize()}\n")
+    assert f'title: "{name.capitalize()}: ' in (ROOT / "CITATION.cff").read_text()
 
 
 UNCONDITIONAL = ["train_unconditional", "--max_train_steps=2", "--ddpm_num_inference_steps=1"]

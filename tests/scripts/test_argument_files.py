@@ -479,13 +479,16 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
 
 
 @pytest.mark.parametrize("old, new, sentence", [
-    ("flip_aug = true", "flip = true", "it has flip, which is not one of image_directory, ima"),
-    ("flip_aug = true", "batch_size = 4", "it has batch_size, which is a flag here: --train_batch"),
+    ("flip_aug = true", "flip = false", "remove flip (not one of image_directory, image_dir, cap"),
+    ("flip_aug = true", "keep_tokens = 1\nis_reg = false\nbatch_size = 4", "remove batch_size (it "
+     "is one of many guides; here: --train_batch_size), keep_tokens (give --keep_tokens)"),
     ("/others", "/photos", "photos twice: give it once, with num_repeats"),
     ("/others", "/none", "/none is not a folder"),
     ("num_repeats = 3", "num_repeats = 0", "its num_repeats is 0: it must be at least 1"),
     ("num_repeats = 3", "num_repeats = true", "its num_repeats is True, not one int"),
-    ("[16, 16]", "[16, 8]", "its resolution is [16, 8], not one int"),
+    ("[16, 16]", "[960, 544]", "its resolution is 960 x 544: give the side of a square of this are"
+     "a, 720"),
+    ("[16, 16]", "[16]", "its resolution is [16], not one int"),
     ("[general]", "[generally]", "it has generally, but only general and datasets are read"),
     ("[general]", "[general", "can't be used: "),
     ('image_dir = "{0}/others"', "", "one of its [[datasets]] has no image_directory"),

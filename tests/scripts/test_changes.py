@@ -1,5 +1,6 @@
 """Each file in patches/ is applied to every trainer that it changes, which then trains."""
 
+import copy
 import difflib
 import importlib.util
 import json
@@ -41,9 +42,11 @@ from diffusers import (
     StableDiffusionControlNetPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLControlNetPipeline,
+    UNet2DConditionModel,
     UNet2DModel,
 )
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_pipelines import MAKE, make_shifting_vae
@@ -64,7 +67,7 @@ LOSSES = {
 }
 SMALL = ["huber", *LOSSES, "class_labels", "second_image", "masked_loss", "trained_module"]
 CONTROLS = ("controlnet", "controlnet_flow")
-NAMES = [*SMALL, "perceptual", "inpainting", *CONTROLS, "repa"]
+NAMES = [*SMALL, "perceptual", "inpainting", *CONTROLS, "repa", "t_lora"]
 CHANGES = {name: (ROOT / f"patches/{name}.diff").read_text() for name in NAMES}
 SOURCES = {  # where the images are
     "class_labels": "labels",
@@ -196,6 +199,9 @@ def list_flags(root, output, name, trainer, kind="images"):
         return [*common, "--ddpm_num_inference_steps=2", "--eval_batch_size=12"]
     common += [f"--pretrained_model_name_or_path={root / 'sd'}", "--no-validate_first"]
     common += ["--random_flip"]
+    if name == "t_lora":
+        common += ["--rank=4", "--lora_layers=all", "--learning_rate=1e-2"]
+        common += ["--validation_prompts", "a digit", "--num_inference_steps=2"]
     if trainer == "flow" and name not in CONTROLS:
         common += [f"--transformer_config_name_or_path={root / 'prx'}"]
     if name in CONTROLS:
@@ -301,7 +307,7 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
     names = {names, f"{names}_ema"}
     if module := {"trained_module": "log_variance", "repa": "projection"}.get(name):
         names |= {module, f"{module}_ema"}
-    folders = {path.parent for path in (tmp_path / "out/checkpoint-4").rglob("*.safetensors")}
+    folders = {path.parent for path in (tmp_path / "out/checkpoint-4").glob("*/*.safetensors")}
     assert {folder.name for folder in folders} == names
     for folder in folders:
         (path,) = folder.glob("*.safetensors")
@@ -320,6 +326,36 @@ def test_documented_changes_train_and_resume_to_the_same_bits(
         check_controlnet(root / "sd-8", tmp_path / "out", StableDiffusionControlNetPipeline)
     if name == "controlnet_flow":
         check_controlnet(root / "sd3", tmp_path / "out", StableDiffusion3ControlNetPipeline)
+
+
+def test_t_lora_change_uses_fewer_ranks_for_noisier_images(tmp_path):
+    """As a LoRA whose further ranks are 0, for each image of a batch and each kind of layer."""
+    script = apply(CHANGES["t_lora"], "text", tmp_path)
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=32, norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    layers = ["to_q", "ff.net.2", "conv1", "time_emb_proj"]  # of tokens, images, vectors
+    unet.add_adapter(LoraConfig(r=5, target_modules=layers, init_lora_weights=False))
+    plain = copy.deepcopy(unet)
+    script.mask_ranks(unet, 1000)
+    masked = copy.deepcopy(unet)  # as the average of the weights is
+    images, embeds = torch.randn(3, 4, 4, 4), torch.randn(3, 7, 32)
+    times = torch.tensor([999, 550, 0])
+    found = masked(images, times, embeds).sample
+    for i, ranks in enumerate((1, 2, 5)):
+        unet = copy.deepcopy(plain)
+        for name, weight in unet.named_parameters():
+            if ".lora_A." in name:
+                weight.data[ranks:] = 0
+        inputs = images[i : i + 1], times[i], embeds[i : i + 1]
+        expected = unet(*inputs).sample
+        torch.testing.assert_close(found[i : i + 1], expected, rtol=1e-4, atol=1e-5)
+        called = masked(inputs[0], timestep=times[i], encoder_hidden_states=inputs[2]).sample
+        torch.testing.assert_close(called, expected)  # as pipelines call it
+        assert (i == 2) == torch.allclose(expected, plain(*inputs).sample, rtol=1e-3)
 
 
 def check_controlnet(base, folder, kind):

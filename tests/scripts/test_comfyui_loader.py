@@ -1,11 +1,15 @@
-"""Which models' LoRAs ComfyUI reads, by its own loader at a named commit: a sentence of lora.md."""
+"""Which models' LoRAs ComfyUI reads, by its own loader: the answers in comfyui.tsv."""
 
+import contextlib
 import itertools
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -15,10 +19,11 @@ from conftest import ROOT
 from diffusion_training.families.lora_layers import LAYER_SETS
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.training.lora.lora import add_lora, save_lora
+from diffusion_training.training.showing.pipelines import COMFYUI as ANSWERS
 
 COMFYUI = "https://github.com/Comfy-Org/ComfyUI"
 COMMIT = "783545f689a0af730065994b46b382ae24844c99"  # 2026-08-22
-# {name in lora.md: (transformer, its options where a published model has others)}
+# {name in comfyui.tsv: (transformer, its options where a published model has others)}
 MODELS = {
     "AuraFlow": ("AuraFlow", {}),
     "Chroma": ("Chroma", {}),
@@ -50,7 +55,11 @@ MODELS = {
     "Z-Image": ("ZImage", {}),
     "Lumina 2": ("Lumina2", {"cap_feat_dim": 2304}),
     "Anima": ("Cosmos", {"num_attention_heads": 16, "extra_pos_embed_type": None}),
+    "Wan": ("Wan", {}),
+    "HunyuanVideo": ("HunyuanVideo", {}),
+    "LTX-Video": ("LTXVideo", {}),
 }
+RENAMED = ("Wan", "LTX-Video")  # by the code in lora.md
 UNKNOWN = {"Sana": "Sana", "Qwen-Image 2.1": "QwenImage21"}  # it has no such class
 # ComfyUI's configs of those that it knows only by its own names
 CONFIGS = {
@@ -139,11 +148,53 @@ CONFIGS = {
         "use_adaln_lora": True,
         "adaln_lora_dim": 256,
     },
+    "Wan": {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 5120,
+        "in_dim": 16,
+        "out_dim": 16,
+        "num_heads": 40,
+        "num_layers": 40,
+        "ffn_dim": 13824,
+        "freq_dim": 256,
+        "patch_size": (1, 2, 2),
+    },
+    "HunyuanVideo": {
+        "image_model": "hunyuan_video",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": [1, 2, 2],
+        "vec_in_dim": 768,
+        "context_in_dim": 4096,
+        "hidden_size": 3072,
+        "mlp_ratio": 4.0,
+        "num_heads": 24,
+        "depth": 20,
+        "depth_single_blocks": 40,
+        "axes_dim": [16, 56, 56],
+        "theta": 256,
+        "qkv_bias": True,
+        "guidance_embed": True,
+        "byt5": False,
+        "meanflow": False,
+        "meanflow_sum": False,
+        "use_cond_type_embedding": False,
+        "vision_in_dim": None,
+    },
+    "LTX-Video": {
+        "image_model": "ltxv",
+        "num_layers": 28,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 2048,
+    },
 }
 
 
 def fetch_comfyui(folder):
-    """Its code at `COMMIT`. Skips the test without network."""
+    """Its code at `COMMIT`: the folder $COMFYUI, or fetched. Skips the test without network."""
+    if own := os.environ.get("COMFYUI"):
+        return Path(own)
 
     def git(*words):
         return subprocess.run(["git", "-C", folder, *words], capture_output=True, timeout=300)
@@ -158,12 +209,27 @@ def fetch_comfyui(folder):
     return folder
 
 
+def rename_as_the_page(folder, into):
+    """Another LoRA, of the names that the code of the page gives the one in a folder."""
+    page = (ROOT / "docs/lora.md").read_text()
+    code = page.partition("# for_comfyui.py\n")[2].partition("```")[0]
+    shutil.copytree(folder, into)
+    with contextlib.chdir(into):
+        exec(code, {})
+        Path("for-comfyui.safetensors").rename("pytorch_lora_weights.safetensors")
+
+
+def name_class(name):
+    """The transformer's class in diffusers."""
+    kind, _ = MODELS[name]
+    names = (f"{kind}Transformer{n}DModel" for n in (2, 3))
+    return next(each for each in names if hasattr(diffusers, each))
+
+
 def write_lora(folder, name, which):
     """A LoRA as the trainer writes it; the model's own weights are not made."""
-    kind, options = MODELS[name]
-    suffix = "Transformer3DModel" if kind == "Cosmos" else "Transformer2DModel"
     with torch.device("meta"):
-        model = getattr(diffusers, kind + suffix)(**options)
+        model = getattr(diffusers, name_class(name))(**MODELS[name][1])
     shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
     layers = Recorded.choose_layers(object.__new__(Recorded), model, which)
     flags = {"lora_type": "lora", "lora_layers": which, "rank": 1, "lora_alpha": None}
@@ -179,23 +245,31 @@ def write_lora(folder, name, which):
 
 
 @pytest.mark.long
-def test_comfyui_finds_the_layers_of_the_models_in_lora_md(tmp_path):
+def test_comfyui_finds_the_layers_of_the_models_in_comfyui_tsv(tmp_path):
+    (*_, version), *rows = (line.split("\t") for line in ANSWERS.read_text().splitlines())
+    (commit,) = re.findall(r"commit (\w+)", version)
+    assert COMMIT.startswith(commit)
+    expected = {(kind, name): answer for kind, name, answer in rows}
     comfyui = fetch_comfyui(tmp_path / "comfyui")
     for name, which in itertools.product(MODELS, LAYER_SETS):
-        write_lora(tmp_path / "loras" / f"{name} {which}", name, which)
+        folder = tmp_path / "loras" / f"{name} {which}"
+        write_lora(folder, name, which)
+        if name in RENAMED:
+            rename_as_the_page(folder, folder.with_name(f"{folder.name} renamed"))
     program = [sys.executable, ROOT / "tests/comfyui_loader.py", comfyui, tmp_path / "loras"]
     run = subprocess.run(program, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout.splitlines()[-1])
-    found = {name: [results[f"{name} {which}"] for which in LAYER_SETS] for name in MODELS}
-    page = re.sub(r"\s+", " ", (ROOT / "docs/lora.md").read_text())
-    sentence = r"commit (\w+), finds the layers of (.*?);.* such as (.*?), and reports that only"
-    commit, *lists = re.search(sentence, page).groups()
-    assert COMMIT.startswith(commit)
-    read, skipped = (set(re.split(", | and ", names)) for names in lists)
-    assert read == {n for n, sets in found.items() if not any(left_out for _, left_out, _ in sets)}
-    assert all(name in found or name in UNKNOWN for name in skipped)
+    for name in MODELS:
+        left_out = any(results[f"{name} {which}"][1] for which in LAYER_SETS)
+        assert expected.pop((name_class(name), name)) == ("skips" if left_out else "reads")
     assert not any(misfits for _, _, misfits in results.values())
+    for name, which in itertools.product(RENAMED, LAYER_SETS):
+        assert not results[f"{name} {which} renamed"][1]
+    # the names in a U-Net's file are held by tests/package/test_lora_files.py
+    rest = {name: answer for (_, name), answer in expected.items() if "SDXL" not in name}
+    assert {name for name, answer in rest.items() if answer == "skips"} <= {*UNKNOWN}
+    assert "reads" not in rest.values()
     models = (comfyui / "comfy/model_base.py").read_text()
     for name, kind in UNKNOWN.items():
         assert f"class {kind}(" not in models, f"ComfyUI has {name} now: add it to MODELS"

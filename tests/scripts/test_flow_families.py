@@ -154,7 +154,7 @@ def test_flow_family_caches_record_their_features(root, name):
 
 @one_family
 @pytest.mark.usefixtures("without_figures")
-def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags):
+def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags, capfd):
     """The data has several sizes, masks, several captions, mirrored images, dropped captions."""
     data = {
         "images": describe_data(root),
@@ -175,6 +175,9 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
     rows = picture[:64, -68:-4], picture[68:132, -68:-4]
     assert np.abs(rows[0] - rows[1]).max() > 3  # only the second one has a negative prompt
     assert (out / "dog.safetensors").samefile(out / "pytorch_lora_weights.safetensors")
+    following = capfd.readouterr().out.strip().splitlines()[-1]
+    copied = f"ComfyUI reads this LoRA: copy {out}/dog.safetensors to models/loras/dog.safetensors"
+    assert following.endswith(copied)
     expected = losses(tmp_path / "images")
     assert len(expected) >= 6
     for kind in ("embeddings", "ids"):

@@ -41,7 +41,8 @@ from diffusion_training.data import captions
 pytestmark = pytest.mark.usefixtures("without_figures")
 BIG = {name: Script(name) for name in ("train_unconditional", "train_text_to_image", "train_flow")}
 precompute = Script("precompute_latents")
-TWINS = [*BIG, "train_lora", "precompute_latents"]
+LORAS = ["train_lora", "train_lora_sdxl"]
+TWINS = [*BIG, *LORAS, "precompute_latents"]
 PATHS = {name: ROOT / "minimal" / f"{name}.py" for name in TWINS}
 # Flags of the big scripts that change no weights
 FASTER = {
@@ -467,7 +468,7 @@ def test_minimal_copy_without_flags_says_where_the_demo_is_and_what_to_give(tmp_
         FLOW: f"--latents_dir, {models} and --max_train_steps",
         "precompute_latents": f"--train_data_dir and {models}",
     }
-    assert {*needed} == {*TWINS} - {"train_lora"}  # which has no demo
+    assert {*needed} == {*TWINS} - {*LORAS}  # which have no demo
     for name, flags in needed.items():
         said = refused(name, path=shutil.copy(PATHS[name], tmp_path))
         assert said.endswith(
@@ -541,8 +542,9 @@ def test_minimal_twin_is_short_and_has_comments(name):
     """It is read in one sitting. The comments do not count the docstring and the header for uv."""
     text = PATHS[name].read_text()
     num_lines = len(text.splitlines())
-    # The LoRA's twin encodes images, too, and has the lines of five models.
-    assert num_lines < {"precompute_latents": 440, "train_lora": 610}.get(name, 400)
+    # Those of LoRAs encode images, too, and train_lora.py has the lines of five models.
+    most = {"precompute_latents": 440, "train_lora": 600, "train_lora_sdxl": 500}
+    assert num_lines < most.get(name, 400)
     assert 0.1 <= count_comments(text) / num_lines <= 0.25
 
 
@@ -559,7 +561,7 @@ def test_minimal_header_lists_its_imports_with_required_versions(name):
     imported = {"pillow" if each == "PIL" else each for each in list_imports(text)}
     # Accelerate imports the tracker, and diffusers what a pipeline needs for its prompts
     by_others = {"tensorboard"} if name != "precompute_latents" else set()
-    by_others |= {"transformers"} if name in (TEXT, FLOW, "train_lora") else set()
+    by_others |= {"transformers"} if name in (TEXT, FLOW, *LORAS) else set()
     by_others |= {"ftfy"} if name == FLOW else set()
     assert by_others.isdisjoint(imported) and named == imported | by_others
 
@@ -570,7 +572,8 @@ def test_minimal_flags_have_the_defaults_of_the_big_script(name, tmp_path):
         (tmp_path / path).touch()
     base = ["--pretrained_model_name_or_path=base"]
     data = "--latents_dir" if name in (TEXT, FLOW) else "--train_data_dir"
-    script = BIG["train_flow"] if name == "train_lora" else BIG.get(name, precompute)
+    of_loras = dict(zip(LORAS, (BIG[FLOW], BIG[TEXT]), strict=True))
+    script = (BIG | of_loras).get(name, precompute)
     args = vars(
         script.module.parse_args([data, str(tmp_path), *(base if name != UNCONDITIONAL else [])])
     )
@@ -589,7 +592,7 @@ def test_minimal_flags_have_the_defaults_of_the_big_script(name, tmp_path):
             assert args[flag] is None  # DDPMScheduler's own default, or the pipeline's
         elif flag == "resolution" and default == 512:
             assert args[flag] is None  # that of Stable Diffusion
-        elif name == "train_lora" and flag in ("rank", "output_dir"):
+        elif name in LORAS and flag in ("rank", "output_dir"):
             assert default != args[flag]  # by default, the big script trains no LoRA
         elif f"--{flag}" != data and flag != "pretrained_model_name_or_path":
             assert args[flag] == default, flag

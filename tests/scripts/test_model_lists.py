@@ -119,7 +119,7 @@ def read_class(name, kind):
 
 def draws(results):
     """Whether a pipeline draws images or videos, by its results' names; True if it names none."""
-    return not results or bool(results & {"image", "images", "frames", "videos"})
+    return not results or bool(results & {"image", "images", "frames", "video", "videos"})
 
 
 def open_alone(folder, name, kind, parts):
@@ -158,7 +158,7 @@ def shorten(reason):
     reason = re.sub("(or by blocks), which are.*", r"\1", reason)
     reason = re.sub("it has two experts: .*", "it has two experts", reason)
     reason = re.sub("more than one denoiser: .*", "more than one denoiser", reason)
-    reason = re.sub("noise of the shapes .*", "noise of other shapes", reason)
+    reason = re.sub("noise of the shapes? .*", "noise of other shapes", reason)
     reason = re.sub(r"returns \[.*\] for", "returns other shapes for", reason)
     own = "its code raises an error"
     parts = dict.fromkeys(reason.split("; "))
@@ -215,7 +215,7 @@ def read_lists(text):
     """{class: titles of the lists that it is in} of the page's text."""
     text = text[text.index(BEGIN) : text.index(END)]
     found = defaultdict(set)
-    for title, names in re.findall(r"^- \*\*(.*?)\*\*: (.*?)(?=\n- |\Z)", text, re.M | re.S):
+    for title, names in re.findall(r"^- \*\*(.*?)\*\*:\s(.*?)(?=\n- |\Z)", text, re.M | re.S):
         for name in re.findall("`(.*?)`", names):
             found[name].add(title)
     return dict(found)

@@ -31,7 +31,10 @@ def measure(accelerator, objective, models, optimizer, batches, *others):
     prepared = objective.prepare(batch)
     compute = lambda: objective.loss(models, prepared, batch["weight"])
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    step = record_step(models, compute)
+    with torch.no_grad():
+        compute()  # the first call runs the pipeline's own code, with tensors on the CPU
+    with Meter(accelerator.device) as meter:
+        step = record_step(models, compute, meter)
     assert not list_checkpointed(model)
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     assert all(weight.grad is None for weight in model.parameters())
@@ -40,7 +43,7 @@ def measure(accelerator, objective, models, optimizer, batches, *others):
     kinds += [MemoryPlan(count // 2), MemoryPlan(count // 2, True), MemoryPlan(1)]
     for plan in kinds:
         checkpoint_gradients(models, plan.flags())
-        with Meter() as meter:
+        with Meter(accelerator.device) as meter:
             compute().backward()
         for weight in model.parameters():
             weight.grad = None
@@ -50,11 +53,6 @@ def measure(accelerator, objective, models, optimizer, batches, *others):
     raise Measured
 
 
-MOST = {
-    ("z_image", "bf16"): 1.12, ("z_image", "whole"): 1.15, ("klein", "lora"): 1.2,
-    ("klein", "bf16"): 1.2, ("klein", "whole"): 1.2, ("qwen_image", "lora"): 1.2,
-    ("qwen_image", "bf16"): 1.2, ("qwen_image", "whole"): 1.3,
-}  # fmt: skip
 QUICK = {("z_image", "lora"), ("sd", "bf16")}
 
 
@@ -83,6 +81,4 @@ def test_the_estimate_is_the_memory_of_a_step(tmp_path, monkeypatch, name, kind)
         trainer(*flags)
     assert len(found) == 6
     ratios = [estimate / measured for _, estimate, measured in found]
-    # Tensors of the text that the model makes before its blocks count as long as the blocks do. In
-    # a tiny transformer they are as large as a block.
-    assert 0.97 <= min(ratios) and max(ratios) <= MOST.get((name, kind), 1.1), ratios
+    assert 0.97 <= min(ratios) and max(ratios) <= 1.08, ratios

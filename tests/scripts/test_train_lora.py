@@ -87,6 +87,7 @@ def contents(folder):
         (1, ["--use_dora", "--mixed_precision=bf16", "--no-use_ema", "--optimizer=adafactor"]),
         (2, [*LOKR, "--mixed_precision=bf16", *PRIOR]),
         (1, ["--optimizer=muon"]),
+        (1, ["--optimizer=torch.optim.NAdam", "--optimizer_args", "momentum_decay=0.01"]),
         (2, [*LOKR, "--optimizer=prodigy", "--learning_rate=1"]),
     )),
 ])  # fmt: skip
@@ -140,6 +141,8 @@ def test_a_lora_of_attention_is_resumed_under_the_new_default(tmp_path, flags, c
     more = [*flags, "--max_train_steps=5"]
     assert "target_modules" in train.refused(*more, "--lora_layers=attention_mlp")
     assert "lora_alpha 3.0 -> 4" in train.refused(*more, "--lora_alpha=4")
+    without = [*more, "--rank=no"]
+    assert "is a LoRA, but without --rank the whole" in train.refused(*without)
 
 
 def test_network_weights_continues_training_a_lora_file(tmp_path, flags):
@@ -390,7 +393,8 @@ def test_kohya_file_applies_fully_in_comfyui_and_has_metadata(
     *_, done, following = capfd.readouterr().out.strip().splitlines()
     assert f"{FILE} is for diffusers, {named[0]} for ComfyUI" in done
     assert following.endswith(
-        f". For ComfyUI, copy {tmp_path}/out/{named[0]} to models/loras/{name or 'out'}.safetensors"
+        f". ComfyUI reads this LoRA: copy {tmp_path}/out/{named[0]} "
+        f"to models/loras/{name or 'out'}.safetensors"
     )
     with safe_open(tmp_path / "out" / named[0], "pt") as file:
         header = file.metadata()

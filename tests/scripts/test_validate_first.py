@@ -1,4 +1,8 @@
-"""--validate_first: measuring and sampling a pretrained model at step 0 changes nothing else."""
+"""Samples and checkpoints besides those that are due change nothing else.
+
+--validate_first measures and draws a pretrained model at step 0; files in --output_dir ask for
+samples or a checkpoint.
+"""
 
 import os
 import re
@@ -9,7 +13,9 @@ from conftest import Script, checkpoints, list_sd_flags, metrics, patch
 
 import train_text_to_image as script
 from diffusion_training.order import step_seed
+from diffusion_training.training import run_folder
 from diffusion_training.training.keeping.best import read_best
+from diffusion_training.training.records import Records
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
@@ -154,3 +160,43 @@ def test_validate_first_applies_to_pretrained_models_only(tmp_path, inputs, unet
         assert (folder / FIRST).exists() == (0 in steps)
     # where the first run ended
     assert metrics(pretrained)[0]["held_out_loss_ema"] == metrics(new)[-1]["held_out_loss_ema"]
+
+
+def list_asked(folder):
+    """{file: request} of a run's folder that a request has added, for `outcome`."""
+    kinds = {"samples/step-0000003.png": "sample-now", "checkpoint-1": "save-now"}
+    return {
+        name: kind
+        for name in outcome(folder)[0]
+        for begin, kind in kinds.items()
+        if name.startswith(begin)
+    }
+
+
+def test_files_ask_for_samples_and_a_checkpoint(tmp_path, flags, monkeypatch):
+    """A request of before the first step is ignored."""
+    with_it, without = tmp_path / "with/out", tmp_path / "without/out"
+    flags = [*flags, "--logging_steps=1", "--no-validate_first", "--checkpointing_steps=4"]
+    train.fork(*flags, f"--output_dir={without}", num_processes=2)
+    log, open_run = Records.log, run_folder.open_run
+
+    def open_and_ask(launch, *rest):
+        opened = open_run(launch, *rest)
+        (with_it / "sample-now").touch()
+        return opened
+
+    def log_and_ask(records):
+        log(records)
+        name = {1: "save-now", 3: "sample-now"}.get(records.progress.global_step)
+        if name and records.accelerator.is_main_process:
+            (with_it / name).touch()
+
+    patch(monkeypatch, "open_run", open_and_ask)
+    monkeypatch.setattr(Records, "log", log_and_ask)
+    train.fork(*flags, f"--output_dir={with_it}", num_processes=2)
+    assert set(list_asked(with_it).values()) == {"sample-now", "save-now"}
+    assert not list_asked(without) and not [*with_it.glob("*-now")]
+    files, records = outcome(with_it)
+    files = {name: files[name] for name in files.keys() - list_asked(with_it)}
+    records = [record for record in records if record["step"] != 3 or "loss" in record]
+    assert (files, records) == outcome(without)

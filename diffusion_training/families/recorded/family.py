@@ -138,6 +138,7 @@ class Recorded(Family):
         self.features = ("recorded text", text)
         self.padded = tuple(part["column"] for part in parts if part["is_ragged"])
         self.draws_videos = any(name in options for name in ONE_FRAME)
+        self.takes_negative = "negative_prompt" in options
         takes_images = any(name in options for name in IMAGE_ARGUMENTS)
         self.takes_references = takes_images and not self.draws_videos
         if self.draws_videos:
@@ -515,8 +516,8 @@ class Recorded(Family):
         asked: dict[str, Any] = self.guidance_args(guidance_scale)
         if guided and guidance_scale > 1:
             structures = guided["results"]
-            if "negative_prompt" in inspect.signature(self.pipeline_class.__call__).parameters:
-                asked["negative_prompt"] = [""]  # without it, some have no guidance
+            if self.takes_negative:
+                asked["negative_prompt"] = [""]
         results = [rebuild_results(each, sources) for each in structures]
         return {"prompt": [EncodedCaption(results)], **asked, **self.findings["own"]}
 
@@ -544,8 +545,8 @@ class Recorded(Family):
         own |= list_size_options(self.pipeline_class, resolution, resolution)
         usage = "".join(f", {name}={value}" for name, value in own.items())
         usage += ', output_type="pil"' * self.draws_videos
-        if self.guided and self.guided["name"] == "true_cfg_scale":
-            usage += ', negative_prompt=""'  # without it, there is no guidance
+        if self.guided and self.takes_negative:
+            usage += ', negative_prompt=""'  # without it, some have no guidance, others an error
         return usage
 
     def build(self, parts: dict[str, Any], base: Base, resolution: int) -> Any:

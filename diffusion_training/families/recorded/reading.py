@@ -100,7 +100,8 @@ def name_missing_part(index: dict[str, Any]) -> str | None:
     if "prompt" not in options:
         return "it takes no prompt"
     parts = [name for name, entry in index.items() if is_component(entry)]
-    if any(name in options for name in ONE_FRAME) and (fault := find_video_fault(kind, index)):
+    of_videos = (*ONE_FRAME, "driving_video")
+    if any(name in options for name in of_videos) and (fault := find_video_fault(kind, index)):
         return fault
     denoisers = [name for name in parts if "transformer" in name]
     if len(denoisers) > 1:

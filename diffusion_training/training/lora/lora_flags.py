@@ -7,7 +7,16 @@ import os
 import re
 from pathlib import Path
 
-from diffusion_training.arguments import COUNT, PATH, SWITCH, Add, OrNo, check_package, number
+from diffusion_training.arguments import (
+    COUNT,
+    PATH,
+    SWITCH,
+    Add,
+    OrNo,
+    Parser,
+    check_package,
+    number,
+)
 
 
 def file_name(text: str) -> str:
@@ -215,9 +224,10 @@ def read_rank(args: argparse.Namespace) -> int | None:
     return None
 
 
-def check_lora_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_lora_args(parser: Parser, args: argparse.Namespace) -> None:
     """Stop with an error if the flags of `add_lora_flags` do not fit together."""
-    if args.rank is None and args.resume_from_checkpoint:
+    is_given = "rank" in parser.own  # --rank no trains the whole model
+    if args.rank is None and args.resume_from_checkpoint and not is_given:
         args.rank = read_rank(args)
     if args.base_precision == "nf4":
         check_package(parser, "--base_precision nf4", "bitsandbytes", "choose int8")

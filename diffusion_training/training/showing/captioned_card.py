@@ -64,7 +64,7 @@ def describe_text_to_image(
     if references:
         files = ", ".join(f'load_image("{number + 1}.png")' for number in range(references))
         call += f", {family.image_argument}={files if references == 1 else f'[{files}]'}"
-    if readers := name_readers(args, for_unet=family.folder == "unet"):
+    if readers := name_readers(args, family.model):
         what += f"\n{readers}"
 
     def write_code(base: Any = None) -> str:

@@ -15,6 +15,9 @@ from diffusion_training.files import saving, sort_header
 from diffusion_training.models import is_finite
 
 SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
+# what ComfyUI's own loader did with a LoRA of each denoiser
+COMFYUI = Path(__file__).with_name("comfyui.tsv")
+UNET = "UNet2DConditionModel"
 
 
 def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
@@ -84,20 +87,28 @@ def name_second(args: Namespace) -> str:
     return f"{args.output_name or 'pytorch_lora_weights_kohya'}.safetensors"
 
 
-def advise_copy(args: Namespace, for_unet: bool) -> str:
-    """A sentence on which file of a LoRA to copy for ComfyUI, and under which name; or empty."""
+def ask_comfyui(denoiser: str) -> str:
+    """What ComfyUI does with a LoRA for this class: reads, skips, was not tried with."""
+    answers = dict(line.split("\t")[::2] for line in COMFYUI.read_text().splitlines())
+    return answers.get(denoiser, "was not tried with")
+
+
+def advise_copy(args: Namespace, denoiser: str) -> str:
+    """A sentence on whether ComfyUI reads a LoRA, and which file to copy there; or empty."""
     flags = vars(args)
-    is_read = flags.get("output_kohya_format") if for_unet else not flags.get("use_dora")
-    if not flags.get("rank") or not is_read:
+    for_unet = denoiser == UNET
+    is_whole = flags.get("output_kohya_format") if for_unet else not flags.get("use_dora")
+    if not flags.get("rank") or not is_whole:
         return ""
-    folder = Path(args.output_dir)
+    answer = f"ComfyUI {ask_comfyui(denoiser)} this LoRA"
+    if "skips" in answer:
+        return answer
     file = name_second(args) if for_unet or args.output_name else "pytorch_lora_weights.safetensors"
-    target = f"models/loras/{args.output_name or folder.resolve().name}.safetensors"
-    where = "For ComfyUI" if for_unet else "For ComfyUI, if it knows the model"
-    return f"{where}, copy {folder / file} to {target}"
+    name = f"{args.output_name or Path(args.output_dir).resolve().name}.safetensors"
+    return f"{answer}: copy {args.output_dir}/{file} to models/loras/{name}"
 
 
-def name_readers(args: Namespace, for_unet: bool) -> str:
+def name_readers(args: Namespace, denoiser: str) -> str:
     """A sentence on which program reads which file; empty if there is only a pipeline folder."""
     flags = vars(args)
     if not flags.get("rank"):
@@ -105,11 +116,12 @@ def name_readers(args: Namespace, for_unet: bool) -> str:
             return ""
         return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
     file = "`pytorch_lora_weights.safetensors`"
-    if not for_unet:
+    if denoiser != UNET:
+        also = " and ComfyUI" if ask_comfyui(denoiser) == "reads" else ""
         if args.use_dora:
-            return f"{file} is for diffusers (ComfyUI leaves out the magnitudes of this DoRA)."
-        also = f"`{name_second(args)}`, the same file, " if args.output_name else ""
-        return f"{file} is for diffusers, and {also}for ComfyUI if it knows the model."
+            also = " (ComfyUI leaves out the magnitudes of this DoRA)"
+        is_for = f"and `{name_second(args)}`, the same file, are" if args.output_name else "is"
+        return f"{file} {is_for} for diffusers{also}."
     if not args.output_kohya_format:
         return f"{file} is for diffusers; other programs need --output_kohya_format."
     programs = "ComfyUI, A1111 and sd-scripts"

@@ -12,7 +12,7 @@ from diffusion_training.batches import Models, Predict
 from diffusion_training.blocks import chooses_plan, list_segments
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base, Prompts
+from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.lora_layers import COMMON, LAYER_SETS, LAYERS
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
@@ -104,31 +104,14 @@ def adapt_denoiser(
     configs: the checkpoint from which the LoRA is resumed.
     """
     family = base.family
-    which = args.lora_layers or LAYERS.get(type(model).__name__, COMMON).default
-    layers = family.choose_layers(model, which)
     network = args.network_weights
+    which = args.lora_layers or LAYERS.get(type(model).__name__, COMMON).default
     before = read_settings(configs / family.folder) if configs else {}
-    begun: list[str] = before.get("target_modules", [])  # those of a LoRA that was begun before
+    begun: list[str] = before.get("target_modules", [])
     if network and not before and (which == "all" or not args.lora_layers):
         with explained(f"--network_weights {network} can't be used"):
-            file = read_lora_file(network, model, family.folder, family.convert_lora)
-        begun = [*file.layers]
-    if network and which == "all":
-        layers += list_further_layers(layers, begun)
-    sets = {name: {*family.choose_layers(model, name)} for name in LAYER_SETS}
-    if args.lora_layers:
-        # `all` was less in older versions
-        keeps = which == "all" and {*begun} < {*layers} and not {*begun} <= sets["attention"]
-    else:
-        ends = tuple(f".{end}" for end in layers)
-        names = {name for name, _ in model.named_modules() if f".{name}".endswith(ends)}
-        keeps = bool(begun) and {*begun} not in ({*layers}, names)
-    if keeps:
-        own = [name for name in sets if sets[name] == {*begun}] or [f"{len(begun)} layers"]
-        launch.accelerator.print(
-            f"The LoRA keeps what it was begun with ({own[0]}), not --lora_layers {which}"
-        )
-        layers = begun
+            begun = [*read_lora_file(network, model, family.folder, family.convert_lora).layers]
+    layers = choose_lora_layers(model, family, which, begun, launch, args)
     alpha = args.lora_alpha or before.get("lora_alpha", before.get("alpha"))
     if alpha not in (None, args.lora_alpha, args.rank):
         launch.accelerator.print(f"The LoRA keeps its --lora_alpha {alpha:g}")
@@ -144,6 +127,39 @@ def adapt_denoiser(
             launch.accelerator.print(swap.describe())
         elif list_segments(model):  # until --fit has chosen
             BlockSwap(model, "all", launch.device, is_pinned=False)
+
+
+def choose_lora_layers(
+    model: torch.nn.Module,
+    family: Family,
+    which: str,
+    begun: list[str],
+    launch: Launch,
+    args: Namespace,
+) -> list[str]:
+    """The layers that get adapters: ends of their names, or all names of a LoRA that goes on.
+
+    which: --lora_layers, or the model's own. begun: the layers of a checkpoint or of
+    --network_weights; [] for a new LoRA. Without --lora_layers such a LoRA keeps them. With
+    `all` it does too if they are a part of all, because `all` was less in older versions.
+    """
+    layers = family.choose_layers(model, which)
+    if args.network_weights and which == "all":
+        layers += list_further_layers(layers, begun)
+    sets = {name: {*family.choose_layers(model, name)} for name in LAYER_SETS}
+    if args.lora_layers:
+        keeps = which == "all" and {*begun} < {*layers} and not {*begun} <= sets["attention"]
+    else:
+        ends = tuple(f".{end}" for end in layers)
+        names = {name for name, _ in model.named_modules() if f".{name}".endswith(ends)}
+        keeps = bool(begun) and {*begun} not in ({*layers}, names)
+    if not keeps:
+        return layers
+    own = [name for name in sets if sets[name] == {*begun}] or [f"{len(begun)} layers"]
+    launch.accelerator.print(
+        f"The LoRA keeps what it was begun with ({own[0]}), not --lora_layers {which}"
+    )
+    return begun
 
 
 def may_swap(launch: Launch, args: Namespace) -> bool:

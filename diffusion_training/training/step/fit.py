@@ -3,11 +3,13 @@
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, convert_outputs_to_fp32, gather_object
 
 from diffusion_training.batches import Batch, Models, Objective
 from diffusion_training.blocks import PLANS, checkpoint_gradients, chooses_plan, list_segments
@@ -25,7 +27,7 @@ class Estimate:
 
     step: StepMemory
     held: int  # on the device at all times, if all that can be on the host is there
-    prepared: int  # at the most while a batch is prepared, such as by text encoders
+    prepared: int  # at the most while a batch is prepared, such as by text encoders, besides it
     drawn: int  # at the most while samples are drawn, without the VAE
     swappable: list[int]  # of each segment on the host
     encoders: int  # what a cache would leave out of `held`
@@ -169,19 +171,24 @@ def estimate_run(
         return objective.prepare(repeated), repeated["weight"]
 
     size = args.train_batch_size
-    with Meter() as meter:
-        prepared, weight = prepare(size)
-    needed = meter.peak
-    with launch.accelerator.autocast():
-        step = record_step(
-            models, lambda: objective.loss(models, prepared, weight), bool(args.full_bf16)
-        )
-    drawn = 0
-    if draws:  # with guidance the model gets each image twice
-        prepared, weight = prepare(2 * size)
-        with torch.no_grad(), launch.accelerator.autocast(), Meter() as meter:
-            objective.loss(models, prepared, weight)
-        drawn = meter.peak
+    with ExitStack() as stack:
+        for model in models.values():  # as `prepare` will do
+            call = convert_outputs_to_fp32(launch.accelerator.autocast()(model.forward))
+            stack.enter_context(patch.object(model, "forward", call))
+
+        def compute() -> torch.Tensor:
+            return objective.loss(models, prepared, weight)
+
+        with Meter(launch.device) as meter:
+            prepared, weight = prepare(size)
+            of_batch, most = meter.held, meter.peak
+            step = record_step(models, compute, meter, bool(args.full_bf16))
+        drawn = 0
+        if draws:  # with guidance the model gets each image twice
+            prepared, weight = prepare(2 * size)
+            with torch.no_grad(), Meter(launch.device) as meter:
+                compute()
+            drawn = meter.peak
     others = [*objective.frozen.values(), *objective.encoders]
     sizes = count_memory(models, {}, others, launch.num_processes, args.optimizer)
     trained, _ = count_trained(models, args.optimizer)
@@ -191,8 +198,8 @@ def estimate_run(
         del sizes["gradients"]
     swaps = [model.block_swap for model in models.values() if is_swapped(model)]
     swappable = [size for swap in swaps for size in swap.list_sizes()]
-    held = sum(sizes.values())
-    return Estimate(step, held, needed, drawn, swappable, sizes["encoders"])
+    held = sum(sizes.values()) + of_batch
+    return Estimate(step, held, most - of_batch, drawn, swappable, sizes["encoders"])
 
 
 def read_plan(described: str | None) -> MemoryPlan | None:

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
@@ -16,9 +16,6 @@ from diffusion_training.models import is_block_matrix, list_parameters
 # restored.
 FLAGS = ("lr", "betas", "eps", "weight_decay")
 
-# (models, flags) -> an optimizer of their trained parameters
-MakeOptimizer: TypeAlias = Callable[[Models, Namespace], torch.optim.Optimizer]
-
 
 def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
     """Make the --optimizer for all trained parameters of {name: model}.
@@ -30,6 +27,10 @@ def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
     pass takes its steps.
     """
     parameters = list_parameters(models)
+    if "." in args.optimizer:
+        from diffusion_training.training.step.named_optimizers import make_named_optimizer
+
+        return make_named_optimizer(parameters, args)
     shared = {"lr": args.learning_rate, "weight_decay": args.adam_weight_decay}
     if args.optimizer == "adafactor":
         # a rate scaled by each weight's size would wait for the device in every step
@@ -138,8 +139,9 @@ def make_lr_scheduler(
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict) -> None:
     """Load a state of the same kind of optimizer, except for options set by this run's flags."""
     groups = optimizer.state_dict()["param_groups"]
+    names = vars(optimizer).get("flags", FLAGS)
     for group, own in zip(saved["param_groups"], groups, strict=True):
-        group |= {name: own[name] for name in FLAGS if name in own}
+        group |= {name: own[name] for name in names if name in own}
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for number, state in saved["state"].items():
         own = parameters[number]

@@ -86,7 +86,10 @@ class StepMemory:
     operations: int  # of the forward pass
 
     def count(self, plan: MemoryPlan) -> int:
-        """Return the most bytes of activations and gradients at one time."""
+        """Return the most bytes of activations and gradients at one time.
+
+        A checkpointed segment needs most in the backward pass, when it has a graph.
+        """
         in_forward = most = 0
         in_backward = -self.released
         later = sum(each.gradients for each in self.segments)
@@ -97,12 +100,15 @@ class StepMemory:
             # the gradients of the segments behind it, and its own within `backward`
             later -= each.gradients
             behind = later if self.gradients else 0
-            most = max(most, in_forward + each.forward, in_backward + each.backward + behind)
-            kept = each.graph
+            most = max(most, in_backward + each.backward + behind)
             if is_checkpointed:
                 kept = each.result + each.attention * plan.keeps_attention
+                in_backward -= each.copies
+            else:
+                kept = each.graph
+                most = max(most, in_forward + each.forward)
             in_forward += kept
-            in_backward += kept - each.copies * is_checkpointed
+            in_backward += kept
         return max(most, in_forward + self.end, self.gradients)
 
     def share_repeated(self, plan: MemoryPlan) -> float:
@@ -119,10 +125,11 @@ class StepMemory:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of the tensors that exist, and operations. peak: the most at one time."""
+    """Counts the bytes of a device's tensors, and operations. peak: the most at one time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.kind = device.type
         self.held = self.peak = 0
         self.attention = 0  # bytes of results of attention
         self.operations = self.attention_operations = 0
@@ -132,7 +139,7 @@ class Meter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         before = self.held
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
+            if isinstance(value, torch.Tensor) and value.device.type == self.kind:
                 self.note(value.untyped_storage())
         formula = flop_registry.get(func.overloadpacket)
         count = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
@@ -203,10 +210,12 @@ class Recorder:
         attention, operations, of_attention = map(sub, now, counted)
         result = tree_map_only(torch.Tensor, copy_leaf, graph)
         results = list_tensors(graph)
+        of_results = sum(each.nbytes for each in results if each.requires_grad)
         del graph
         differentiate(results)
         meter.attention, meter.operations, meter.attention_operations = now
-        in_backward = meter.peak - before
+        # a segment that is called a second time has the gradients of its results already
+        in_backward = max(meter.peak - before, in_forward + of_results)
         gradients = forget_gradients(segment)
         for each in list_tensors((args, options)):
             each.grad = None
@@ -279,28 +288,27 @@ def forget_gradients(module: torch.nn.Module) -> int:
 
 
 def record_step(
-    models: Models,
-    compute: Callable[[], torch.Tensor],
-    frees_gradients: bool = False,
-    meter: Meter | None = None,
+    models: Models, compute: Callable[[], torch.Tensor], meter: Meter, frees_gradients: bool = False
 ) -> StepMemory:
     """Compute a step block by block, and count its memory. It changes nothing.
 
-    compute: returns the loss, and calls the models under autocast, as a step does.
-    frees_gradients: whether each gradient is used and freed at once, as with --full_bf16.
+    compute: returns the loss; the models compute under autocast, as `prepare` wraps them. meter: it
+    looks on. frees_gradients: whether each gradient is used and freed at once, as with --full_bf16.
     """
-    with ExitStack() as stack:
-        meter = meter or stack.enter_context(Meter())
-        recorder = Recorder(models, meter)
-        recorder.last = meter.peak = meter.held
-        with recorder.calling():
-            results = [compute()]
-        operations = meter.operations
-        differentiate(results)
-        end = meter.peak - recorder.last
-        for model in models.values():
-            forget_gradients(model)
-        released = recorder.last - meter.held
+    recorder = Recorder(models, meter)
+    recorder.last = meter.peak = meter.held
+    before = meter.operations
+    with recorder.calling():
+        results = [compute()]
+    operations = meter.operations - before
+    differentiate(results)
+    end = meter.peak - recorder.last
+    for model in models.values():
+        forget_gradients(model)
+    # autocast has freed its copies
+    freed = [each.copies for each in recorder.segments]
+    freed += [each.result - each.copies for each in recorder.segments[-1:]]
+    released = recorder.last - sum(freed) - meter.held
     weights = [weight for model in models.values() for weight in model.parameters()]
     gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
     return StepMemory(
