@@ -1014,9 +1014,10 @@ def count_encoding(name: str, side: int) -> float:
 
 
 def print_table(title: str, columns: list[str], rows: Iterator[list[str]]) -> None:
-    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    head = f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+        print(f"{head}| {' | '.join(row)} |", flush=True)
+        head = ""  # of a table without rows nothing is printed
 
 
 def gigabytes(count: float) -> str:

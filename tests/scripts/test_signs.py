@@ -34,16 +34,36 @@ def train_digits(tmp_path, argv, name="out"):
     )
 
 
-def test_only_a_loss_that_falls_beyond_its_noise_needs_more_steps():
+def make_losses(slope, scale=1.0, count=160):
+    """Losses that fall by `slope` a record, in the noise of random timesteps."""
     noise = random.Random(0)
-    for slope, falls in ((-0.003, True), (-0.0002, False), (0.0, False), (0.003, False)):
-        losses = [1 + slope * number + noise.gauss(0, 0.02) for number in range(160)]
-        records = [{"loss": loss} for loss in losses] + [{"held_out_loss": 1.0}]
-        said = judge_end(records)
-        assert bool(said) == falls, (slope, said)
-        assert not judge_end(records[:31])
-    said = judge_end([{"loss": 1 - 0.003 * number} for number in range(160)])
-    assert "The loss still falls, from 0.612 to 0.551 in the last quarter of the run" in said
+    return [scale * (1 - slope * number + noise.gauss(0, 0.02)) for number in range(count)]
+
+
+@pytest.mark.parametrize("losses, falls", [
+    (make_losses(0.0), False),  # learned what it can
+    (make_losses(-0.003), False),  # rises
+    (make_losses(0.0005), True),  # the rate is too low: the quarters differ by a record's noise
+    (make_losses(0.003), True),  # the run is too short
+    (make_losses(0.006, count=32), True),
+    (make_losses(0.006, count=31), False),  # too few records
+    ([*make_losses(0.01, count=80), *make_losses(0.0, 0.2, count=80)], False),  # fell before
+])  # fmt: skip
+def test_a_loss_that_falls_beyond_its_noise_at_the_end_is_named(losses, falls):
+    records = [{"loss": loss, "lr": 1e-4} for loss in losses] + [{"held_out_loss": 1.0}]
+    said = judge_end(records)
+    assert bool(said) == falls, said
+    for record in records[:10]:
+        record["lr"] = 1e-5  # a warm-up, after which the rate is constant
+    assert judge_end(records) == said
+    records[-2]["lr"] = 5e-5  # a rate that decays makes the loss fall
+    assert not judge_end(records)
+
+
+def test_the_sentence_about_a_falling_loss_says_what_to_do():
+    said = judge_end([{"loss": 1 - 0.003 * number, "lr": 1e-4} for number in range(160)])
+    assert "The loss was still falling, from 0.702 to 0.581 in the second half of the run" in said
+    assert "train longer, or try a higher --learning_rate" in said
 
 
 @pytest.mark.parametrize("argv, kind, words", [

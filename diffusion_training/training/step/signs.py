@@ -181,18 +181,23 @@ def judge_loss(losses: list[float], constant: float) -> dict[str, str]:
 def judge_end(records: list[dict]) -> str:
     """Return a sentence if the loss still fell at the end of a run, else "".
 
-    The last two eighths of the records are compared, as in `judge_loss`. records: see
-    `read_metrics`.
+    The last two quarters of the records are compared, by their means and standard errors, if the
+    learning rate was constant in both: a rate that decays makes the loss fall by itself. A run that
+    was too short and a rate that is too low look the same, so the sentence names both.
+
+    records: see `read_metrics`.
     """
-    losses = [record["loss"] for record in records if "loss" in record]
-    if len(losses) < 32:
+    records = [record for record in records if "loss" in record]
+    half = records[len(records) // 2 :]
+    if len(records) < 32 or len({record["lr"] for record in half}) > 1:
         return ""
-    before, last = np.array_split(losses, 8)[-2:]
-    errors = [eighth.std(ddof=1) / math.sqrt(len(eighth)) for eighth in (before, last)]
-    if before.mean() - last.mean() <= 4 * math.hypot(*errors):
+    before, last = np.array_split([record["loss"] for record in half], 2)
+    errors = [quarter.std(ddof=1) / math.sqrt(len(quarter)) for quarter in (before, last)]
+    if before.mean() - last.mean() <= 3 * math.hypot(*errors):
         return ""
-    fell = f"from {before.mean():.3g} to {last.mean():.3g} in the last quarter of the run"
-    return f"\nThe loss still falls, {fell}: try more steps"
+    fell = f"from {before.mean():.3g} to {last.mean():.3g} in the second half of the run"
+    advice = "train longer, or try a higher --learning_rate"
+    return f"\nThe loss was still falling, {fell}: {advice}"
 
 
 def name_faster_reader(args: Namespace) -> str:
