@@ -544,9 +544,7 @@ while step < args.max_train_steps and not stop:
             # Only in the step's last micro-batch the processes exchange their gradients.
             for model in models.values() if number + 1 < len(micro_batches) else []:
                 stack.enter_context(accelerator.no_sync(model))
-            velocity = family.predict(
-                models["transformer"], noisy, sigmas, **move(prompts)
-            ).float()
+            velocity = family.predict(models["transformer"], noisy, sigmas, **move(prompts)).float()
             loss = F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
             loss = (weight * loss).sum()
             accelerator.backward(loss)
