@@ -245,7 +245,7 @@ def test_the_demo_vae_has_the_documented_psnr():
         restored = vae.decode(vae.encode(images).latent_dist.sample()).sample.clamp(-1, 1)
     found = -10 * ((restored - images).square().mean() / 4).log10().item()
     (said,) = re.findall(
-        r"VAE of the fourth restores digits that it has not seen with ([\d.]+) dB PSNR",
+        r"VAE in the demo of `train_flow.py` restores digits that it has not seen with ([\d.]+) dB PSNR",
         " ".join(TEXT.split()),
     )
     assert found == pytest.approx(float(said), abs=0.15)
