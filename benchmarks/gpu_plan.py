@@ -50,11 +50,7 @@ KINDS = {  # {kind: what the names of its kernels or, on an imitated GPU, of its
     "fused by --compile": "triton",
     "elementwise": "elementwise|reduce|aten::(add|mul|silu|gelu|sub|div)",
 }
-DESK = {
-    "z_image_lora_24gb": "Z-Image",
-    "klein_4b_lora_24gb": "FLUX.2 klein 4B",
-    "sdxl_lora_24gb": "SDXL",
-}
+DESK = {"z_image_lora": "Z-Image", "klein_4b_lora": "FLUX.2 klein 4B", "sdxl_lora": "SDXL"}
 DESK_WAYS = {
     "eager": [],
     "compiled": ["--compile"],

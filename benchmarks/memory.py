@@ -7,7 +7,8 @@
 Prints tables, for one process unless a table names several GPUs. GB is 1e9 bytes. No weights are
 loaded:
 
-1. Cards: the first way to train, in the order of the tables, that fits into a card.
+1. Cards: the first way to train a whole model, in the order of the tables, that fits into a card;
+   and what `--fit auto` chooses for the recipe of a LoRA, or the flags to add to the recipe.
 2. A training step with one image: memory of the device, in each way to train, and with `--shard` on
    several GPUs.
 3. Memory that each further image adds to a step.
@@ -897,8 +898,8 @@ def count_activations(
 @functools.cache
 def count_samples(
     name: str, side: int, is_lora: bool, precision: str = "bf16", cache_enabled: bool = True
-) -> tuple[int, int]:
-    """Count the bytes on the device while samples are drawn: (the VAE, the most activations).
+) -> tuple[int, int, int]:
+    """Count the bytes on the device while samples are drawn: (the VAE, drawing, decoding).
 
     For guidance two images pass through the denoiser. The VAE decodes one at a time, in float32.
     """
@@ -917,7 +918,7 @@ def count_samples(
         vae = make_vae(model).eval()
         memory.peak = before = memory.held
         family.decode(vae, latents[:1])
-        return 4 * count_numbers(vae), max(most, memory.peak - before)
+        return 4 * count_numbers(vae), most, memory.peak - before
 
 
 def count_step(name: str, way: Way, images: int = 1) -> int:
@@ -930,13 +931,14 @@ def count_step(name: str, way: Way, images: int = 1) -> int:
     return sum(count_held(name, way).values()) + activations
 
 
-def count_drawing(name: str, way: Way) -> int:
+def count_drawing(name: str, way: Way, with_vae: bool = True) -> int:
     """Count all bytes on the device while samples are drawn. Then there are no gradients."""
     held = count_held(name, way)
     side = MODELS[name].side // (2 if way.half_side else 1)
     precision = "bf16" if way.is_lora else way.precision
-    drawing = count_samples(name, side, way.is_lora, precision, way.num_processes == 1)
-    return sum(held.values()) - held["gradients"] + sum(drawing)
+    vae, most, decoding = count_samples(name, side, way.is_lora, precision, way.num_processes == 1)
+    drawing = vae + max(most, decoding) if with_vae else most
+    return sum(held.values()) - held["gradients"] + drawing
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1022,19 +1024,59 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f}"
 
 
-def choose_way(name: str, ways: tuple[Way, ...], card: int) -> str:
+def choose_way(name: str, card: int) -> str:
     """The first way that fits into nine tenths of a card; with a * if its samples do not fit."""
     room = 0.9 * card * 2**30
-    fitting = [way for way in ways if count_step(name, way) <= room]
+    fitting = [way for way in FULL[1:] if count_step(name, way) <= room]
     for way in fitting:
         if count_drawing(name, way) <= room:
             return way.name
     return f"{fitting[0].name}*" if fitting else "no"
 
 
-def list_cards(names: list[str], ways: tuple[Way, ...]) -> Iterator[list[str]]:
+def list_cards(names: list[str]) -> Iterator[list[str]]:
     for name in names:
-        yield [name, *(choose_way(name, ways[1:], card) for card in CARDS)]
+        yield [name, *(choose_way(name, card) for card in CARDS)]
+
+
+def choose_flags(name: str, images: int, card: int) -> str:
+    """What --fit chooses for a LoRA on a card, else the first flags that make it fit.
+
+    The VAE may decode on the CPU (*), and the text encoders may encode there (E), if they do not
+    fit besides 2 GB for the VAE and its activations.
+    """
+    room = 0.9 * card * 2**30
+    fitting = [
+        way
+        for way in LORA[1:]
+        if count_step(name, way, images) <= room and count_drawing(name, way, False) <= room
+    ]
+    chosen = next((way for way in fitting if way.base_precision is None), None)
+    quantized = next((way for way in fitting if way.base_precision and not way.half_side), None)
+    if chosen is None or chosen.half_side and quantized:
+        chosen = quantized or next(iter(fitting), None)
+    if chosen is None:
+        return "no"
+    cell = chosen.name.removeprefix("bf16").removeprefix(", ") or "plain"
+    if chosen.swaps_blocks:
+        base = 2 * count_numbers(prepare_denoiser(name, False, "bf16"))
+        cell = cell.replace("swap", f"swap {base / 1e9:.0f} GB")
+    if chosen.base_precision:
+        cell = cell.removeprefix("GC, ")
+    elif chosen.swaps_blocks and quantized:
+        cell += f" or {quantized.base_precision}"
+    with torch.device("meta"):
+        encoders = sum(map(count_numbers, make_encoders(MODELS[name])))
+    return cell + ", E" * (2 * encoders + 2e9 > room) + " *" * (count_drawing(name, chosen) > room)
+
+
+def list_recipes(names: list[str]) -> Iterator[list[str]]:
+    """LoRAs, and those that edit, whose references take as much as a second image."""
+    edits = ("FLUX.2 klein 4B", "Qwen-Image 2.1")
+    rows = [(name, name, 1) for name in names]
+    rows += [(f"{name} (edits)", name, 2) for name in edits if name in names]
+    for title, name, images in rows:
+        yield [title, *(choose_flags(name, images, card) for card in CARDS)]
 
 
 def list_sharded(names: list[str]) -> Iterator[list[str]]:
@@ -1065,7 +1107,8 @@ def list_images(names: list[str]) -> Iterator[list[str]]:
 def list_samples(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         for side in (MODELS[name].side // 2, MODELS[name].side):
-            yield [name, str(side), *map(gigabytes, count_samples(name, side, True))]
+            vae, *activations = count_samples(name, side, True)
+            yield [name, str(side), gigabytes(vae), gigabytes(max(activations))]
 
 
 def list_parts(names: list[str]) -> Iterator[list[str]]:
@@ -1227,8 +1270,8 @@ def main(argv: list[str] | None = None) -> None:
     cards = [f"{card} GB" for card in CARDS]
     # hardly anybody trains in float32, or a whole model at half the side
     full, lora = FULL[1:-1], LORA[1:]
-    print_table("Cards: the whole model", ["model", *cards], list_cards(names, FULL))
-    print_table("Cards: a LoRA", ["model", *cards], list_cards(names, LORA))
+    print_table("Cards: the whole model", ["model", *cards], list_cards(names))
+    print_table("Cards: a LoRA", ["model", *cards], list_recipes(names))
     columns = ["model", *(way.name for way in SHARDED)]
     print_table("A step, the whole model with --shard", columns, list_sharded(names))
     for title, ways in (("the whole model", full), ("a LoRA", lora)):

@@ -1,17 +1,18 @@
-"""How much memory do the recipes take on a GPU, and is it what they say?
+"""How much memory do the recipes take on a GPU, and is it what --fit says?
 
     python benchmarks/recipes_on_gpu.py                          # on a GPU with 80 GB
-    python benchmarks/recipes_on_gpu.py --recipes sdxl_lora_8gb z_image_lora_8gb
+    python benchmarks/recipes_on_gpu.py --recipes sdxl_lora z_image_lora --cards 8 12 24
+    python benchmarks/recipes_on_gpu.py --cards 8 --flags="--base_precision int8"
 
 Each recipe trains the published model's shapes with random weights, in no more memory than nine
-tenths of the GPU in its name: three steps of two batches each, with captions that fill all tokens.
+tenths of each of the cards: three steps of two batches each, with captions that fill all tokens.
 Before step 1, and a LoRA again after step 3, it draws a sample in two steps. Other models end
 there, without the hundred GB of disk that their checkpoints need. The text encoders have their true
 width and few layers, because they have left the GPU before step 1.
 
-Prints the peak in GB (1e9 bytes) of a step, and of the samples, beside the recipe's own figures,
-which benchmarks/memory.py estimates; what torch had reserved; whether samples had to be decoded on
-the CPU; and the images per second of the last step.
+Prints the plan that --fit chose with its estimate; the peak in GB (1e9 bytes) of a step, and of the
+samples; what torch had reserved; whether samples had to be decoded on the CPU; and the images per
+second of the last step.
 """
 
 import argparse
@@ -175,12 +176,14 @@ def make_photographs(folder, side, count):
     return folder
 
 
-def run(recipe, base, folder):
-    """Train a recipe in a process of its own. Returns the cells of its row."""
+def run(recipe, card, more, base, folder):
+    """Train a recipe in a process of its own. Returns the cells of its row.
+
+    card: its GB. more: flags to add.
+    """
     text = RECIPES[recipe].read_text()
     words = shlex.split(text, comments=True)
     script = re.search(r"train_\w+\.py", text)[0]
-    said = re.search(r"([\d.]+) GB in a step(?:.*?, ([\d.]+) GB while samples)?", text)
     size = int(words[words.index("--train_batch_size") + 1])
     flags = [f"@{RECIPES[recipe]}", f"--train_data_dir={folder / 'images'}", *SHORT]
     flags += [f"--output_dir={folder / recipe}", f"--cache_dir={folder / 'cache'}"]
@@ -192,7 +195,9 @@ def run(recipe, base, folder):
         flags.append(f"--total_batch_size={2 * size}")
     elif "--gradient_accumulation_steps" in words:
         flags.append("--gradient_accumulation_steps=2")
-    command = [sys.executable, __file__, "--child", script, *flags]
+    if "--fit" in words:
+        flags.append(f"--fit={0.9 * card * 2**30 / 1e9:.3f}")
+    command = [sys.executable, __file__, "--child", str(card), script, *flags, *more]
     env = {"HF_HUB_OFFLINE": "1", **os.environ}
     done = subprocess.run(command, cwd=bench.ROOT, env=env, capture_output=True, text=True)
     shutil.rmtree(folder / recipe, ignore_errors=True)
@@ -200,31 +205,31 @@ def run(recipe, base, folder):
     if done.returncode or not peaks:
         print(f"{shlex.join(command)} failed:\n{done.stdout[-1000:]}", file=sys.stderr)
         print(done.stderr[-3000:], file=sys.stderr)
-        return ["failed", said[1], "", said[2] or "", "", "", ""]
+        return ["failed", *[""] * 5]
     peaks = [tuple(map(float, peak)) for peak in peaks]
     step = max(peaks[1:3])
     drawing = max([peaks[0], *peaks[3:]])[0]
     seconds = peaks[2][2]
+    said = re.search(r"^Fit: (.* GB.*), of", done.stdout, flags=re.M)
     return [
+        said[1] if said else "",
         f"{step[0]:.1f}",
-        said[1],
         f"{drawing:.1f}" if base else "",
-        said[2] or "",
         f"{max(reserved for _, reserved, _ in peaks):.1f}",
         "CPU" if "decoded on the CPU" in done.stdout else "",
         f"{2 * size / seconds:.2f}",
     ]
 
 
-def child(script, *flags):
-    """Run a trainer in the memory of its recipe's GPU. Prints the peaks between its steps.
+def child(card, script, *flags):
+    """Run a trainer in the memory of a card. Prints the peaks between its steps.
 
     Without --rank the process ends after step 3.
     """
     gpu = bench.find_gpu()
     recipe = Path(flags[0][1:])
     if gpu:
-        room = 0.9 * int(re.search(r"_(\d+)gb", recipe.stem)[1]) * 2**30
+        room = 0.9 * int(card) * 2**30
         total = gpu.get_device_properties().total_memory
         gpu.set_per_process_memory_fraction(min(1.0, room / total))
     ends = [time.time()]
@@ -253,11 +258,13 @@ def child(script, *flags):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
-    names = parser.parse_args(argv).recipes
+    parser.add_argument("--cards", nargs="+", type=int, default=[80], help="their GB")
+    parser.add_argument("--flags", default="", help="to add to the recipes, in one word")
+    cli = parser.parse_args(argv)
     print(bench.machine(), flush=True)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for model in dict.fromkeys(map(find_model, names)):
+        for model in dict.fromkeys(map(find_model, cli.recipes)):
             base, side = None, 64
             with tempfile.TemporaryDirectory(dir=folder) as inside:
                 inside = Path(inside)
@@ -266,11 +273,12 @@ def main(argv=None):
                     side = memory.MODELS[model].side
                 # few, because --cache_latents encodes as many at once as fit on the GPU
                 make_photographs(inside / "images", side, 4 if side == 1024 else 64)
-                for name in names:
-                    if find_model(name) == model:
-                        rows.append([name, *run(name, base, inside)])
+                for name in (each for each in cli.recipes if find_model(each) == model):
+                    for card in cli.cards:
+                        cells = run(name, card, shlex.split(cli.flags), base, inside)
+                        rows.append([name, str(card), *cells])
                         print(rows[-1], flush=True)
-    columns = ["recipe", "a step", "it says", "samples", "it says", "reserved", "decoded on"]
+    columns = ["recipe", "card", "chosen", "a step", "samples", "reserved", "decoded on"]
     columns.append("images/s")
     bench.show("Memory of the recipes, GB", columns, rows)
     if any("failed" in row for row in rows):

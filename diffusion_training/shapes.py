@@ -1,5 +1,6 @@
 """Check a model's shapes, and which weights it uses, without computing anything."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from diffusers.models.modeling_utils import no_init_weights
 
 from diffusion_training.batches import Models, Predict
+from diffusion_training.blocks import list_blocks
 from diffusion_training.errors.sentences import explained
 from diffusion_training.models import name_inputs, take_shapes
 
@@ -31,26 +33,42 @@ def check_shapes(
     condition: that of one image; only shapes are used. Stops with an error if the call fails, or
     the shapes differ.
     """
-    inputs: set[str] = set()
-
-    def note(model: torch.nn.Module, args: Any, options: Any) -> None:
-        inputs.update(name_inputs(model, args, options))
-
     with (
         torch.device("meta"),
         torch.enable_grad(),
         no_init_weights(),
         explained(f"{name} can't be trained here"),
     ):
-        empty = {key: type(model).from_config(model.config) for key, model in models.items()}
-        for model in empty.values():
-            model.register_forward_pre_hook(note, with_kwargs=True)
-        prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
-        if list(prediction.shape[1:]) != list(shape):
-            raise ValueError(
-                f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
-            )
-        reached = list_reached(prediction)
+        # torch computes shapes on the meta device in Python: 60 equal blocks take a second
+        with contextlib.suppress(Exception):  # of a model that needs all of its blocks
+            return call_on_meta(models, predict, shape, condition, with_all=False)
+        return call_on_meta(models, predict, shape, condition)
+
+
+def call_on_meta(
+    models: Models,
+    predict: Predict,
+    shape: Sequence[int],
+    condition: dict[str, torch.Tensor],
+    with_all: bool = True,
+) -> CheckedCall:
+    """See `check_shapes`. with_all: False leaves out blocks between equal ones."""
+    inputs: set[str] = set()
+
+    def note(model: torch.nn.Module, args: Any, options: Any) -> None:
+        inputs.update(name_inputs(model, args, options))
+
+    empty = {key: type(model).from_config(model.config) for key, model in models.items()}
+    for model in empty.values():
+        model.register_forward_pre_hook(note, with_kwargs=True)
+        if not with_all:
+            drop_equal_blocks(model)
+    prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
+    if list(prediction.shape[1:]) != list(shape):
+        raise ValueError(
+            f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
+        )
+    reached = list_reached(prediction)
     unreached = [
         name
         for model in empty.values()
@@ -58,6 +76,23 @@ def check_shapes(
         if weight not in reached
     ]
     return CheckedCall(unreached, inputs)
+
+
+def drop_equal_blocks(model: torch.nn.Module) -> None:
+    """Take repeated blocks out of their lists, except for the first and the last of equal ones.
+
+    The others keep their names.
+    """
+    blocks = list_blocks(model)
+    kinds = {
+        name: [name.rpartition(".")[0], type(block)]
+        + [(key, weight.shape) for key, weight in block.named_parameters()]
+        for name, block in blocks.items()
+    }
+    for before, name, after in zip(blocks, [*blocks][1:], [*blocks][2:], strict=False):
+        if kinds[before] == kinds[name] == kinds[after]:
+            parent, _, number = name.rpartition(".")
+            delattr(model.get_submodule(parent), number)
 
 
 def list_reached(tensor: torch.Tensor) -> set[torch.Tensor]:

@@ -109,7 +109,7 @@ except (ImportError, OSError, RuntimeError):  # not installed, or not made for t
 DTYPE = "torch_dtype" if diffusers.__version__ < "0.40" else "dtype"
 tracker = None if args.report_to == "none" else args.report_to
 options = {"log_with": tracker, "project_dir": args.output_dir / "logs"}
-patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while one process encodes
+patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while one process encodes or draws
 # The last block of some transformers has layers that change nothing, for which DDP would wait.
 ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
 options["kwargs_handlers"] = [patience, ddp]
@@ -125,7 +125,8 @@ pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # 
 received = [0]
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: received.append(number))
-gloo = torch.distributed.new_group(backend="gloo") if world > 1 else None
+new_group = torch.distributed.new_group
+gloo = new_group(backend="gloo", timeout=patience.timeout) if world > 1 else None
 
 
 def agree_on_signal():
@@ -523,15 +524,15 @@ while step < args.max_train_steps and not stop:
     images_seen += count
     coming = ahead.submit(load_step, images_seen)
     losses.append(torch.zeros((), device=device))
-    for number, (weight, moments, captions) in enumerate(micro_batches):
+    for number, (weight, moments, prompts) in enumerate(micro_batches):
         torch.manual_seed(key_seed("step", args.seed, step, number, process))
         weight, moments = (x.to(device, non_blocking=True) for x in (weight, moments))
         mean, std = moments.float().unbind(1)
         latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
         latents = (latents - shift_of_latents) * factor
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
-        dropped = torch.rand(len(captions)) < args.caption_dropout
-        captions = [empty if no else own for no, own in zip(dropped, captions, strict=True)]
+        dropped = torch.rand(len(prompts)) < args.caption_dropout
+        prompts = [empty if no else own for no, own in zip(dropped, prompts, strict=True)]
         # The loss of rectified flow (arXiv:2209.03003): the model predicts the velocity on the line
         # from image to noise. More levels are drawn from its middle (arXiv:2403.03206, 3.1).
         noise = torch.randn(latents.shape, device=device)
@@ -543,9 +544,7 @@ while step < args.max_train_steps and not stop:
             # Only in the step's last micro-batch the processes exchange their gradients.
             for model in models.values() if number + 1 < len(micro_batches) else []:
                 stack.enter_context(accelerator.no_sync(model))
-            velocity = family.predict(
-                models["transformer"], noisy, sigmas, **move(captions)
-            ).float()
+            velocity = family.predict(models["transformer"], noisy, sigmas, **move(prompts)).float()
             loss = F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
             loss = (weight * loss).sum()
             accelerator.backward(loss)

@@ -111,7 +111,7 @@ except (ImportError, OSError, RuntimeError):  # not installed, or not made for t
 DTYPE = "torch_dtype" if diffusers.__version__ < "0.40" else "dtype"
 tracker = None if args.report_to == "none" else args.report_to
 options = {"log_with": tracker, "project_dir": args.output_dir / "logs"}
-patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while one process encodes
+patience = InitProcessGroupKwargs(timeout=timedelta(days=1))  # while one process encodes or draws
 options["kwargs_handlers"] = [patience]
 accelerator = Accelerator(mixed_precision=args.mixed_precision, **options)
 device = accelerator.device
@@ -125,7 +125,8 @@ pin = torch.Tensor.pin_memory if device.type == "cuda" else torch.Tensor.cpu  # 
 received = [0]
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: received.append(number))
-gloo = torch.distributed.new_group(backend="gloo") if world > 1 else None
+new_group = torch.distributed.new_group
+gloo = new_group(backend="gloo", timeout=patience.timeout) if world > 1 else None
 
 
 def agree_on_signal():

@@ -3,12 +3,13 @@
 import shlex
 from argparse import Namespace
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
 
-from diffusion_training.arguments import list_values, name_start
+from diffusion_training.arguments import PACKAGED, list_values, name_start, read_words
 from diffusion_training.data.captions import report_cut
 from diffusion_training.data.encoders import Latents, check_sides, describe_latents
 from diffusion_training.data.flags import weigh_captions
@@ -24,6 +25,7 @@ from diffusion_training.remote import has_file
 
 # The caches of the demos, which the trainers' demos use without flags
 DEMO_CACHES = ("latents-animals", "latents-digits-flow")
+RECIPES = (PACKAGED if PACKAGED.is_dir() else PACKAGED.parents[1]) / "recipes"
 # flags with which a trainer loads the models of a cache
 MODEL_FLAGS = (
     "pretrained_model_name_or_path",
@@ -80,7 +82,8 @@ class PlannedCache:
             return
         print(f"Next: {self.suggest_training()}")
         if self.output_dir not in DEMO_CACHES and self.family.suggests_lora:
-            print("Without --rank it trains the whole model. recipes/ has flags for your GPU")
+            kinds = "The recipe trains a LoRA", "Without --rank it trains the whole model"
+            print(f"{kinds[not self.find_recipe()]}. docs/memory.md has flags for your GPU")
 
     def suggest_training(self) -> str:
         """The command that trains on the cache."""
@@ -101,11 +104,24 @@ class PlannedCache:
             words += ["--mixed_precision", self.flags["mixed_precision"]]
         if self.flags["max_sequence_length"]:
             words += ["--max_sequence_length", str(self.flags["max_sequence_length"])]
-        if self.family.suggests_lora:
-            words += ["--rank", "16", "--train_batch_size", "1", "--gradient_checkpointing"]
+        if recipe := self.find_recipe():
+            words = [f"@recipes/{recipe}", "--resolution", str(self.transform.resolution), *words]
+        elif self.family.suggests_lora:
+            words += ["--rank", "16", "--train_batch_size", "1", "--fit", "auto"]
         if self.family.reads_references:
             words += ["--caption_dropout", "0"]
         return f"{start} {shlex.join(words)}"
+
+    def find_recipe(self) -> str | None:
+        """The recipe of a LoRA for the base, which may be a folder with the name of its base."""
+        name = Path(self.flags["pretrained_model_name_or_path"] or "").name
+        for path in sorted(RECIPES.glob("*_lora.args")) if self.family.suggests_lora else ():
+            words = read_words(path)
+            base = words[words.index("--pretrained_model_name_or_path") + 1]
+            is_edit = path.stem.endswith("_edit_lora")
+            if Path(base).name == name and is_edit == bool(self.transform.reference_columns):
+                return path.name
+        return None
 
     def with_batch_size(self, size: int) -> "PlannedCache":
         return replace(self, batch_size=size, flags=self.flags | {"batch_size": size})

@@ -259,7 +259,8 @@ def load_matching_encoders(
     first = next(iter(caches.values())).settings
     encoders = load_encoders(base, EXACT)
     for side in list_values(args.resolution):
-        check_sides(base.family.downscale(encoders.vae), side, args.bucket_step)
+        # a recipe's --bucket_step does nothing beside a cache
+        check_sides(base.family.downscale(encoders.vae), side, None)
     try_encoders(encoders)
     # --clip_skip does not change a cache of ids, which the trainer encodes
     compared = replace(encoders, clip_skip=0) if first["text_cache"] == "ids" else encoders

@@ -11,6 +11,7 @@ from diffusion_training.arguments import (
     SWITCH,
     SWITCHED_ON,
     Add,
+    OrNo,
     check_package,
     is_address,
     local_path,
@@ -70,11 +71,13 @@ def add_fit_flag(add: Add) -> None:
     """Add the flag that chooses among those that change no result."""
     add(
         "--fit",
-        type=number(1e-3, 10**4, float, "auto"),
+        type=number(1e-3, 10**4, float, "auto", "no"),
+        action=OrNo,
         metavar="auto|GB",
         help="choose the fastest way to take a step within so many GB of a GPU's memory (auto: "
-        "nine tenths of what is free): gradient checkpointing of no blocks, some or all, and with "
-        "--rank blocks that stay in the host's memory; the results are the same",
+        "nine tenths of what is free; no: takes back a recipe's): gradient checkpointing of no "
+        "blocks, some or all, and with --rank blocks that stay in the host's memory; the results "
+        "are the same",
     )
 
 

@@ -1,9 +1,11 @@
 """The recipes for published models run on tiny pipelines: only paths, sizes and steps change."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import (
+    ROOT,
     Script,
     make_captioned,
     make_images,
@@ -40,6 +42,8 @@ MAKE = {
     KLEIN: make_klein,
     "Qwen/Qwen-Image": make_qwen_image,
 }
+LORA = {"stable-diffusion-v1-5": "sd15", "stable-diffusion-xl-base-1.0": "sdxl"}
+LORA |= {"Z-Image": "z_image", "FLUX.2-klein-base-4B": "klein_4b", "Qwen-Image": "qwen_image"}
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -72,15 +76,22 @@ def test_every_recipe_of_a_page_trains(tmp_path, monkeypatch, capsys, page, mode
     trained = []
     suggestions = {}  # {cache: the flags of the command that its maker printed}
     for need, language, text in blocks(page):
-        text = text.replace("Tongyi-MAI/Z-Image", model or "Tongyi-MAI/Z-Image")
+        if model:
+            text = text.replace("Tongyi-MAI/Z-Image", model)
+            text = text.replace("z_image_lora", f"{LORA[Path(model).name]}_lora")
         hub = [name for name in MAKE if name in text.split()]  # no turbo
         if need != "hub" or language != "bash" or not hub:
             continue
         for name in {*hub} - folders.keys():
-            folders[name] = str(MAKE[name](tmp_path / name.replace("/", "-")))
+            copy = tmp_path / name  # has the name of the base
+            copy.parent.mkdir(exist_ok=True)
+            folders[name] = str(MAKE[name](tmp_path / copy.name).rename(copy))
         for words in commands(text):
             script, flags = find_script(words)
             flags = [folders.get(flag, flag) for flag in flags]
+            if flags[0].startswith("@recipes/"):
+                flags += [f"--pretrained_model_name_or_path={folders[hub[0]]}", "--resolution=16"]
+                flags.append("--rank=2")
             if script == "precompute_latents.py":
                 flags += ["--resolution=16", "--dataloader_num_workers=0"]
                 flags += ["--bucket_step=4"] * ("--bucket_step" in flags)
@@ -90,10 +101,13 @@ def test_every_recipe_of_a_page_trains(tmp_path, monkeypatch, capsys, page, mode
             args = SCRIPTS[script].module.parse_args(flags)
             if script == "precompute_latents.py":
                 said, other = capsys.readouterr().out.rsplit("Next: ", 1)[1].splitlines()[:2]
-                assert "Without --rank it trains the whole model." in other
+                assert "The recipe trains a LoRA." in other
                 trainer, suggested = find_script(shlex.split(said))
+                recipe = f"recipes/{LORA[Path(args.pretrained_model_name_or_path).name]}_lora.args"
+                assert suggested[0] == f"@{recipe}"
+                suggested[0] = f"@{ROOT / recipe}"
                 suggested = SCRIPTS[trainer].module.parse_args(suggested)
-                assert suggested.latents_dir == [args.output_dir] and suggested.rank == 16
+                assert suggested.latents_dir == [args.output_dir]
                 base = suggested.pretrained_model_name_or_path
                 assert base == args.pretrained_model_name_or_path
                 suggestions[args.output_dir] = suggested

@@ -1,6 +1,7 @@
 """Columns of a latent cache: names, types, and rows of any length."""
 
 import argparse
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -105,7 +106,8 @@ def test_the_suggested_training_has_the_flags_that_the_cache_needs(monkeypatch):
     expected += " --pretrained_model_name_or_path base --model_family prx --max_sequence_length 64"
     assert planned.suggest_training() == expected
     monkeypatch.setattr(type(family), "suggests_lora", True)
-    lora = " --rank 16 --train_batch_size 1 --gradient_checkpointing"
+    planned = replace(planned, transform=argparse.Namespace(reference_columns=[], resolution=512))
+    lora = " --rank 16 --train_batch_size 1 --fit auto"
     assert planned.suggest_training() == expected + lora
     flags |= {"pretrained_model_name_or_path": None, "vae_name_or_path": "vae"}
     assert "--transformer_config_name_or_path configs/prx_163m.json" in planned.suggest_training()

@@ -64,7 +64,7 @@ def test_the_module_runs_a_script_by_its_name(site, tmp_path):
         done = run("-m", "diffusion_training", "train_flow", "--help", cwd=tmp_path, site=known)
         assert done.returncode == 0 and "usage: train_flow.py" in done.stdout
     # recipes and pages stand beside the scripts
-    words = ["train_text_to_image.py", "@recipes/sdxl_lora_12gb.args", "--debug_loss"]
+    words = ["train_text_to_image.py", "@recipes/sdxl_lora.args", "--debug_loss"]
     done = run("-m", "diffusion_training", *words, cwd=tmp_path, site=site)
     (page,) = re.findall(r"there is no flag --debug_loss: (\S+) says: gone: ", done.stderr)
     assert (

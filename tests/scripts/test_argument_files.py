@@ -1,4 +1,4 @@
-"""recipes/: each fits on its GPU, and trains on a tiny model; --cache_latents."""
+"""recipes/: one for each model and method, which trains on a tiny model; --cache_latents."""
 
 import json
 import os
@@ -45,10 +45,9 @@ from diffusion_training.latents import shared
 from diffusion_training.latents.reader import CachedLatents, choose_rows, load_cache
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
-STILLS = ("wan21_1_3b_lora", "wan21_14b_lora", "wan22_5b_lora")  # named in docs/models.md
-# attention alone at rank 16, because the usual LoRA of Krea 2 does not fit
-LESS = "krea2_lora_8gb"
-IN_CI = {"sdxl_lora_12gb", "unet_64_8gb"}
+IN_CI = {"sdxl_lora", "unet_64_8gb"}
+# whole models in bfloat16 add up no gradients, and new models need many images
+LARGER = {"sdxl_full_bf16", "klein_4b_full_bf16", "z_image_full_bf16", "prx_163m"}
 SCRIPTS = {
     f"{name}.py": Script(name)
     for name in ("precompute_latents", "train_flow", "train_text_to_image", "train_unconditional")
@@ -98,71 +97,6 @@ def find_flag(words, flag):
 # ------------------------------------------------------------------- the recipes
 
 
-def read_tables(page):
-    """{first cell of a table's head: [its rows as {column: cell}]}, of each section of a page."""
-    found = {}
-    for section in re.split(r"^## ", (ROOT / page).read_text(), flags=re.M)[1:]:
-        title = section.splitlines()[0]
-        for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
-            lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
-            rows = [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
-            found.setdefault(title, []).append(rows)
-    return found
-
-
-TITLES = {
-    "sd15": "Stable Diffusion 1.5", "sdxl": "SDXL", "z_image": "Z-Image",
-    "klein_4b": "FLUX.2 klein 4B", "klein_9b": "FLUX.2 klein 9B", "qwen_image": "Qwen-Image",
-    "qwen_image_2_1": "Qwen-Image 2.1", "flux1_dev": "FLUX.1-dev", "flux3_klein": "FLUX.3 klein",
-    "krea2": "Krea 2", "sd35_medium": "Stable Diffusion 3.5 Medium",
-    "sd35_large": "Stable Diffusion 3.5 Large", "anima": "Anima",
-}  # fmt: skip
-
-
-def describe_flags(words, name):
-    """A recipe's flags as docs/memory.md and benchmarks/memory.md name them."""
-    optimizer = {"adamw8bit": "8-bit", "adafactor": "Adafactor"}
-    if "--full_bf16" in words:
-        return "full bf16, GC"
-    parts = {
-        find_flag(words, "--mixed_precision"): True,
-        "GC": "--gradient_checkpointing" in words,
-        optimizer.get(find_flag(words, "--optimizer")): "--optimizer" in words,
-        "no EMA": "--no-use_ema" in words,
-        find_flag(words, "--base_precision"): "--base_precision" in words,
-        "swap": "--blocks_to_swap" in words,
-        "half the side": find_flag(words, "--resolution") == "512" and "lora" in name,
-    }
-    return ", ".join(part for part, is_given in parts.items() if is_given)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in RECIPES if re.search(r"(lora|full)_\d", name) and name != LESS]
-)
-def test_a_recipe_fits_on_its_gpu_by_the_tables_of_memory_md(name):
-    model, kind, size = re.fullmatch(r"(.*)_(lora|full)_(\d+)gb", name).groups()
-    _, words = read_recipe(name)
-    label = describe_flags(words, name)
-    whole, lora, further, *_ = read_tables("benchmarks/memory.md")["A training step"]
-    table = lora if kind == "lora" else whole
-    # weights in bfloat16, as of a LoRA's base
-    kept = "LoRA, " if kind == "lora" or "full bf16" in label else "whole, "
-    column = kept + ("GC" if "GC" in label or "swap" in label else "bf16")
-    images = int(find_flag(words, "--train_batch_size"))
-    if model.endswith("_edit"):  # a reference takes at most as much as an image
-        model, images = model.removesuffix("_edit"), 2 * images
-    row, more = (
-        next((each for each in rows if each["model"] == TITLES[model]), {})
-        for rows in (table, further)
-    )
-    needed = float(row[label])
-    if images > 1:
-        needed += (images - 1) * float(more[column])
-    assert needed < 0.9 * int(size) * 2**30 / 1e9
-    said = re.search(r"([\d.]+) GB in a step", RECIPES[name].read_text())[1]
-    assert float(said) == pytest.approx(needed, abs=0.051)
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_why_for_each_of_its_flags(name):
     script, _ = read_recipe(name)
@@ -170,39 +104,85 @@ def test_a_recipe_says_why_for_each_of_its_flags(name):
     assert all(line.startswith("#") or re.match(r"--\S.*  # \w", line) for line in lines)
     assert f"python {script} @recipes/{name}.args" in lines[1]
     args = SCRIPTS[script].module.parse_args([f"@{RECIPES[name]}", f"--train_data_dir={ROOT}"])
-    assert args.cache_images if script == "train_unconditional.py" else args.cache_latents
+    if script == "train_unconditional.py":  # it has no --fit
+        assert args.cache_images
+    else:
+        assert args.cache_latents and args.fit == "auto" and args.mixed_precision == "bf16"
+        assert args.resolution and (args.train_batch_size == 1) == (name not in LARGER)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if "_lora_" in name])
+@pytest.mark.parametrize("name", [x for x in RECIPES if x.removesuffix("_lora") in SETTINGS])
 def test_a_recipe_of_a_lora_has_the_settings_of_its_model(name):
-    script, words = read_recipe(name)
+    script, _ = read_recipe(name)
     args = SCRIPTS[script].module.parse_args([f"@{RECIPES[name]}", f"--train_data_dir={ROOT}"])
-    settings = SETTINGS[name.split("_lora_")[0]]
-    if name == LESS:
-        assert (args.rank, args.lora_layers) == (16, "attention")
-    else:  # the default layers are those of the settings
-        assert (args.rank, args.lora_layers) == (settings.rank, None)
+    settings = SETTINGS[name.removesuffix("_lora")]
+    # the default layers are those of the settings
+    assert (args.rank, args.lora_layers) == (settings.rank, None)
     assert args.lora_alpha == settings.alpha
     assert args.learning_rate == settings.learning_rate
     assert args.adam_weight_decay == settings.weight_decay
     assert args.max_train_steps == settings.steps
     assert args.total_batch_size == settings.images
-    assert settings.images % args.train_batch_size == 0
     assert args.caption_dropout == settings.caption_dropout
+    assert args.resolution == settings.resolution and args.base_precision is None
     if script == "train_flow.py":
         assert (args.weighting_scheme, args.shift) == (settings.timesteps, settings.shift)
-    # the memory of a GPU decides about half the resolution and the precision of the base
-    side = int(find_flag(words, "--resolution") or settings.resolution)
-    assert side in (settings.resolution, settings.resolution // 2)
 
 
-def test_memory_md_names_every_recipe_where_its_flags_fit():
-    cells = re.findall(
-        r"\[([^]]*)\]\(\.\./recipes/(\w+)\.args\)", (ROOT / "docs/memory.md").read_text()
-    )
-    for label, name in cells:
-        assert label == describe_flags(read_recipe(name)[1], name), name
-    assert {name for _, name in cells} == RECIPES.keys() - {"unet_64_8gb", *STILLS}
+def test_the_pages_name_every_recipe():
+    pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("memory", "models"))
+    assert {name for name in RECIPES if f"recipes/{name}.args" not in pages} == {"unet_64_8gb"}
+
+
+def read_tables(page):
+    """{first cell of a table's head: {first cell of a row: {column: cell}}}, without links."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / page).read_text())
+    found = {}
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
+        head, _, *rows = (
+            [cell.strip() for cell in row.split("|")[1:-1]] for row in table.split("\n")[:-1]
+        )
+        found.setdefault(head[0], []).append(
+            {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+        )
+    return found
+
+
+def test_what_the_table_of_cards_names_fits_by_the_steps_of_each_model():
+    _, steps, further, *_ = read_tables("benchmarks/memory.md")["model"]
+    page = read_tables("docs/memory.md")
+    (cards,), (host, *_) = page["a LoRA of"], page["model"][1:]
+    assert len(cards) == 15
+    for title, row in cards.items():
+        model = title.removesuffix(" (edits)")
+        more = float(further[model]["LoRA, GC"]) if title != model else 0
+        for card, cell in list(row.items())[1:]:
+            if cell == "no":
+                continue
+            way, _, other = re.sub("(, E)?( \\*)?$", "", cell).partition(" or ")
+            way, held = re.subn(r"swap (\d+) GB", "swap", way)
+            if held:
+                base = float(host[model]["base of a LoRA, 16 bits"])
+                assert f"swap {base:.0f} GB" in cell
+            names = {"plain": "bf16", "int8": "bf16, GC, int8", "nf4": "bf16, GC, nf4"}
+            for each in filter(None, (way, other)):
+                column = names.get(each, f"bf16, {each}")
+                needed = float(steps[model][column]) + more
+                assert needed <= 0.9 * int(card.split()[0]) * 2**30 / 1e9 + 0.1, (title, card, each)
+
+
+def test_an_old_name_of_a_recipe_ends_with_its_new_flags(monkeypatch):
+    """Recipes were for one GPU each."""
+    monkeypatch.chdir(ROOT)
+    rows = [row.split("\t") for row in (ROOT / "recipes/renamed.tsv").read_text().splitlines()]
+    assert len(rows) == 58 and not {Path(old).stem for old, _ in rows} & RECIPES.keys()
+    for old, new in rows:
+        name, *more = new.split(" ")
+        script, _ = read_recipe(Path(name).stem)
+        said = SCRIPTS[script].refused(f"@recipes/{old}", "--train_data_dir=photos", status=2)
+        assert said.endswith(f"@recipes/{old} can't be read: its flags are now @recipes/{new}\n")
+        flags = [f"@recipes/{name}", *more, "--train_data_dir=demo"]
+        assert SCRIPTS[script].module.parse_args(flags).fit == "auto"
 
 
 def make_references(folder):
@@ -220,12 +200,9 @@ def test_a_recipe_trains_on_a_tiny_model(name, tmp_path, monkeypatch, forked):
     script, words = read_recipe(name)
     if "adamw8bit" in words:
         pytest.importorskip("bitsandbytes")
-    # tiny models have no layer that is wide enough
-    text = re.sub("--base_precision .*", "", RECIPES[name].read_text())
-    (tmp_path / "recipe.args").write_text(text)
     monkeypatch.chdir(tmp_path)
     make_captioned(tmp_path / "photos", 3)
-    flags = ["@recipe.args", "--train_data_dir=photos", *SMALL]
+    flags = [f"@{RECIPES[name]}", "--train_data_dir=photos", *SMALL]
     if script == "train_unconditional.py":
         flags += [f"--model_config_name_or_path={make_unet_config(tmp_path)}"]
         flags += ["--eval_batch_size=1", "--ddpm_num_inference_steps=1"]
@@ -584,7 +561,7 @@ def test_cache_latents_refuses_flags_that_do_not_fit(flags, more, sentence):
 
 
 def test_a_recipe_without_images_asks_for_them_and_takes_an_own_cache(tmp_path):
-    recipe = f"@{RECIPES['sdxl_lora_12gb']}"
+    recipe = f"@{RECIPES['sdxl_lora']}"
     assert "give images: --train_data_dir FOLDER" in train.refused(recipe, status=2)
     args = train.module.parse_args([recipe, f"--latents_dir={tmp_path}"])
     assert args.latents_dir == [str(tmp_path)] and args.rank == 16

@@ -82,3 +82,11 @@ def test_the_estimate_is_the_memory_of_a_step(tmp_path, monkeypatch, name, kind)
     assert len(found) == 6
     ratios = [estimate / measured for _, estimate, measured in found]
     assert 0.97 <= min(ratios) and max(ratios) <= 1.08, ratios
+
+
+def test_a_view_of_a_weight_takes_no_memory():
+    weight, inputs = torch.ones(64, 32), torch.ones(2, 32)
+    with Meter(weight.device) as meter:
+        kept = weight.t()
+        result = inputs @ kept
+    assert meter.held == meter.peak == result.nbytes

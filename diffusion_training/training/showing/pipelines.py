@@ -17,7 +17,6 @@ from diffusion_training.models import is_finite
 SINGLE_FILE = "single_file.safetensors"  # of --output_single_file
 # what ComfyUI's own loader did with a LoRA of each denoiser
 COMFYUI = Path(__file__).with_name("comfyui.tsv")
-UNET = "UNet2DConditionModel"
 
 
 def save_pipeline(pipeline: DiffusionPipeline, output_dir: str | Path) -> None:
@@ -96,7 +95,7 @@ def ask_comfyui(denoiser: str) -> str:
 def advise_copy(args: Namespace, denoiser: str) -> str:
     """A sentence on whether ComfyUI reads a LoRA, and which file to copy there; or empty."""
     flags = vars(args)
-    for_unet = denoiser == UNET
+    for_unet = "output_kohya_format" in flags
     is_whole = flags.get("output_kohya_format") if for_unet else not flags.get("use_dora")
     if not flags.get("rank") or not is_whole:
         return ""
@@ -116,7 +115,7 @@ def name_readers(args: Namespace, denoiser: str) -> str:
             return ""
         return "`single_file.safetensors` is for ComfyUI and A1111, the folder for diffusers."
     file = "`pytorch_lora_weights.safetensors`"
-    if denoiser != UNET:
+    if "output_kohya_format" not in args:  # no U-Net
         also = " and ComfyUI" if ask_comfyui(denoiser) == "reads" else ""
         if args.use_dora:
             also = " (ComfyUI leaves out the magnitudes of this DoRA)"
