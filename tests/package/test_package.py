@@ -54,9 +54,9 @@ LIMITS = {
     "precompute_latents": (46_700, 67_300),
     "precompute_latents_ray": (54_030, 74_700),
     "reconstruct_ema": (11_900, 12_900),
-    "train_flow": (92_500, 130_900),
+    "train_flow": (92_601, 131_014),
     "train_on_ray": (10_100, 10_100),
-    "train_text_to_image": (92_000, 112_500),
+    "train_text_to_image": (92_081, 112_680),
     "train_unconditional": (60_300, 65_000),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
