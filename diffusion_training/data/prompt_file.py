@@ -81,6 +81,6 @@ def read_prompt_file(parser: Any, args: argparse.Namespace) -> None:
             where = f" in {str(entry)!r}"
             lines.append(join_prompt(entry) if isinstance(entry, dict) else str(entry))
             split_prompt(lines[-1])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--validation_prompts_file {path}{where}: {error}")
     args.validation_prompts = lines

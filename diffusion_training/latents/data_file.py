@@ -41,14 +41,17 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
     """
     with open(path, "rb") as file:
         content = tomllib.load(file)
-    datasets = content.pop("datasets", [])
-    general = content.pop("general", {})
-    if content:
-        raise ValueError(f"it has {next(iter(content))}, but only general and datasets are read")
+    datasets = list_tables(content, "datasets")
+    general = content.get("general", {})
+    if not isinstance(general, dict):
+        raise ValueError(f"its general is {general!r:.100}, not a table")
+    if unknown := content.keys() - {"datasets", "general"}:
+        raise ValueError(f"it has {min(unknown)}, but only general and datasets are read")
     entries = []
     for dataset in datasets:
         own = general | {key: value for key, value in dataset.items() if key != "subsets"}
-        entries += [own | subset for subset in dataset.get("subsets", [{}])]
+        subsets = list_tables(dataset, "subsets") if "subsets" in dataset else [{}]
+        entries += [own | subset for subset in subsets]
     if not entries:
         raise ValueError("it has no [[datasets]]")
     if advise:
@@ -62,6 +65,14 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
                 "--resolution 512 768"
             )
     return folders
+
+
+def list_tables(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The tables of a list in a table, none without it. Raises ValueError for another value."""
+    tables = table.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise ValueError(f"its {name} is {tables!r:.100}, not a list of tables")
+    return tables
 
 
 def check_keys(entries: list[dict[str, Any]], advise: Callable[[str], str | None]) -> None:
@@ -84,7 +95,7 @@ def read_folder(entry: dict[str, Any]) -> Folder:
     """A folder, from what holds for it in the file."""
     entry = {key: value for key, value in entry.items() if key in KEYS}
     match entry.get("resolution"):
-        case [int(width), int(height)]:
+        case [int(width), int(height)] if min(width, height) > 0:
             if width != height:
                 side = math.isqrt(width * height) // 16 * 16
                 raise ValueError(
@@ -95,7 +106,7 @@ def read_folder(entry: dict[str, Any]) -> Folder:
     for key, value in entry.items():
         kind = KEYS[key][1].__name__
         if type(value).__name__ != kind:
-            raise ValueError(f"its {key} is {value!r}, not one {kind}")
+            raise ValueError(f"its {key} is {value!r:.100}, not one {kind}")
         if kind == "int" and value < 1:
             raise ValueError(f"its {key} is {value}: it must be at least 1")
     found = {KEYS[key][0]: value for key, value in entry.items() if KEYS[key][0]}

@@ -84,7 +84,7 @@ def check_data_args(parser: Parser, args: argparse.Namespace) -> None:
                 parser.error(f"--{name} can't be combined with --data, which names the images")
         try:
             read_data_file(args.data, parser.advise)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             parser.error(f"--data {args.data} can't be used: {error}")
     elif not caches:
         check_source(parser, args)

@@ -1,6 +1,7 @@
 """python -m diffusion_training lora: the merged pipeline predicts what the LoRA's program does."""
 
 import filecmp
+import os
 import shutil
 
 import pytest
@@ -106,3 +107,60 @@ def test_info_names_layers_ranks_and_header_and_refuses_other_files(tmp_path, ba
         with pytest.raises(SystemExit, match="2"):
             parse_args(words)
     assert "give a folder for the merged pipeline: --output_dir" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_neither_merged_nor_waited_for(tmp_path, base, capsys):
+    """As `info` and `merge` read it: a pipe, and tensors that do not fit the model."""
+    lora, dora = tmp_path / "lora", tmp_path / "dora"
+    for folder, flags in ((lora, {"lora_alpha": 8}), (dora, {"use_dora": True})):
+        folder.mkdir()
+        unet = adapt_unet(open_unet(base), **flags)
+        save_lora({"unet": unet}, folder, load_family("sd").describe_for_sd_scripts(unet))
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / FILE)
+    layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"  # 32 to 16
+    weights, scaled = load_file(lora / KOHYA), load_file(dora / KOHYA)
+    up, down = weights[f"{layer}.lora_up.weight"], weights[f"{layer}.lora_down.weight"]
+    assert len(up) != down.shape[1]
+    square = f"{layer.removesuffix('to_k')}to_q.dora_scale"
+    cases = {
+        "alpha": weights | {f"{layer}.alpha": torch.tensor(torch.inf)},
+        "width": weights | {f"{layer}.lora_up.weight": up[:-1].clone()},
+        "turned": weights | {
+            f"{layer}.lora_up.weight": down.mT.contiguous(),
+            f"{layer}.lora_down.weight": up.mT.contiguous(),
+        },
+        "scale": scaled | {f"{layer}.dora_scale": torch.ones(3)},
+        "inputs": scaled | {square: scaled[square].reshape(1, -1)},
+        "range": weights | {
+            f"{layer}.lora_up.weight": torch.full(up.shape, 1e38),
+            f"{layer}.lora_down.weight": torch.full(down.shape, 1e38),
+        },
+    }  # fmt: skip
+    said = {
+        "alpha": "attn2.to_k is NaN or infinity", "width": "attn2.to_k has another width",
+        "turned": "attn2.to_k has another width", "range": "would be beyond the range of torch.",
+        "scale": "to_k.dora_scale does not have one number for each output",
+        "inputs": "to_q.dora_scale does not have one number for each output",
+    }  # fmt: skip
+    for name, case in cases.items():
+        save_file(case, tmp_path / f"{name}.safetensors")
+    out = tmp_path / "new" / "out"
+    files = {tmp_path / "pipe" / FILE: "it is not a file", tmp_path / "pipe": "it is not a file"}
+    files |= {tmp_path / f"{name}.safetensors": sentence for name, sentence in said.items()}
+    for file, sentence in files.items():
+        with pytest.raises(SystemExit):
+            run("merge", file, base, f"--output_dir={out}")
+        error = capsys.readouterr().err
+        assert f"{file} can't be " in error and sentence in error
+    assert not out.parent.exists()
+
+
+def test_the_folder_of_a_run_and_a_lora_without_effect_are_merged(tmp_path, base, capsys):
+    save_lora({"unet": adapt_unet(open_unet(base))}, tmp_path, None)
+    run("merge", tmp_path, base, f"--output_dir={tmp_path / 'out'}", "--strength=0")
+    assert "at strength 0. Rounding to torch.float32 changed the LoRA by 0 of" in (
+        capsys.readouterr().out
+    )
+    merged, before = open_unet(tmp_path / "out").state_dict(), open_unet(base).state_dict()
+    assert all(torch.equal(before[name], weight) for name, weight in merged.items())

@@ -468,6 +468,7 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     ("[16, 16]", "[16]", "its resolution is [16], not one int"),
     ("[general]", "[generally]", "it has generally, but only general and datasets are read"),
     ("[general]", "[general", "can't be used: "),
+    ("[16, 16]", "[-1, 16]", "its resolution is [-1, 16], not one int"),
     ('image_dir = "{0}/others"', "", "one of its [[datasets]] has no image_directory"),
 ])  # fmt: skip
 def test_a_data_file_that_can_not_be_used_ends_in_a_sentence(tmp_path, flags, old, new, sentence):
@@ -475,6 +476,24 @@ def test_a_data_file_that_can_not_be_used_ends_in_a_sentence(tmp_path, flags, ol
     file = tmp_path / "data.toml"
     assert old in DATA
     file.write_text(DATA.replace(old, new).format(tmp_path))
+    own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
+    assert sentence in train.refused(*own, f"--data={file}", status=2)
+
+
+@pytest.mark.parametrize("content, sentence", [
+    ("datasets = 1", "its datasets is 1, not a list of tables"),
+    ("[datasets]", "its datasets is {}, not a list of tables"),
+    ("datasets = [1]", "its datasets is [1], not a list of tables"),
+    ("general = 1", "its general is 1, not a table"),
+    ("[[general]]", "its general is [{}], not a table"),
+    ("[[datasets]]\nsubsets = 1", "its subsets is 1, not a list of tables"),
+    ("[[datasets]]\nsubsets = ['x']", "its subsets is ['x'], not a list of tables"),
+    (f"datasets = {'[' * 10**5}", "recursion depth exceeded"),
+    (f"[[datasets]]\nresolution = '{'a' * 5000}'", f"its resolution is '{'a' * 99}, not one int\n"),
+])  # fmt: skip
+def test_a_data_file_of_another_form_ends_in_a_short_sentence(tmp_path, flags, content, sentence):
+    file = tmp_path / "data.toml"
+    file.write_text(content)
     own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
     assert sentence in train.refused(*own, f"--data={file}", status=2)
 

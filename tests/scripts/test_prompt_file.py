@@ -43,6 +43,7 @@ def flags(tmp_path, sd_inputs):
     ('[{"prompt": "a dog", "steps": 3}]', "there is no key steps: width, height, seed, sample"),
     ("{", "Expecting property name"),
     ("[]", "it has no list of prompts"),
+    ("[" * 10**5, "recursion depth exceeded"),
     ("# nothing", "it has no list of prompts"),
 ])  # fmt: skip
 def test_wrong_lines_end_in_one_sentence_before_anything_is_loaded(tmp_path, flags, line, said):

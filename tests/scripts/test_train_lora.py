@@ -41,6 +41,7 @@ from transformers import CLIPTokenizer
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
+from diffusion_training.training.lora.lora_flags import read_settings
 from diffusion_training.training.showing.report import name_run
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -143,6 +144,35 @@ def test_a_lora_of_attention_is_resumed_under_the_new_default(tmp_path, flags, c
     assert "lora_alpha 3.0 -> 4" in train.refused(*more, "--lora_alpha=4")
     without = [*more, "--rank=no"]
     assert "is a LoRA, but without --rank the whole" in train.refused(*without)
+
+
+def test_damaged_settings_of_a_checkpoint_end_in_a_sentence(tmp_path, flags):
+    """With --rank, and without, where parse_args looks for the rank of the checkpoint."""
+    train(*flags, "--max_train_steps=2")
+    files = [*tmp_path.glob("out/checkpoint-2/*/adapter_config.json")]
+    whole = json.loads(files[0].read_text())
+    changes = {"peft_type": None, "r": "2", "target_modules": {"to_q": 1}, "lora_alpha": [2]}
+    contents = [b"\xff\x00", b"", b"[1]", b"{}", b"[" * 10**5]
+    contents += [json.dumps(whole | {key: value}).encode() for key, value in changes.items()]
+    for key in changes:
+        contents.append(json.dumps({k: v for k, v in whole.items() if k != key}).encode())
+    more = [*flags, "--max_train_steps=3", "--resume_from_checkpoint=latest"]
+    without = [flag for flag in more if flag != "--rank=2"]
+    for content in contents:
+        for file in files:
+            file.write_bytes(content)
+        assert train.module.parse_args(without).rank is None
+        with pytest.raises((ValueError, RecursionError)):
+            read_settings(files[0].parent)
+        if content in contents[::6]:  # each one takes half a second
+            said = train.refused(*more)
+            assert "out/checkpoint-2 is damaged; resume from another or choose a new" in said
+    for file in files:
+        file.unlink()
+        os.mkfifo(file)
+    assert train.module.parse_args(without).rank is None
+    assert "adapter_config.json has changed since it was written" in train.refused(*more)
+    assert not (tmp_path / "out/checkpoint-3").exists()
 
 
 def test_network_weights_continues_training_a_lora_file(tmp_path, flags):

@@ -37,8 +37,8 @@ from diffusion_training.training.lora.lora_files import (
     split_name,
     tell_left_out,
 )
+from diffusion_training.training.lora.lora_flags import ADAPTER_CONFIG, read_settings
 
-ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
 # (name, weight of the base) -> the weight with a LoRA in it, in float32
 Merge: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 # {name of a file: (its weights, its header)}
@@ -157,12 +157,6 @@ def list_further_layers(layers: list[str], of_file: Collection[str]) -> list[str
     """
     ends = tuple(f".{end}" for end in layers)
     return [layer for layer in of_file if not f".{layer}".endswith(ends)]
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the LoRA in a checkpoint's folder; {} if there is none."""
-    path = folder / ADAPTER_CONFIG
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def load_network_weights(
@@ -310,9 +304,9 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     advice = KEEP
-    if not (folder / ADAPTER_CONFIG).is_file():
+    before = read_settings(folder)
+    if not before:
         fail(f"{folder} is a whole model, but --rank trains a LoRA: {advice}")
-    before = json.loads((folder / ADAPTER_CONFIG).read_text())
     kind = before["peft_type"]
     if kind != model.adapter["peft_type"]:  # their other settings have other names
         fail(f"{folder} was trained with --lora_type {kind.lower()}: {advice}")

@@ -57,6 +57,7 @@ class LoraFile:
     scales: dict[str, float]  # {layer: factor of B @ A, or of a LoKr's product}
     is_relative: bool  # whether dora_scale is relative to the base, see `convert_to_kohya`
     num_left_out: int  # weights for text encoders, which are skipped
+    header: dict[str, str]
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -78,6 +79,8 @@ def read_lora_file(
     path = Path(path)
     if path.is_dir():
         path /= LORA_FILE
+    if path.exists() and not path.is_file():  # a pipe might never end
+        raise ValueError("it is not a file")
     with safe_open(path, "pt") as opened:
         names = list(opened.keys())
         header = opened.metadata() or {}
@@ -115,11 +118,14 @@ def read_lora_file(
             scales[layer] = float(alphas[layer]) / len(inner)
         else:
             scales[layer] = read_scale(settings, layer, len(inner))
+        if not math.isfinite(scales[layer]):
+            raise ValueError(f"the alpha of its {layer} is NaN or infinity")
     return LoraFile(
         layers=layers,
         scales=scales,
         is_relative="diffusion_training.dora_scale" in header,
         num_left_out=sum(key.startswith(("text_encoder", "lora_te")) for key in names),
+        header=header,
     )
 
 

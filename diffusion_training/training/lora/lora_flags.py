@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from diffusion_training.arguments import (
     COUNT,
@@ -17,6 +18,8 @@ from diffusion_training.arguments import (
     check_package,
     number,
 )
+
+ADAPTER_CONFIG = "adapter_config.json"  # as PEFT names it
 
 
 def file_name(text: str) -> str:
@@ -210,6 +213,27 @@ def add_validation_base_flags(add: Add) -> None:
     )
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the LoRA in a checkpoint's folder; {} if there is none.
+
+    Raises ValueError or RecursionError if the file is damaged.
+    """
+    from diffusion_training.files import fits  # here, because it needs more than Python
+
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():  # a pipe might never end
+        return {}
+    settings = json.loads(path.read_text())
+    alpha = (int, float)
+    for form in (
+        {"peft_type": str, "r": int, "target_modules": [str]},
+        ({"lora_alpha": alpha}, {"alpha": alpha}),  # the second one of a LoKr
+    ):
+        if not fits(settings, form):
+            raise ValueError(f"{folder.name}/{ADAPTER_CONFIG} does not have a LoRA's settings")
+    return settings
+
+
 def read_rank(args: argparse.Namespace) -> int | None:
     """The rank of the LoRA in the local checkpoint that a run resumes; None if it has no LoRA."""
     given = args.resume_from_checkpoint
@@ -218,9 +242,11 @@ def read_rank(args: argparse.Namespace) -> int | None:
         found = Path(args.output_dir).glob("checkpoint-*/trainer_state.json")
         steps = {path.parent.name.removeprefix("checkpoint-"): path.parent for path in found}
         folders = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)[-1:]]
-    for path in (path for folder in folders for path in folder.glob("*/adapter_config.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # the run reads it once more
-            return json.loads(path.read_text())["r"]
+    for path in (path for folder in folders for path in folder.glob(f"*/{ADAPTER_CONFIG}")):
+        # the run reads the file once more
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            if settings := read_settings(path.parent):
+                return settings["r"]
     return None
 
 

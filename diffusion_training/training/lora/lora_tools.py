@@ -1,12 +1,12 @@
 """python -m diffusion_training lora: what a LoRA file holds (info), and a base with it (merge)."""
 
 import argparse
+import math
 import shutil
 from pathlib import Path
 
 import diffusers
 import torch
-from safetensors import safe_open
 
 from diffusion_training.arguments import PATH, Parser, number
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
@@ -54,7 +54,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def merge_layer(weight: torch.Tensor, layer: str, file: LoraFile) -> torch.Tensor:
-    """The weight of a layer with the LoRA at strength 1, in float32."""
+    """The weight of a layer with the LoRA at strength 1, in float32.
+
+    Raises ValueError or RuntimeError if the layer has another size.
+    """
     parts = {
         part: value.float().flatten(min(1, value.dim() - 1))
         for part, value in file.layers[layer].items()
@@ -64,11 +67,17 @@ def merge_layer(weight: torch.Tensor, layer: str, file: LoraFile) -> torch.Tenso
         product = torch.kron(parts[LOKR_W1], w2)
     else:
         product = parts[LORA_B] @ parts[LORA_A]
+    if product.shape != weight.flatten(1).shape:  # `view_as` takes all that have as many numbers
+        raise ValueError(f"{layer} has another width")
     merged = weight + file.scales[layer] * product.view_as(weight)
     for name in parts.keys() & {MAGNITUDE, DORA_SCALE}:
+        magnitude = parts[name]
+        is_of_inputs = name == DORA_SCALE and len(magnitude) != len(weight)
+        if is_of_inputs or magnitude.numel() != len(weight):
+            raise ValueError(f"its {layer}.{name} does not have one number for each output")
         is_relative = name == DORA_SCALE and file.is_relative
         norms = (weight if is_relative else merged).flatten(1).norm(dim=1)
-        factor = parts[name].flatten() / norms
+        factor = magnitude.flatten() / norms
         merged = merged * factor.view(-1, *[1] * (weight.dim() - 1))
     return merged
 
@@ -86,8 +95,6 @@ def main(args: argparse.Namespace) -> None:
     with explained(f"{source} holds no {kind.__name__}"), torch.device("meta"):
         model = kind.from_config(kind.load_config(source, subfolder=folder))
     with explained(f"{args.file} can't be used"):
-        with safe_open(args.file, "pt") as opened:
-            header = opened.metadata() or {}
         file = read_lora_file(args.file, model, folder, base.family.convert_lora)
     ranks = {len(parts.get(LORA_A, parts.get(LOKR_W2_B, ()))) for parts in file.layers.values()}
     kinds = {part for parts in file.layers.values() for part in parts}
@@ -96,7 +103,7 @@ def main(args: argparse.Namespace) -> None:
         f"{min(ranks)} to {max(ranks)}; alpha / rank {min(file.scales.values()):g} to "
         f"{max(file.scales.values()):g}; {file.num_left_out} weights for text encoders are skipped"
     )
-    for name, value in sorted(header.items()):
+    for name, value in sorted(file.header.items()):
         print(f"{name}: {value:.200}")
     if not merges:
         return
@@ -107,10 +114,13 @@ def main(args: argparse.Namespace) -> None:
     for layer in file.layers:
         weight = model.get_submodule(layer).weight
         before = weight.float()
-        merged = before + args.strength * (merge_layer(before, layer, file) - before)
-        change += (merged - before).square().sum().item()
-        weight.copy_(merged)
-        rounding += (weight.float() - merged).square().sum().item()
+        with explained(f"{args.file} can't be merged"):
+            merged = before + args.strength * (merge_layer(before, layer, file) - before)
+            change += (merged - before).square().sum().item()
+            weight.copy_(merged)
+            rounding += (weight.float() - merged).square().sum().item()
+            if not math.isfinite(rounding):
+                raise ValueError(f"the weights of {layer} would be beyond the range of {dtype}")
     for part, entry in base.index.items():
         if is_component(entry):
             base.locate(None, part)  # fetches it
@@ -119,9 +129,10 @@ def main(args: argparse.Namespace) -> None:
         shutil.copytree(str(source), unfinished, dirs_exist_ok=True)
         shutil.rmtree(unfinished / folder)
         model.save_pretrained(unfinished / folder)
+    share = (rounding / change) ** 0.5 if change else 0.0
     print(
         f"{args.output_dir} is the pipeline with the LoRA at strength {args.strength:g}. Rounding "
-        f"to {dtype} changed the LoRA by {(rounding / change) ** 0.5:.2g} of its norm"
+        f"to {dtype} changed the LoRA by {share:.2g} of its norm"
     )
 
 

@@ -23,9 +23,9 @@ from diffusion_training.training.lora.lora import (
     add_lora,
     list_further_layers,
     load_network_weights,
-    read_settings,
 )
 from diffusion_training.training.lora.lora_files import read_lora_file
+from diffusion_training.training.lora.lora_flags import read_settings
 
 
 def load_denoiser(
@@ -106,7 +106,10 @@ def adapt_denoiser(
     family = base.family
     network = args.network_weights
     which = args.lora_layers or LAYERS.get(type(model).__name__, COMMON).default
-    before = read_settings(configs / family.folder) if configs else {}
+    before: dict[str, Any] = {}
+    if configs:
+        with explained(f"{configs} is damaged; resume from another or choose a new --output_dir"):
+            before = read_settings(configs / family.folder)
     begun: list[str] = before.get("target_modules", [])
     if network and not before and (which == "all" or not args.lora_layers):
         with explained(f"--network_weights {network} can't be used"):
