@@ -1,8 +1,9 @@
-"""--data FILE.toml: several folders, each with its own flags, as musubi-tuner and sd-scripts have.
+"""--data FILE: several folders, each with its own flags, as musubi-tuner and sd-scripts have.
 
 A folder becomes a cache of --cache_latents, which counts num_repeats times in an epoch.
 """
 
+import json
 import math
 import os
 import tomllib
@@ -40,15 +41,22 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
     advise: see `Parser.advise`; None if the keys were checked before.
     """
     with open(path, "rb") as file:
-        content = tomllib.load(file)
-    datasets = content.pop("datasets", [])
-    general = content.pop("general", {})
-    if content:
-        raise ValueError(f"it has {next(iter(content))}, but only general and datasets are read")
-    entries = []
-    for dataset in datasets:
-        own = general | {key: value for key, value in dataset.items() if key != "subsets"}
-        entries += [own | subset for subset in dataset.get("subsets", [{}])]
+        content = json.load(file) if path.endswith(".json") else tomllib.load(file)
+    try:
+        datasets = content.pop("datasets", [])
+        general = content.pop("general", {})
+        if content:
+            raise ValueError(
+                f"it has {next(iter(content))}, but only general and datasets are read"
+            )
+        entries = []
+        for dataset in datasets:
+            own = general | {key: value for key, value in dataset.items() if key != "subsets"}
+            entries += [own | subset for subset in dataset.get("subsets", [{}])]
+    except (AttributeError, TypeError):  # tables in place of lists, or the reverse
+        raise ValueError(
+            "it must have one table general, and a list of tables datasets: [[datasets]]"
+        ) from None
     if not entries:
         raise ValueError("it has no [[datasets]]")
     if advise:
