@@ -38,6 +38,7 @@ check_version("0.1.0", Path(__file__).name)  # first: another version may lack t
 import collections
 import json
 import os
+import re
 import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -107,7 +108,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         f"'{INSTRUCTION}' for a model that has a chat template, else nothing)",
     )
     add("--system_prompt", help="instruction before --prompt, for a model that has a chat template")
-    add("--max_new_tokens", type=COUNT, default=256, help="longest caption, in tokens")
+    add(
+        "--max_new_tokens",
+        type=number(1, 4096, int),  # more than any text encoder reads
+        default=256,
+        help="longest caption, in tokens",
+    )
     add("--batch_size", type=COUNT, default=8, help="images that the model describes at once")
     add_precision_flag(add)
 
@@ -129,6 +135,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             "as Qwen/Qwen3-VL-8B-Instruct"
         )
     check_source(parser, args)
+    if not re.fullmatch(r"\.?[^./\\][^/\\]*", args.caption_extension):
+        parser.error(
+            f"--caption_extension {args.caption_extension} is no extension: give one such as .txt"
+        )
     for name in ("prompt", "trigger"):
         if vars(args)[name] is not None and not vars(args)[name].strip():
             parser.error(f"--{name} is empty: leave it out")
@@ -324,7 +334,13 @@ def name_caption_files(images: ImageRows, args: Namespace) -> list[Path]:
         if path is None or not os.path.isfile(path):
             name = name_image(row, items[row], source)
             fail(f"{name} of {source} is not a file of its own: give --output_file NAME.parquet")
-    files = [Path(path).with_suffix(args.caption_extension) for path in paths]
+    extension = "." + args.caption_extension.lstrip(".")
+    files = [Path(path).with_suffix(extension) for path in paths]
+    if taken := {*files} & {*map(Path, paths)}:
+        fail(
+            f"--caption_extension {extension} would write over the image {min(taken)}: choose "
+            "another"
+        )
     file, count = collections.Counter(files).most_common(1)[0]
     if count > 1:
         fail(f"{count} images share the caption file {file}: rename all but one of them")
@@ -427,9 +443,9 @@ def main(args: Namespace) -> None:
             print(f"no caption: {name_image(each.row, item, get_source(args))}: {each.skipped}")
         if len(skipped) > 20:
             print(f"and {amount(len(skipped) - 20, 'further image')} without a caption")
+        journal.delete()
         if len(made) == len(skipped) > 0:
             fail("no image could be described")
-        journal.delete()
         example = next((each.caption for each in made if each.caption), None)
         where = args.output_file or f"files {args.caption_extension} beside the images"
         print(f"Done: {amount(len(made) - len(skipped), 'caption')} in {where}")

@@ -82,8 +82,13 @@ def find_base(args: Namespace, num_references: int) -> Base:
     repositories: dict[str | None, Repository] = {}
 
     def find_folder(path: str | None, kind: str, first: tuple[str, ...]) -> str | None:
-        if path is None or os.path.exists(path):
+        if path is None or os.path.isdir(path):
             return path
+        if os.path.isfile(path):  # such as ComfyUI's
+            fail(
+                f"{path} is a file, and a {kind} of its own must be a folder or a hub id, in the "
+                "form of diffusers: leave it out, and the pipeline's is used"
+            )
         revision = args.revision if kind == "pipeline" else None
         with explained(f"{path} can't be opened as a {kind}"):
             repository = open_repository(path, first, revision, args.cache_dir)
@@ -152,8 +157,8 @@ def open_source(args: Namespace) -> str | None:
         return source
     if not source.endswith(".safetensors"):
         fail(
-            f"{source} can't be opened, because a .ckpt can run any program: get its .safetensors "
-            "version"
+            f"{source} can't be opened: get its .safetensors version, in bf16 or float16, because "
+            "a .ckpt can run any program, and GGUF is not read here"
         )
     if args.variant:
         fail(f"--variant {args.variant} does nothing for a single file, {source}: leave it out")

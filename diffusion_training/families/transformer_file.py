@@ -156,6 +156,11 @@ def check_header(path: str) -> tuple[dict[str, tuple[str, list[int]]], dict[str,
     scales = {}
     precisions: dict[str, str] = {}
     others = []
+    if path.endswith(".gguf"):
+        fail(
+            f"{path} is GGUF, which is not read here: give the .safetensors file in bf16 or fp8, "
+            "and --base_precision int8 or nf4 to save memory"
+        )
     with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
         keys = list(file.keys())
         start = PREFIX if any(key.startswith(PREFIX) for key in keys) else ""

@@ -1,8 +1,9 @@
-"""--data FILE.toml: several folders, each with its own flags, as musubi-tuner and sd-scripts have.
+"""--data FILE: several folders, each with its own flags, as musubi-tuner and sd-scripts have.
 
 A folder becomes a cache of --cache_latents, which counts num_repeats times in an epoch.
 """
 
+import json
 import math
 import os
 import tomllib
@@ -40,7 +41,9 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
     advise: see `Parser.advise`; None if the keys were checked before.
     """
     with open(path, "rb") as file:
-        content = tomllib.load(file)
+        content = json.load(file) if path.endswith(".json") else tomllib.load(file)
+    if not isinstance(content, dict):
+        raise ValueError("it is no table of datasets")
     datasets = list_tables(content, "datasets")
     general = content.get("general", {})
     if not isinstance(general, dict):

@@ -145,9 +145,9 @@ def add_captioned_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--data",
         type=local_path,
-        help="a .toml file of several folders of images, each with its own num_repeats, captions, "
-        "flip_aug and resolution, in the form of musubi-tuner and sd-scripts, see docs/data.md; "
-        "includes --cache_latents",
+        help="a .toml or .json file of several folders of images, each with its own num_repeats, "
+        "captions, flip_aug and resolution, in the form of musubi-tuner and sd-scripts, see "
+        "docs/data.md; includes --cache_latents",
     )
     add(
         "--cache_latents",

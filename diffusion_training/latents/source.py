@@ -293,6 +293,14 @@ def check_cache(
         advice = "give the models, and the --max_sequence_length, that it was made with"
         if is_shared(folder):  # models of the same name have changed
             advice = name_repair(folder)
+        odd = {*cache["features"]} ^ {*described["features"]}
+        if "masks" in odd:
+            advice = (
+                "put a mask into each folder of images; a white one beside one image is enough, "
+                "such as photo.mask.png"
+            )
+        elif "ragged latents" in odd:
+            advice = "give all of them --bucket_step (in --data: enable_bucket), or none"
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "
             f"{advice}"

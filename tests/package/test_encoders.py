@@ -105,6 +105,12 @@ def test_autoencoder_tiny_and_models_from_several_folders_load(tmp_path, models)
         f"{tmp_path / 'both'} does not hold the model of",
         argv=[f"--text_encoder_name_or_path={tmp_path / 'both'}"],
     )
+    for flag, kind in (("vae", "VAE"), ("text_encoder", "text encoder")):
+        file = next((MODELS / flag).glob("*.safetensors"))
+        refused(
+            f"{file} is a file, and a {kind} of its own must be a folder or a hub id",
+            argv=[f"--{flag}_name_or_path={file}"],
+        )
     shutil.copytree(MODELS / "tokenizer", tmp_path / "both", dirs_exist_ok=True)
     both = load(f"--text_encoder_name_or_path={tmp_path / 'both'}")
     assert len(both.tokenizers[0]) == len(encoders.tokenizers[0])

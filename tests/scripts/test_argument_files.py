@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from argparse import Namespace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.families.lora_settings import SETTINGS
 from diffusion_training.latents import shared
+from diffusion_training.latents.data_file import read_data_file
 from diffusion_training.latents.reader import CachedLatents, choose_rows, load_cache
 
 RECIPES = {path.stem: path for path in sorted(ROOT.glob("recipes/*.args"))}
@@ -415,6 +417,9 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     file = tmp_path / "data.toml"
     file.write_text(DATA.format(tmp_path))
     own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
+    content = tomllib.loads(file.read_text())
+    (tmp_path / "data.json").write_text(json.dumps(content))
+    assert read_data_file(str(tmp_path / "data.json")) == read_data_file(str(file))
     own = [*own, f"--data={file}", "--train_batch_size=8"]
     getitem, choose = CachedLatents.__getitem__, train.module.choose_rows
 
@@ -455,6 +460,27 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     assert len(forked) == 2
 
 
+@pytest.mark.ci
+@pytest.mark.usefixtures("without_figures", "forked")
+def test_folders_with_and_without_masks_or_buckets_do_not_mix(tmp_path, flags):
+    make_captioned(tmp_path / "others", 4)
+    white = Image.new("L", Image.open(tmp_path / "photos/0.png").size, 255)
+    white.save(tmp_path / "photos/0.mask.png")
+    file = tmp_path / "data.toml"
+    file.write_text(DATA.format(tmp_path).replace("flip_aug = true", ""))
+    own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
+    own = [*own, f"--data={file}", "--train_batch_size=8"]
+    said = train.refused(*own)
+    assert "put a mask into each folder of images" in said
+    Image.new("L", Image.open(tmp_path / "others/0.png").size, 255).save(
+        tmp_path / "others/0.mask.png"
+    )
+    train(*own)
+    file.write_text(file.read_text() + "enable_bucket = true\nbucket_reso_steps = 4\n")
+    said = train.refused(*own, f"--output_dir={tmp_path / 'b'}")
+    assert "give all of them --bucket_step (in --data: enable_bucket), or none" in said
+
+
 @pytest.mark.parametrize("old, new, sentence", [
     ("flip_aug = true", "flip = false", "remove flip (not one of image_directory, image_dir, cap"),
     ("flip_aug = true", "keep_tokens = 1\nis_reg = false\nbatch_size = 4", "remove batch_size (it "
@@ -470,6 +496,8 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     ("[general]", "[general", "can't be used: "),
     ("[16, 16]", "[-1, 16]", "its resolution is [-1, 16], not one int"),
     ('image_dir = "{0}/others"', "", "one of its [[datasets]] has no image_directory"),
+    (DATA, "[datasets]\nimage_dir = 1", "a list of tables datasets: [[datasets]]"),
+    (DATA, "general = 1\n[[datasets]]", "it must have one table general, and a list"),
 ])  # fmt: skip
 def test_a_data_file_that_can_not_be_used_ends_in_a_sentence(tmp_path, flags, old, new, sentence):
     (tmp_path / "others").mkdir()
@@ -504,6 +532,9 @@ def test_a_data_file_is_the_only_source_of_images(tmp_path, flags):
     own = [flag for flag in flags if not flag.startswith("--train_data_dir")]
     said = train.refused(*own, "--data=none.toml", status=2)
     assert "--data none.toml can't be used: [Errno 2]" in said
+    (tmp_path / "data.json").write_text("[]")
+    said = train.refused(*own, f"--data={tmp_path / 'data.json'}", status=2)
+    assert "it must have one table general, and a list of tables datasets" in said
 
 
 @pytest.mark.ci

@@ -304,6 +304,9 @@ def test_bad_flags_and_models_end_in_one_sentence(flags, drawings, tmp_path):
         "--output_file=nowhere/a.jsonl": "there is no folder nowhere",
         "--train_data_dir=nowhere": "is not a folder",
         "--batch_size=0": "0 is not between 1",
+        "--max_new_tokens=1000000": "1000000 is not between 1 and 4096",
+        "--caption_extension=.a/b": "--caption_extension .a/b is no extension: give one such as",
+        "--caption_extension=.": "--caption_extension . is no extension",
     }.items():
         assert sentence in caption.refused(*flags, more, status=2)
     model = "--pretrained_model_name_or_path"
@@ -312,6 +315,10 @@ def test_bad_flags_and_models_end_in_one_sentence(flags, drawings, tmp_path):
     assert "--system_prompt is for a model with a chat template" in caption.refused(
         *flags, "--system_prompt=be short"
     )
+    pictures = {path: path.read_bytes() for path in drawings.iterdir()}
+    said = caption.refused(*flags, "--caption_extension=.png", "--overwrite")
+    assert "--caption_extension .png would write over the image" in said
+    assert {path: path.read_bytes() for path in drawings.iterdir()} == pictures
     Image.open(drawings / "0.png").convert("RGB").save(drawings / "0.jpg")
     assert "2 images share the caption file" in caption.refused(*flags)
     assert not read_texts(drawings)
@@ -322,6 +329,12 @@ def test_a_model_that_says_nothing_leaves_no_caption(flags, drawings, monkeypatc
     assert "no image could be described" in caption.refused(*flags, "--max_train_samples=4")
     assert "the model returned no words" in capsys.readouterr().out
     assert not read_texts(drawings)
+    # another prompt is tried, and an image without words gets no file
+    monkeypatch.setattr(caption.module, "describe", lambda *values: ["", "a", "a duck", "b"])
+    caption(*flags, "--max_train_samples=4", "--prompt=say more", "--caption_extension=txt")
+    said = capsys.readouterr().out
+    assert "Done: 3 captions" in said and said.count("no caption: ") == 1
+    assert sorted(read_texts(drawings).values()) == ["a\n", "a duck\n", "b\n"]
 
 
 @pytest.mark.ci

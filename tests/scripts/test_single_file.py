@@ -149,7 +149,10 @@ def test_unsuitable_single_files_are_refused(bases, tmp_path):
     folder, path = bases["sd"]
     config, broken = f"--single_file_config={folder}", tmp_path / "broken.safetensors"
     (tmp_path / "base.ckpt").write_bytes(b"a pickle")
-    assert "because a .ckpt can run any program" in refused(bases, tmp_path, tmp_path / "base.ckpt")
+    (tmp_path / "base.gguf").write_bytes(b"GGUF")
+    for name in ("base.ckpt", "base.gguf"):
+        said = refused(bases, tmp_path, tmp_path / name)
+        assert "because a .ckpt can run any program, and GGUF is not read" in said
     assert "--variant fp16 does nothing for a single file" in refused(
         bases, tmp_path, path, config, "--variant=fp16"
     )

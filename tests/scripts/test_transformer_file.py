@@ -256,6 +256,9 @@ def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image, m
         save_file(rounded | {name: value}, path)
         said = train.refused(*list_flags(tmp_path, base, path))
         assert f"{path} holds quantized weights ({what}" in said and "bf16" in said
+    path.rename(path.with_suffix(".gguf"))
+    said = train.refused(*list_flags(tmp_path, base, path.with_suffix(".gguf")))
+    assert "gguf is GGUF, which is not read here: give the .safetensors file in bf16 or" in said
     assert not (tmp_path / "out").exists()
 
 
