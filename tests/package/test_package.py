@@ -51,7 +51,7 @@ ROOMS = [
 LIMITS = {
     "caption_images": (24_500, 26_600),
     "download_images": (17_300, 19_500),
-    "precompute_latents": (46_700, 67_310),
+    "precompute_latents": (46_700, 67_320),
     "precompute_latents_ray": (54_030, 74_700),
     "reconstruct_ema": (12_000, 13_000),
     "train_flow": (92_550, 130_920),
