@@ -182,6 +182,20 @@ def chooses_plan(device: torch.device, args: Namespace) -> bool:
     return bool(flags.get("fit")) and is_gpu(device) and not any(map(flags.get, PLANS))
 
 
+def describe_plan(settings: dict[str, Any]) -> str:
+    """The flags of a run that choose which blocks are checkpointed and swapped; --fit's if it has.
+
+    settings: those of a checkpoint, or of the run.
+    """
+    if settings.get("fitted"):
+        return settings["fitted"]
+    given = {name: settings.get(name) for name in (*PLANS, "keep_attention")}
+    words = [
+        f"--{name}{'' if value is True else f' {value}'}" for name, value in given.items() if value
+    ]
+    return " ".join(words) or "no gradient checkpointing"
+
+
 def list_checkpointed(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The segments of a model that have gradient checkpointing."""
     return [each for each in model.modules() if isinstance(each.forward, Checkpointed)]

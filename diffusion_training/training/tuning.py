@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
-from diffusion_training.blocks import checkpoint_gradients
+from diffusion_training.blocks import checkpoint_gradients, describe_plan
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.errors.stop_signals import end_if_stopped
@@ -92,8 +92,8 @@ def plan_run(
     if fit and args.fit:
         batch = make_largest(dataset, train_rows)
         fitted = fit(launch, models, objective, batch, state["settings"], args)
-    elif launch.compile:
-        announce_changed_bits(accelerator, state["settings"], vars(args))
+    if launch.compile and state["settings"].get("compile"):
+        announce_changed_bits(accelerator, state["settings"], vars(args) | {"fitted": fitted})
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
     lr_scheduler, lr_warmup_steps = choose_warmup(accelerator, max_train_steps, state, args)
     plan = Plan(
@@ -180,18 +180,17 @@ def make_largest(dataset: TrainingData, train_rows: Any) -> Batch:
 
 
 def announce_changed_bits(
-    accelerator: Accelerator, before: dict[str, Any], flags: dict[str, Any]
+    accelerator: Accelerator, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
     """Print that compiled code rounds in another way if other blocks are checkpointed than before.
 
-    before: a checkpoint's settings.
+    before, now: settings of a checkpoint and of the run.
     """
-    names = ("gradient_checkpointing", "checkpoint_blocks", "keep_attention")
-    for name in names:
-        if before.get(name, flags[name]) != flags[name]:
-            accelerator.print(
-                f"With --compile, another --{name} than the checkpoint's changes the last bits"
-            )
+    old, new = describe_plan(before), describe_plan(now)
+    if old != new:
+        accelerator.print(
+            f"With --compile the last bits change: the checkpoint has {old}, this run has {new}"
+        )
 
 
 def count_latents(sizes: np.ndarray) -> np.ndarray:

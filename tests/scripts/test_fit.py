@@ -3,18 +3,23 @@
 import contextlib
 import io
 import json
+import os
 import re
+import shutil
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import tiny_pipelines
 import torch
-from conftest import Script, make_captioned
+from conftest import Script, finish, make_captioned, start
 from fake_device import forked
 
+from diffusion_training import blocks
+from diffusion_training.blocks import describe_plan
 from diffusion_training.training.step import fit
 from diffusion_training.training.step.fit import Estimate, choose_plan, list_plans, read_plan
-from diffusion_training.training.step.plans import MemoryPlan, Segment, StepMemory
+from diffusion_training.training.step.plans import ALL, MemoryPlan, Segment, StepMemory
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 precompute, FLOW = Script("precompute_latents"), Script("train_flow")
@@ -31,7 +36,7 @@ def test_the_fastest_plan_that_fits_is_chosen():
     estimate = make_estimate([50] * 4)
     held = 1000 + 200
     plans = list(list_plans(estimate))
-    assert plans[0] == MemoryPlan() and plans[-1] == MemoryPlan(4, False, 4)
+    assert plans[0] == MemoryPlan() and plans[-1] == replace(ALL, swapped=4)
     shares = [estimate.step.share_repeated(plan) for plan in plans if not plan.swapped]
     assert shares == sorted(shares) and shares[-1] == 120 / 480
     assert [plan.swapped for plan in plans[-4:]] == [1, 2, 3, 4]
@@ -41,26 +46,38 @@ def test_the_fastest_plan_that_fits_is_chosen():
         held + 335: MemoryPlan(1, True),
         held + 334: MemoryPlan(1, False),
         held + 165: MemoryPlan(3, True),
-        held + 150: MemoryPlan(3, False),
-        held + 149: MemoryPlan(4, False, 3),  # two of the swapped ones are on the device
-        held + 50: MemoryPlan(4, False, 4),
+        held + 150: MemoryPlan(3),
+        held + 149: replace(ALL, swapped=3),  # two of the swapped ones are on the device
+        held + 50: replace(ALL, swapped=4),
         held + 49: None,
     }.items():
         assert choose_plan(estimate, room) == plan, room - held
     assert choose_plan(make_estimate(), 1149) is None  # nothing can be swapped
-    assert estimate.count_swapped(MemoryPlan(4, False, 3)) == (150, 150)
+    assert estimate.count_swapped(replace(ALL, swapped=3)) == (150, 150)
 
 
 def test_a_plan_is_read_from_its_description():
-    for plan in (MemoryPlan(), MemoryPlan(3), MemoryPlan(3, True)):
+    for plan in (MemoryPlan(), MemoryPlan(3), MemoryPlan(3, True), ALL):
         assert read_plan(plan.describe()) == plan
-    assert MemoryPlan(3, True, 2).describe() == "--blocks_to_swap 2 --keep_attention"
-    assert read_plan(None) is None
+    assert ALL.describe() == "--gradient_checkpointing"
+    swapped = replace(ALL, keeps_attention=True, swapped=2)
+    assert swapped.describe() == "--blocks_to_swap 2 --keep_attention"
+    assert read_plan(swapped.describe()) == replace(swapped, swapped=0)
+    for flags, described in {
+        (("gradient_checkpointing", True), ("keep_attention", False)): "--gradient_checkpointing",
+        (
+            ("checkpoint_blocks", 2),
+            ("keep_attention", True),
+        ): "--checkpoint_blocks 2 --keep_attention",
+        (("checkpoint_blocks", 2), ("fitted", "--checkpoint_blocks 3")): "--checkpoint_blocks 3",
+        (): "no gradient checkpointing",
+    }.items():
+        assert describe_plan(dict(flags)) == described
 
 
 def test_wrong_sizes_end_in_a_sentence():
     flags = FLOW.flags("none", "--pretrained_model_name_or_path=none", "--latents_dir=none")
-    for bad in ("0", "-1", "most"):
+    for bad in ("0", "-1", "nan", "most"):
         assert "argument --fit: " in FLOW.refused(*flags, f"--fit={bad}", status=2)
     auto = [*flags, "--fit=auto", "--train_batch_size=auto"]
     assert "--fit can't be combined with --train_batch_size auto" in FLOW.refused(*auto, status=2)
@@ -85,6 +102,50 @@ def test_the_smallest_device_decides(monkeypatch):
     assert fit.measure_room(launch, "auto") == 8e9
     with pytest.raises(SystemExit, match="^--fit 12: a GPU has only 8 GB: use --fit auto$"):
         fit.measure_room(launch, 12.0)
+
+
+def test_each_reason_to_choose_nothing_or_to_stop_has_a_sentence(monkeypatch, capsys):
+    launch, gpu = launch_of(compile=None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    for module in (fit, blocks):
+        monkeypatch.setattr(module, "is_gpu", lambda device: device is None)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    flags = {"fit": 1.0, "rank": None, "base_precision": None, "optimizer": "adamw"}
+    flags |= {"use_ema": False, "latents_dir": None, "cache_latents": None}
+    flags |= {"validation_prompts": None, "num_validation_images": 0} | dict.fromkeys(blocks.PLANS)
+
+    def choose(model, launch=launch, **more):
+        args = Namespace(**flags | more)
+        assert fit.fit_models(launch, {"unet": model}, None, {}, {}, args) is None
+        return capsys.readouterr().out
+
+    for name in blocks.PLANS:
+        said = choose(model, **{name: 2})
+        assert said == f"Fit: --{name} is given, so --fit chooses nothing\n"
+    said = "Fit: Linear has no repeated blocks, so there is nothing to choose\n"
+    assert choose(torch.nn.Linear(2, 2)) == said
+    cpu = Namespace(**vars(launch) | {"device": torch.device("cpu")})
+    assert choose(model, cpu) == "Fit: --fit chooses for a GPU, and does nothing on a CPU\n"
+    with pytest.raises(SystemExit, match="^--fit 17: a GPU has only 16 GB: use --fit auto$"):
+        choose(model, fit=17.0)
+    estimate = make_estimate()
+    monkeypatch.setattr(fit, "estimate_run", lambda *given: estimate)
+    with pytest.raises(SystemExit) as stopped:
+        choose(model, fit=1e-6)
+    assert str(stopped.value) == (
+        "--fit 1e-06: 1e-06 GB may be used, but the run needs at least 1.15e-06 GB in a step, "
+        "0 GB of the host's memory. It would need 1.11e-06 GB with --optimizer adamw8bit, "
+        "1.04e-06 GB with half the --resolution"
+    )
+
+    def fail(*given):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(fit, "estimate_run", fail)
+    for rank, advice in {None: "--full_bf16", 4: "--base_precision int8"}.items():
+        with pytest.raises(SystemExit, match=f"even if one block computes .*: try {advice}"):
+            choose(model, rank=rank)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +180,7 @@ def run_on_a_gpu(folder, base):
     for name, flags in sizes.items():
         out = folder / name
         if name == "0.08":  # the host's memory takes so little of this model that 0.1 is the same
-            fit.choose_plan = lambda estimate, room: MemoryPlan(4, False, 2)
+            fit.choose_plan = lambda estimate, room: replace(ALL, swapped=2)
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             with contextlib.suppress(SystemExit):
@@ -156,3 +217,92 @@ def test_each_size_of_memory_has_its_plan_and_the_same_bits(tmp_path, base):
     assert state["settings"]["fitted"] == plans[2] and state["settings"]["fit"] == 0.08
     assert plans[2] in (tmp_path / "0.08/report.html").read_text()
     assert "--fit=auto" in (tmp_path / "auto/run.args").read_text()
+
+
+def take_for_a_gpu(monkeypatch, room):
+    """Let --fit take the CPU for a GPU with so many bytes: compiled code needs a real device."""
+    for module in (fit, blocks):
+        monkeypatch.setattr(module, "is_gpu", lambda device: True)
+    gpu, module = launch_of()[1], torch.cpu
+    gpu.get_device_properties = lambda device: Namespace(total_memory=room)
+    gpu.mem_get_info, gpu.memory_reserved = lambda device: (room / 0.9, room), lambda device: 0
+    for name, value in vars(gpu).items():
+        monkeypatch.setattr(module, name, value, raising=False)
+
+
+@pytest.mark.parametrize(
+    "compiles",
+    [pytest.param(False, marks=pytest.mark.ci), pytest.param(True, marks=pytest.mark.long)],
+)
+def test_a_compiled_run_keeps_the_plan_of_its_checkpoint(
+    tmp_path, monkeypatch, capsys, base, compiles
+):
+    """Without `compiles`, all but the compiler runs."""
+    estimates = []
+
+    def choose(estimate, room):
+        estimates.append(estimate)
+        return choose_plan(estimate, room)
+
+    monkeypatch.setattr(fit, "choose_plan", choose)
+    if not compiles:
+        monkeypatch.setattr(FLOW.module, "compile_model", lambda *given: None)
+
+    def run(name, room, *more):
+        with monkeypatch.context() as patched:
+            take_for_a_gpu(patched, room)
+            FLOW(*list_flags(base, "--compile=aot_eager", *more), f"--output_dir={tmp_path / name}")
+        torch._dynamo.reset()
+        lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith(("Fit", "With"))]
+        return lines, (tmp_path / name / FILE).read_bytes()
+
+    stop, resume = "--max_train_steps=1", "--resume_from_checkpoint=latest"
+    run("first", 1e9, "--fit=auto", stop)
+    room, less = (estimates[0].count(plan) for plan in (MemoryPlan(1), ALL))
+    _, expected = run("whole", room, "--fit=auto")
+    (line,), _ = run("stopped", room, "--fit=auto", stop)
+    assert line.startswith("Fit: --checkpoint_blocks 1")
+    plan = line.split(": ")[1]
+    for name in ("larger", "smaller", "none"):
+        shutil.copytree(tmp_path / "stopped", tmp_path / name)
+    lines, found = run("larger", 1e9, "--fit=auto", resume)
+    assert len(lines) == 1 and lines[0].startswith(f"Fit: {plan}: ") and found == expected
+    said = f"With --compile the last bits change: the checkpoint has {plan}, this run has "
+    lines, _ = run("smaller", less, "--fit=auto", resume)
+    assert lines[1].startswith(said) and lines[1].removeprefix(said) == lines[0].split(": ")[1]
+    lines, _ = run("none", less, resume)
+    assert lines == [f"{said}no gradient checkpointing"]
+
+
+def run_on_two(folder, base):
+    """Train on two processes, as on GPUs of 1 GB and of the size that `folder` / "room" has."""
+    patch = pytest.MonkeyPatch()
+    rank, change = int(os.environ["RANK"]), fit.checkpoint_gradients
+    take_for_a_gpu(patch, [1e9, float((folder / "room").read_text())][rank])
+
+    def note(models, plan):
+        change(models, plan)
+        counts = [len(blocks.list_checkpointed(model)) for model in models.values()]
+        (folder / f"{rank}.json").write_text(json.dumps(counts))
+
+    patch.setattr(fit, "checkpoint_gradients", note)
+    FLOW(*list_flags(base, "--fit=auto"), f"--output_dir={folder / 'out'}")
+
+
+@pytest.mark.long
+def test_the_smaller_of_two_gpus_decides(tmp_path, monkeypatch, base):
+    estimates = []
+    monkeypatch.setattr(fit, "choose_plan", lambda estimate, room: estimates.append(estimate))
+    with monkeypatch.context() as patched:
+        take_for_a_gpu(patched, 1e9)
+        with contextlib.suppress(SystemExit):  # there is no plan
+            FLOW(*list_flags(base, "--fit=auto"), f"--output_dir={tmp_path / 'one'}")
+    monkeypatch.undo()
+    exchanged = 2 * estimates[0].step.gradients  # DDP's buckets
+    (tmp_path / "room").write_text(str(estimates[0].count(MemoryPlan(1)) + exchanged))
+    codes = finish(start(lambda: run_on_two(tmp_path, base), 2, tmp_path / "log"))
+    said = (tmp_path / "log").read_text()
+    assert codes == [0, 0], said
+    counts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert counts[0] == counts[1] != [0]
+    assert said.count("Fit: ") == 1 and f"Fit: --checkpoint_blocks {counts[0][0]} " in said

@@ -1,6 +1,5 @@
 """--fit: the fastest plan that fits into the memory of the device, with the same bits."""
 
-import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,7 +11,13 @@ import torch
 from accelerate.utils import broadcast_object_list, convert_outputs_to_fp32, gather_object
 
 from diffusion_training.batches import Batch, Models, Objective
-from diffusion_training.blocks import PLANS, checkpoint_gradients, chooses_plan, list_segments
+from diffusion_training.blocks import (
+    PLANS,
+    checkpoint_gradients,
+    chooses_plan,
+    describe_plan,
+    list_segments,
+)
 from diffusion_training.errors.sentences import fail
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
@@ -64,10 +69,11 @@ def list_plans(estimate: Estimate) -> Iterator[MemoryPlan]:
     """
     step = estimate.step
     count = max((each.place + 1 for each in step.segments), default=0)
-    numbers = range(1, count + 1)
-    kept = [MemoryPlan(number, keeps) for number in numbers for keeps in (True, False)]
+    some = [MemoryPlan(number) for number in range(1, count)] + [ALL] * (count > 0)
+    kept = [replace(plan, keeps_attention=keeps) for plan in some for keeps in (True, False)]
     yield from sorted([MemoryPlan(), *kept], key=step.share_repeated)
-    yield from (MemoryPlan(count, False, number) for number in numbers if estimate.swappable)
+    if estimate.swappable:
+        yield from (replace(ALL, swapped=number) for number in range(1, count + 1))
 
 
 def choose_plan(estimate: Estimate, room: float) -> MemoryPlan | None:
@@ -113,11 +119,10 @@ def fit_models(
             f"{advise_without_estimate(args)}"
         )
     plan = choose_plan(estimate, room)
-    if launch.compile and (kept := read_plan(before.get("fitted"))):
+    if launch.compile and before.get("compile"):
         # compiled code rounds in another way if it is cut elsewhere
-        if estimate.count(kept) > room:
-            say("Fit: the checkpoint's plan does not fit; with --compile another one changes bits")
-        else:
+        kept = read_plan(describe_plan(before))
+        if estimate.count(kept) <= room:
             plan = kept
     (plan,) = broadcast_object_list([plan])
     if plan is None:
@@ -202,14 +207,12 @@ def estimate_run(
     return Estimate(step, held, most - of_batch, drawn, swappable, sizes["encoders"])
 
 
-def read_plan(described: str | None) -> MemoryPlan | None:
-    """The plan of `MemoryPlan.describe`."""
-    if described is None:
-        return None
-    words = shlex.split(described)
-    number = (
-        int(words[words.index("--checkpoint_blocks") + 1]) if "--checkpoint" in described else 0
-    )
+def read_plan(described: str) -> MemoryPlan:
+    """The plan of `describe_plan`, without swapped blocks, which compiled models do not have."""
+    words = described.split()
+    number = ALL.checkpointed if {"--gradient_checkpointing", "--blocks_to_swap"} & {*words} else 0
+    if "--checkpoint_blocks" in words:
+        number = int(words[words.index("--checkpoint_blocks") + 1])
     return MemoryPlan(number, "--keep_attention" in words)
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models
-from diffusion_training.blocks import ATTENTION, Checkpointed, list_segments
+from diffusion_training.blocks import ATTENTION, Checkpointed, describe_plan, list_segments
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,19 @@ class MemoryPlan:
     def flags(self) -> Namespace:
         """For `checkpoint_gradients`."""
         return Namespace(
-            gradient_checkpointing=False,
-            checkpoint_blocks=self.checkpointed or None,
+            gradient_checkpointing=self.checkpointed > 0,
+            checkpoint_blocks=self.checkpointed % sys.maxsize or None,
             keep_attention=self.keeps_attention and self.checkpointed > 0,
         )
 
     def describe(self) -> str:
         """The flags with which a run without --fit has the plan."""
-        words = []
-        if self.swapped:
-            words.append(f"--blocks_to_swap {self.swapped}")
-        elif self.checkpointed:
-            words.append(f"--checkpoint_blocks {self.checkpointed}")
-        if self.keeps_attention and self.checkpointed:
-            words.append("--keep_attention")
-        return " ".join(words) or "no gradient checkpointing"
+        flags = vars(self.flags())
+        if self.swapped:  # includes the checkpointing of all
+            flags = {"blocks_to_swap": self.swapped, "keep_attention": flags["keep_attention"]}
+        elif flags["checkpoint_blocks"]:
+            del flags["gradient_checkpointing"]
+        return describe_plan(flags)
 
 
 ALL = MemoryPlan(sys.maxsize)
