@@ -123,7 +123,11 @@ class StepMemory:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of a device's tensors, and operations. peak: the most at one time."""
+    """Counts the bytes of a device's tensors, and operations. peak: the most at one time.
+
+    Tensors that it has not seen being made, such as weights and copies of swapped ones, do not
+    count, nor do views of them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -136,9 +140,11 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         before = self.held
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.device.type == self.kind:
-                self.note(value.untyped_storage())
+        given = {each.untyped_storage()._cdata for each in list_tensors((args, kwargs))}
+        for value in list_tensors(result):
+            storage = value.untyped_storage()
+            if value.device.type == self.kind and storage._cdata not in given:
+                self.note(storage)
         formula = flop_registry.get(func.overloadpacket)
         count = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
         self.operations += count
