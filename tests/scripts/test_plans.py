@@ -53,6 +53,15 @@ def measure(accelerator, objective, models, optimizer, batches, *others):
     raise Measured
 
 
+def test_tensors_from_before_do_not_count():
+    """The weights are a part of what a run holds at all times, and would count twice."""
+    layer = torch.nn.Linear(100, 10)
+    with Meter(torch.device("cpu")) as meter:
+        inputs = torch.ones(1, 100)
+        result = layer(inputs)  # the product takes a view of the weight
+    assert meter.held == meter.peak == inputs.nbytes + result.nbytes
+
+
 QUICK = {("z_image", "lora"), ("sd", "bf16")}
 
 

@@ -123,7 +123,11 @@ class StepMemory:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of a device's tensors, and operations. peak: the most at one time."""
+    """Counts the bytes of a device's tensors, and operations. peak: the most at one time.
+
+    Tensors that it has not seen being made, such as weights and copies of swapped ones, do not
+    count, nor do views of them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
