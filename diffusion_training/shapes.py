@@ -59,29 +59,29 @@ def call_on_meta(
         inputs.update(name_inputs(model, args, options))
 
     empty = {key: type(model).from_config(model.config) for key, model in models.items()}
+    dropped = {} if with_all else {key: drop_equal_blocks(model) for key, model in empty.items()}
     for model in empty.values():
         model.register_forward_pre_hook(note, with_kwargs=True)
-        if not with_all:
-            drop_equal_blocks(model)
     prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
     if list(prediction.shape[1:]) != list(shape):
         raise ValueError(
             f"its prediction has the shape {list(prediction.shape[1:])}, not {list(shape)}"
         )
     reached = list_reached(prediction)
-    unreached = [
-        name
-        for model in empty.values()
-        for name, weight in model.named_parameters()
-        if weight not in reached
-    ]
+    unreached = []
+    for key, model in empty.items():
+        found = [name for name, weight in model.named_parameters() if weight not in reached]
+        unreached += found
+        for block, first in dropped.get(key, {}).items():
+            own = [name for name in found if name.startswith(f"{first}.")]
+            unreached += [name.replace(first, block, 1) for name in own]
     return CheckedCall(unreached, inputs)
 
 
-def drop_equal_blocks(model: torch.nn.Module) -> None:
+def drop_equal_blocks(model: torch.nn.Module) -> dict[str, str]:
     """Take repeated blocks out of their lists, except for the first and the last of equal ones.
 
-    The others keep their names.
+    The others keep their names. Returns {name of a block that was taken out: that of the first}.
     """
     blocks = list_blocks(model)
     kinds = {
@@ -89,10 +89,13 @@ def drop_equal_blocks(model: torch.nn.Module) -> None:
         + [(key, weight.shape) for key, weight in block.named_parameters()]
         for name, block in blocks.items()
     }
+    dropped: dict[str, str] = {}
     for before, name, after in zip(blocks, [*blocks][1:], [*blocks][2:], strict=False):
         if kinds[before] == kinds[name] == kinds[after]:
             parent, _, number = name.rpartition(".")
             delattr(model.get_submodule(parent), number)
+            dropped[name] = dropped.get(before, before)
+    return dropped
 
 
 def list_reached(tensor: torch.Tensor) -> set[torch.Tensor]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, UNet2DConditionModel
+from diffusers.models.transformers import transformer_qwenimage
 
 from diffusion_training.shapes import call_on_meta, check_shapes, list_reached
 
@@ -65,6 +66,21 @@ def test_the_ends_of_equal_blocks_tell_as_much_as_all(kind, config, call, block,
     finally:
         hook.remove()
     assert bool(whole.unreached) == (kind is not UNet2DConditionModel)
+
+
+def test_weights_that_do_nothing_in_each_block_are_named_in_all_blocks(monkeypatch):
+    class Block(transformer_qwenimage.QwenImageTransformerBlock):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.idle = torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(transformer_qwenimage, "QwenImageTransformerBlock", Block)
+    with torch.device("meta"):
+        models = {"model": QwenImageTransformer2DModel(**QWEN)}
+        whole = call_on_meta(models, call_qwen, [4, 8, 8], CONDITION)
+    short = check_shapes(models, call_qwen, "the model", [4, 8, 8], CONDITION)
+    assert sorted(short.unreached) == sorted(whole.unreached)
+    assert sum("idle" in name for name in whole.unreached) == 2 * QWEN["num_layers"]
 
 
 def test_a_model_that_does_not_fit_ends_with_its_own_reason():
