@@ -524,15 +524,15 @@ while step < args.max_train_steps and not stop:
     images_seen += count
     coming = ahead.submit(load_step, images_seen)
     losses.append(torch.zeros((), device=device))
-    for number, (weight, moments, prompts) in enumerate(micro_batches):
+    for number, (weight, moments, texts) in enumerate(micro_batches):
         torch.manual_seed(key_seed("step", args.seed, step, number, process))
         weight, moments = (x.to(device, non_blocking=True) for x in (weight, moments))
         mean, std = moments.float().unbind(1)
         latents = mean + std * torch.randn(mean.shape, device=device)  # new ones each time
         latents = (latents - shift_of_latents) * factor
         # Guidance needs a model that also draws without a caption (arXiv:2207.12598).
-        dropped = torch.rand(len(prompts)) < args.caption_dropout
-        prompts = [empty if no else own for no, own in zip(dropped, prompts, strict=True)]
+        dropped = torch.rand(len(texts)) < args.caption_dropout
+        texts = [empty if no else own for no, own in zip(dropped, texts, strict=True)]
         # The loss of rectified flow (arXiv:2209.03003): the model predicts the velocity on the line
         # from image to noise. More levels are drawn from its middle (arXiv:2403.03206, 3.1).
         noise = torch.randn(latents.shape, device=device)
@@ -544,7 +544,7 @@ while step < args.max_train_steps and not stop:
             # Only in the step's last micro-batch the processes exchange their gradients.
             for model in models.values() if number + 1 < len(micro_batches) else []:
                 stack.enter_context(accelerator.no_sync(model))
-            velocity = family.predict(models["transformer"], noisy, sigmas, **move(prompts)).float()
+            velocity = family.predict(models["transformer"], noisy, sigmas, **move(texts)).float()
             loss = F.mse_loss(velocity, noise - latents, reduction="none").mean(dim=(1, 2, 3))
             loss = (weight * loss).sum()
             accelerator.backward(loss)
