@@ -182,7 +182,7 @@ def chooses_plan(device: torch.device, args: Namespace) -> bool:
     return bool(flags.get("fit")) and is_gpu(device) and not any(map(flags.get, PLANS))
 
 
-def describe_plan(settings: dict[str, Any]) -> str:
+def describe_memory_plan(settings: dict[str, Any]) -> str:
     """The flags of a run that choose which blocks are checkpointed and swapped; --fit's if it has.
 
     settings: those of a checkpoint, or of the run.

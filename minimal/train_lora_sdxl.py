@@ -435,12 +435,11 @@ while step < args.max_train_steps and not stop:
         noise = torch.randn(latents.shape, device=device)
         timesteps = torch.randint(len(noise_scheduler), [len(latents)], device=device)
         noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
-        snr = compute_snr(noise_scheduler, timesteps)
         target = noise
         if predicts_velocity:
             target = noise_scheduler.get_velocity(latents, noise, timesteps)
-            snr = snr + 1
         if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
+            snr = compute_snr(noise_scheduler, timesteps) + predicts_velocity
             weight = weight * snr.clamp(max=args.snr_gamma) / snr
         # Only in the step's last micro-batch the processes exchange their gradients.
         with ExitStack() as stack:

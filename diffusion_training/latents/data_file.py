@@ -44,7 +44,7 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
         content = json.load(file) if path.endswith(".json") else tomllib.load(file)
     if not isinstance(content, dict):
         raise ValueError("it is no table of datasets")
-    datasets = list_tables(content, "datasets")
+    datasets = list_sections(content, "datasets")
     general = content.get("general", {})
     if not isinstance(general, dict):
         raise ValueError(f"its general is {general!r:.100}, not a table")
@@ -53,7 +53,7 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
     entries = []
     for dataset in datasets:
         own = general | {key: value for key, value in dataset.items() if key != "subsets"}
-        subsets = list_tables(dataset, "subsets") if "subsets" in dataset else [{}]
+        subsets = list_sections(dataset, "subsets") if "subsets" in dataset else [{}]
         entries += [own | subset for subset in subsets]
     if not entries:
         raise ValueError("it has no [[datasets]]")
@@ -70,7 +70,7 @@ def read_data_file(path: str, advise: Callable[[str], str | None] | None = None)
     return folders
 
 
-def list_tables(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def list_sections(table: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The tables of a list in a table, none without it. Raises ValueError for another value."""
     tables = table.get(name, [])
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from diffusion_training.batches import Batch, Models, Objective, StepSums, TrainingData
-from diffusion_training.blocks import checkpoint_gradients, describe_plan
+from diffusion_training.blocks import checkpoint_gradients, describe_memory_plan
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
 from diffusion_training.errors.stop_signals import end_if_stopped
@@ -186,7 +186,7 @@ def announce_changed_bits(
 
     before, now: settings of a checkpoint and of the run.
     """
-    old, new = describe_plan(before), describe_plan(now)
+    old, new = describe_memory_plan(before), describe_memory_plan(now)
     if old != new:
         accelerator.print(
             f"With --compile the last bits change: the checkpoint has {old}, this run has {new}"

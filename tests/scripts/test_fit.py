@@ -16,7 +16,7 @@ from conftest import Script, finish, make_captioned, start
 from fake_device import forked
 
 from diffusion_training import blocks
-from diffusion_training.blocks import describe_plan
+from diffusion_training.blocks import describe_memory_plan
 from diffusion_training.training.step import fit
 from diffusion_training.training.step.fit import Estimate, choose_plan, list_plans, read_plan
 from diffusion_training.training.step.plans import ALL, MemoryPlan, Segment, StepMemory
@@ -72,7 +72,7 @@ def test_a_plan_is_read_from_its_description():
         (("checkpoint_blocks", 2), ("fitted", "--checkpoint_blocks 3")): "--checkpoint_blocks 3",
         (): "no gradient checkpointing",
     }.items():
-        assert describe_plan(dict(flags)) == described
+        assert describe_memory_plan(dict(flags)) == described
 
 
 def test_wrong_sizes_end_in_a_sentence():

@@ -99,12 +99,13 @@ def advise_copy(args: Namespace, denoiser: str) -> str:
     is_whole = flags.get("output_kohya_format") if for_unet else not flags.get("use_dora")
     if not flags.get("rank") or not is_whole:
         return ""
-    answer = f"ComfyUI {ask_comfyui(denoiser)} this LoRA"
-    if "skips" in answer:
-        return answer
+    answer = ask_comfyui(denoiser)
+    sentence = f"ComfyUI {answer} this LoRA"
+    if answer == "skips":
+        return sentence
     file = name_second(args) if for_unet or args.output_name else "pytorch_lora_weights.safetensors"
     name = f"{args.output_name or Path(args.output_dir).resolve().name}.safetensors"
-    return f"{answer}: copy {args.output_dir}/{file} to models/loras/{name}"
+    return f"{sentence}: copy {args.output_dir}/{file} to models/loras/{name}"
 
 
 def name_readers(args: Namespace, denoiser: str) -> str:

@@ -140,7 +140,7 @@ def choose_lora_layers(
     launch: Launch,
     args: Namespace,
 ) -> list[str]:
-    """The layers that get adapters: ends of their names, or all names of a LoRA that goes on.
+    """The layers that get adapters: ends of their names, or the whole names in an earlier LoRA.
 
     which: --lora_layers, or the model's own. begun: the layers of a checkpoint or of
     --network_weights; [] for a new LoRA. Without --lora_layers such a LoRA keeps them. With

@@ -15,7 +15,7 @@ from diffusion_training.blocks import (
     PLANS,
     checkpoint_gradients,
     chooses_plan,
-    describe_plan,
+    describe_memory_plan,
     list_segments,
 )
 from diffusion_training.errors.sentences import fail
@@ -121,7 +121,7 @@ def fit_models(
     plan = choose_plan(estimate, room)
     if launch.compile and before.get("compile"):
         # compiled code rounds in another way if it is cut elsewhere
-        kept = read_plan(describe_plan(before))
+        kept = read_plan(describe_memory_plan(before))
         if estimate.count(kept) <= room:
             plan = kept
     (plan,) = broadcast_object_list([plan])
@@ -208,7 +208,7 @@ def estimate_run(
 
 
 def read_plan(described: str) -> MemoryPlan:
-    """The plan of `describe_plan`, without swapped blocks, which compiled models do not have."""
+    """The plan of `describe_memory_plan`, without swapped blocks: compiled models have none."""
     words = described.split()
     number = ALL.checkpointed if {"--gradient_checkpointing", "--blocks_to_swap"} & {*words} else 0
     if "--checkpoint_blocks" in words:

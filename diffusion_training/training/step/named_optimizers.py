@@ -15,8 +15,8 @@ from diffusion_training.errors.sentences import explained, fail
 def make_named_optimizer(parameters: list[torch.Tensor], args: Namespace) -> torch.optim.Optimizer:
     """Make the optimizer that --optimizer names in Python, with --learning_rate.
 
-    --optimizer_args are its other arguments. A small weight takes two steps with it first: one on,
-    and one on from a saved state, which must end with the same bits.
+    --optimizer_args are its other arguments. It is tried on a small weight first: a copy whose
+    state was saved and loaded must take the same step, bit for bit.
     """
     flag = f"--optimizer {args.optimizer}"
     module, _, name = args.optimizer.rpartition(".")
@@ -78,6 +78,6 @@ def try_steps(flag: str, make: Callable, device: torch.device) -> None:
     step(other, again, 0.75)
     if not torch.equal(weight, other):
         fail(
-            f"{flag} keeps more than it saves, so that a resumed run would go on with other "
+            f"{flag} keeps more than it saves, so that a resumed run would end with other "
             "weights: choose another"
         )

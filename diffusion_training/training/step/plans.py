@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models
-from diffusion_training.blocks import ATTENTION, Checkpointed, describe_plan, list_segments
+from diffusion_training.blocks import ATTENTION, Checkpointed, describe_memory_plan, list_segments
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MemoryPlan:
             flags = {"blocks_to_swap": self.swapped, "keep_attention": flags["keep_attention"]}
         elif flags["checkpoint_blocks"]:
             del flags["gradient_checkpointing"]
-        return describe_plan(flags)
+        return describe_memory_plan(flags)
 
 
 ALL = MemoryPlan(sys.maxsize)
