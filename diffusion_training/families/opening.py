@@ -173,7 +173,7 @@ def open_source(args: Namespace) -> str | None:
     if not source.endswith(".safetensors"):
         fail(
             f"{source} can't be opened: get its .safetensors version, in bf16 or float16, because "
-            "a .ckpt can run any program, and GGUF is not read here"
+            "a .ckpt can run any program, and GGUF is read as --transformer_file only"
         )
     if args.variant:
         fail(f"--variant {args.variant} does nothing for a single file, {source}: leave it out")
