@@ -335,11 +335,11 @@ def test_main_of_each_trainer_has_the_accelerator_and_the_loop(script):
         for node in ast.walk(main)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "TrainState"
     )
-    held = ["models", "ema", "optimizer", "progress", "settings"]
+    held = ["models", "averages", "optimizer", "progress", "settings"]
     assert [keyword.arg for keyword in state.keywords] == held
     (loop,) = (node for node in main.body if isinstance(node, ast.While))
     order = [
-        "train_step", "progress.advance", "ema.update", "records.add", "lr_scheduler.step",
+        "train_step", "progress.advance", "averages.update", "records.add", "lr_scheduler.step",
         "stop_signal.agree", "records.log", "saver.save_snapshot", "saver.save_checkpoint",
         "score", "show",
     ]  # fmt: skip
