@@ -213,7 +213,7 @@ from diffusion_training.latents.source import open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
-from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.order import Order, seed_generators, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
@@ -428,7 +428,8 @@ def train_step(
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
         process = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, process))
+        key = step_seed("step", seed, next_step.number, micro_batch, process)
+        seed_generators(key, accelerator.device)
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])

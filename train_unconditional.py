@@ -177,7 +177,14 @@ from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, load_weights
-from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
+from diffusion_training.order import (
+    Key,
+    Order,
+    draw_choices,
+    seed_generators,
+    step_batches,
+    step_seed,
+)
 from diffusion_training.repositories import fetch_model
 from diffusion_training.shapes import check_shapes
 from diffusion_training.training.held_out import hold_out
@@ -406,7 +413,8 @@ def train_step(
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
         process = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, process))
+        key = step_seed("step", seed, next_step.number, micro_batch, process)
+        seed_generators(key, accelerator.device)
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
