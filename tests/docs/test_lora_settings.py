@@ -17,7 +17,7 @@ WIDTH = 120
 
 def describe_settings():
     """The table of settings, a line per model."""
-    lines = ["| model | layers | rank | rate | steps x images | pixels | base |"]
+    lines = ["| model | layers | rank | rate | steps x images | pixels | smallest base |"]
     lines.append("|---" * 7 + "|")
     for each in SETTINGS.values():
         lines.append(

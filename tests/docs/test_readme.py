@@ -55,10 +55,11 @@ def test_the_fine_tune_fits_as_memory_says():
 
 
 def test_the_hours_from_scratch_are_those_of_the_recipes_steps():
-    said = r"at (\d+) px on a GPU with (\d+) GB, in \[(\d+) hours on an RTX 4090\]"
-    side, card, hours = re.search(said, " ".join(README.split())).groups()
+    said = r"at (\d+) px on a GPU with (\d+) GB\. .*\[(\d+) hours\].*? ([\d,]+) steps"
+    side, card, hours, named = re.search(said, " ".join(README.split())).groups()
     recipe = (ROOT / f"recipes/unet_{side}_{card}gb.args").read_text()
     steps = int(re.search(r"--max_train_steps (\d+)", recipe)[1])
+    assert named == f"{steps:,}"
     page = (ROOT / "docs/training.md").read_text()
     rows = re.findall(rf"^\| [\d,]+ \| {side} \| {steps:,} \| .*? \| ([\d.]+) \| .*\|$", page, re.M)
     assert rows and all(round(float(row)) == int(hours) for row in rows)
