@@ -38,6 +38,13 @@ def test_loras_are_as_in_the_tables_of_memory(model):
     assert memory == f"{max(map(float, ram[model])):.0f} GB"
 
 
+def test_only_krea_2_needs_more_than_its_recipe_on_8_gb():
+    fits = read_table(MEMORY, "a LoRA of")
+    assert {model for model, cells in fits.items() if cells[0] == "no"} == {"Krea 2"}
+    assert "[8 GB are enough for a LoRA](docs/memory.md#what-fits), for Krea 2 for" in README
+    assert "Krea 2 fits on 8 GB with attention alone" in MEMORY
+
+
 def test_the_first_download_is_as_in_its_recipe():
     (low, high) = re.search(r"The run downloads (\d+) to (\d+) GB and writes", README).groups()
     recipe = re.search(r"@(recipes/\S+)", README)[1]
