@@ -36,6 +36,7 @@ import gpu_plan
 import gpu_promises
 import gpu_settings
 import growth
+import loaders
 import memory
 import peers
 import precompute_speed
@@ -256,6 +257,33 @@ def test_peers_runs_scripts_in_turns_and_compares_them(tmp_path, capsys, monkeyp
     peers.main([*flags, "--trainers", "sdxl_lora"])
     rows = table(capsys.readouterr().out)
     assert started[13:] == 3 * list(seconds) and [row[0] for row in rows] == 4 * ["a LoRA for SDXL"]
+
+
+def test_loaders_compares_the_same_training_with_three_ways_to_load(monkeypatch, capsys):
+    seconds = {"0": [4.0, 6.0], "None": [2.0, 4.0], "True": [1.0, 1.0]}
+    parsed = []
+
+    def run(script, argv, steps):
+        assert Path(script).name == "train_unconditional.py" and steps == 6
+        args = importlib.import_module("train_unconditional").parse_args(argv)
+        assert len(os.listdir(args.train_data_dir)) == 6 * 4 + 1  # captions too
+        parsed.append(vars(args))
+        way = str(args.cache_images or args.dataloader_num_workers)
+        return {"step": seconds[way].pop(0), "cpu": 0.5, "first_cpu": 9.0}
+
+    monkeypatch.setattr(bench, "run", run)
+    flags = ["--rounds=2", "--steps=6", "--batch_size=4", "--resolutions=64"]
+    loaders.main(flags)
+    rows = table(capsys.readouterr().out)
+    assert [row[1] for row in rows] == ["0.8 (0.7 to 1.0)", "1.5 (1.0 to 2.0)", "4.0 (4.0 to 4.0)"]
+    assert [row[2] for row in rows] == [
+        "0.58 (0.50 to 0.67)",
+        "1.00 (1.00 to 1.00)",
+        "3.00 (2.00 to 4.00)",
+    ]
+    assert {row[3] for row in rows} == {"125.0 (125.0 to 125.0)"}
+    differ = {key for one in parsed for key in one if one[key] != parsed[0][key]}
+    assert differ - {"given"} == {"cache_images", "dataloader_num_workers", "output_dir"}
 
 
 PUBLISHED = {
