@@ -22,6 +22,7 @@ from diffusion_training.families.recording import record_family
 from diffusion_training.families.trained import open_trained_base
 from diffusion_training.families.transformer_file import unpack_transformer
 from diffusion_training.models import find_weight_files, load_weights, read_precision
+from diffusion_training.training.showing.validation_base import open_turbo
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),
@@ -297,8 +298,12 @@ def test_a_gguf_file_is_its_weights_in_bfloat16(tmp_path, z_image):
     save_file(rounded, files[1])
     for file in files:
         args = train.module.parse_args(list_flags(tmp_path, base, file))
-        folders.append(Path(open_trained_base(args, "train_flow.py", record_family).transformer))
+        opened = open_trained_base(args, "train_flow.py", record_family)
+        folders.append(Path(opened.transformer))
     assert read_files(folders[0]) == read_files(folders[1]) and len({*folders}) == 2
+    turbo = SimpleNamespace(validation_base=str(files[0]), cache_dir=args.cache_dir)
+    assert Path(open_turbo(None, opened, None, None, turbo).transformer) == folders[0]
+    assert not transformer_file.write_loading("Kind", str(files[0]), "mine.gguf", "base", "dtype")
     assert torch.bfloat16 in {weight.dtype for weight in rounded.values()}
     for file, sentence in (
         (write("lacks.gguf", "layers.1.attention.qkv.weight"), "it lacks layers.1.attention."),
