@@ -122,7 +122,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--transformer_file",
         type=PATH,
         help="weights of the transformer, instead of the pipeline's: the .safetensors file that "
-        "ComfyUI has, in bf16 or fp8",
+        "ComfyUI has, in bf16 or fp8, or a .gguf file",
     )
     add_init_flag(add)
     add_family_flags(add)
