@@ -37,7 +37,6 @@ import importlib
 import importlib.util
 import inspect
 import io
-import json
 import os
 import re
 import signal
@@ -187,7 +186,7 @@ if __name__ == "__main__":
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from diffusion_training.files import check_output_dir, delete, delete_if_empty
+from diffusion_training.files import check_output_dir, delete, delete_if_empty, fits, parse_json
 
 try:
     import ray.train
@@ -493,7 +492,7 @@ def read_last_record(output_dir: Path) -> dict[str, float]:
         file.seek(-min(2**16, os.path.getsize(file.name)), os.SEEK_END)
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):  # a line that is cut off
-                if "loss" in (record := json.loads(line)):
+                if fits(record := parse_json(line), {"step": int, "loss": float}):
                     return record
     return {}
 

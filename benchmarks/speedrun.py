@@ -352,7 +352,8 @@ def list_changes(best: Setting, task: Task) -> list[Setting]:
         return best.change(f"{count} steps", max_train_steps=count)
 
     changes = [with_steps(steps // 4)]
-    changes += [best.change(f"rank {each}", rank=each) for each in (16, 8, 32, 4) if each != rank]
+    ranks = [each for each in (16, 8, 32, 4, 64) if each != rank]
+    changes += [best.change(f"rank {each}", rank=each) for each in ranks]
     changes += [
         best.change("no EMA", use_ema=False),
         best.change("prodigy", optimizer="prodigy", learning_rate=None),

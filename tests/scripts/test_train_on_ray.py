@@ -363,6 +363,13 @@ def make_job(tmp_path, **changes):
     return train_on_ray.RayJob(**values | {"host": "first", "script": "train_x.py"} | changes)
 
 
+def test_the_last_record_is_found_before_damaged_ones(tmp_path):
+    assert train_on_ray.read_last_record(tmp_path) == {}
+    lines = ['{"step": 3, "loss": 0.5}', '{"step": "x", "loss": 1.5}', "5", "[" * 10**4, '{"lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert train_on_ray.read_last_record(tmp_path) == {"step": 3, "loss": 0.5}
+
+
 def test_find_unshared_names_folders_missing_on_a_machine(tmp_path):
     job = make_job(tmp_path)
     lock = train_on_ray.make_shared(job)
