@@ -131,7 +131,8 @@ def unpack_text_encoder(path: str, base: Base, cache_dir: str | None) -> dict[st
             text = Path(str(source), part, "config.json").read_text()
         shapes = collections.Counter(tuple(weight.shape) for weight in model.parameters())
         found.append(((shapes - there).total() / shapes.total(), part, kind, text))
-    missing, part, kind, text = min(found, key=lambda each: each[0], default=(1, "", None, ""))
+    best: Any = min(found, key=lambda each: each[0], default=(1, "", None, ""))
+    missing, part, kind, text = best
     if missing > 0.5:
         fail(f"{path} does not fit {base.source}: it is none of its text encoders")
     misfit = f"{path} does not fit the {kind.__name__} of {base.source}"

@@ -67,7 +67,11 @@ KEPT = {
     "docs/memory.md": [["`sdxl_lora_12gb`", "6.5 (6.5)", "10.9 (9.1)"]],  # lora.md: 11.2
     # the command of diffusers' model card, and what it needs
     "README.md": [
-        ["`accelerate launch train_unconditional.py --mixed_precision bf16`", "`accelerate config`"]
+        [
+            "`accelerate launch train_unconditional.py --mixed_precision bf16`",
+            "`accelerate config`",
+        ],
+        ["never run", "several GPUs", "`--fit`", "published weights"],
     ],
 }
 

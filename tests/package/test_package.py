@@ -54,10 +54,10 @@ LIMITS = {
     "precompute_latents": (47_100, 69_800),
     "precompute_latents_ray": (54_500, 77_200),
     "reconstruct_ema": (12_100, 13_100),
-    "train_flow": (93_500, 132_700),
+    "train_flow": (93_600, 132_800),
     "train_on_ray": (10_200, 10_200),
-    "train_text_to_image": (93_000, 114_300),
-    "train_unconditional": (61_000, 65_600),
+    "train_text_to_image": (93_100, 114_500),
+    "train_unconditional": (61_100, 65_700),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
 NEVER = {
