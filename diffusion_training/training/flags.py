@@ -184,7 +184,13 @@ def add_optimization_flags(
         help="batches of --train_batch_size whose gradients are added up for one optimizer step",
     )
     add(
-        "--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over all images"
+        "--num_train_epochs",
+        "--num_epochs",
+        type=COUNT,
+        default=100,
+        help="passes over all images",
+        useless_with="--max_train_steps",
+        strict=False,
     )
     add(
         "--max_train_steps",
@@ -406,8 +412,8 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--logging_dir",
         type=local_path,
         default="logs",
-        help="folder in --output_dir for the logs of tensorboard",
-        useless_with="--report_to none",
+        help="folder in --output_dir for the logs of tensorboard and aim",
+        needs="--report_to tensorboard|aim|all",
         strict=False,
     )
     add(
@@ -421,7 +427,11 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
 def add_saving_flags(add: Add) -> None:
     """Add the flags for checkpoints and the hub."""
     add(
-        "--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints"
+        "--checkpointing_steps",
+        type=COUNT,
+        default=500,
+        help="optimizer steps between checkpoints",
+        useless_with="--checkpointing_epochs",
     )
     add(
         "--checkpointing_epochs",
@@ -622,6 +632,8 @@ def add_sample_flags(add: Add) -> None:
         type=COUNT,
         default=10,
         help="draw samples and measure the held-out loss every so many epochs",
+        useless_with="--validation_steps",
+        strict=False,
     )
     add(
         "--eval_batch_size",
@@ -671,6 +683,7 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         default=5,
         help="draw samples and measure the held-out loss every so many epochs",
         needs="--validation_prompts or --holdout",
+        useless_with="--validation_steps",
         strict=False,
     )
     add(

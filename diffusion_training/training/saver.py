@@ -89,7 +89,7 @@ class Saver:
         saved = state.list_models()
         if not self.launch.shard:
             step = self.progress.global_step
-            check_replicas(self.launch.accelerator, state.models, state.ema.averaged, step)
+            check_replicas(self.launch.accelerator, state.models, state.averages.ema, step)
         if not self.launch.is_main:
             give_parts(saved, state.optimizer)
             return
@@ -137,7 +137,7 @@ class Saver:
             self.run.writer.wait("snapshot")  # the one before, whose copy is overwritten
             self.stop_signal.agree()
             if self.launch.is_main:
-                files = self.state.ema.posthoc.copy(self.launch.device)
+                files = self.state.averages.posthoc.copy(self.launch.device)
                 folder = Path(self.args.output_dir)
                 write = partial(write_snapshot, folder, self.snapshot_at, files)
                 self.run.writer.begin("snapshot", write)

@@ -1,6 +1,7 @@
 """--fit: the fastest plan within the memory of a GPU, with the bits of a run without it."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -8,12 +9,15 @@ import re
 import shutil
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_pipelines
 import torch
-from conftest import Script, finish, make_captioned, start
+from conftest import ROOT, Script, finish, make_captioned, start
+from diffusers import AutoencoderKLFlux2
 from fake_device import forked
+from transformers import Qwen3ForCausalLM
 
 from diffusion_training import blocks
 from diffusion_training.blocks import describe_memory_plan
@@ -217,6 +221,80 @@ def test_each_size_of_memory_has_its_plan_and_the_same_bits(tmp_path, base):
     assert state["settings"]["fitted"] == plans[2] and state["settings"]["fit"] == 0.08
     assert plans[2] in (tmp_path / "0.08/report.html").read_text()
     assert "--fit=auto" in (tmp_path / "auto/run.args").read_text()
+
+
+@pytest.mark.ci
+def test_no_encoder_waits_on_the_device_while_steps_run_from_a_cache(
+    tmp_path, monkeypatch, capsys, base
+):
+    """From images they compute in each step, and are counted."""
+    sample = ["--validation_prompts", "a digit", "--num_inference_steps=1"]
+    sample += ["--num_validation_images=1"]
+    kinds = (AutoencoderKLFlux2, Qwen3ForCausalLM)
+    take, counts, estimates = FLOW.module.train_step, [], []
+
+    def note(*given):
+        gc.collect()
+        alive = [each for each in gc.get_objects() if isinstance(each, kinds)]
+        alive = [each for each in alive if not next(each.parameters()).is_meta]
+        counts.append(len(alive))
+        return take(*given)
+
+    monkeypatch.setattr(FLOW.module, "train_step", note)
+    FLOW(*list_flags(base, *sample), f"--output_dir={tmp_path / 'cached'}")
+    assert counts == [0, 0]
+    assert (tmp_path / "cached/samples/step-0000000.png").exists()  # the VAE was there for it
+
+    def choose(estimate, room):
+        estimates.append(estimate)
+        return choose_plan(estimate, room)
+
+    monkeypatch.setattr(fit, "choose_plan", choose)
+    take_for_a_gpu(monkeypatch, 1e9)
+    FLOW(*list_flags(base, "--fit=auto"), f"--output_dir={tmp_path / 'fitted'}")
+    (cached,) = estimates
+    assert cached.encoders == 0
+    images = [base[0], f"--train_data_dir={base[1].split('=')[1]}/../images", "--resolution=64"]
+    counts.clear()
+    FLOW(*list_flags(images, "--fit=auto"), f"--output_dir={tmp_path / 'images'}")
+    assert counts == [2, 2]
+    alone, without = estimates[1:3]
+    folder = Path(base[0].split("=")[1])
+    files = [*folder.glob("vae/*.safetensors"), *folder.glob("text_encoder/*.safetensors")]
+    assert alone.encoders == pytest.approx(sum(file.stat().st_size for file in files), rel=0.05)
+    assert without.encoders == 0 and without.held == alone.held - alone.encoders
+    assert 0 < without.held - cached.held < alone.encoders / 2  # what is left is the batch
+    assert "--cache_latents" not in capsys.readouterr().out  # the same plan fits in 1 GB
+    room = alone.count(MemoryPlan()) - alone.encoders / 2
+    take_for_a_gpu(monkeypatch, room)
+    FLOW(*list_flags(images, "--fit=auto"), f"--output_dir={tmp_path / 'small'}")
+    said = "GB of VAE and text encoders: then no gradient checkpointing fits"
+    assert said in capsys.readouterr().out
+
+
+@forked
+def run_a_recipe_on_a_gpu(folder, base):
+    text = io.StringIO()
+    flags = [f"@{ROOT / 'recipes/klein_4b_lora.args'}", base, "--train_data_dir=images"]
+    flags += ["--resolution=64", "--rank=2", "--max_train_steps=1", "--dataloader_num_workers=0"]
+    flags += ["--validation_prompts", "a digit", "--num_inference_steps=1", "--report_to=none"]
+    with contextlib.redirect_stdout(text):
+        FLOW(*flags, "--num_validation_images=1", f"--cache_dir={folder / 'caches'}")
+    (folder / "said").write_text(text.getvalue())
+
+
+@pytest.mark.ci
+def test_a_recipe_prints_its_plan_with_the_three_estimates(tmp_path, monkeypatch, base):
+    monkeypatch.chdir(tmp_path)
+    make_captioned(tmp_path / "images", 2, ["a digit zero", "one"])
+    run_a_recipe_on_a_gpu(tmp_path, base[0])
+    (line,) = re.findall("^Fit: .*", (tmp_path / "said").read_text(), flags=re.M)
+    pattern = (
+        r"Fit: no gradient checkpointing: (\S+) GB in a step, (\S+) GB and the VAE while samples "
+        r"are drawn, 0 GB of the host's memory, of (\S+) GB that may be used \(estimated\)"
+    )
+    step, drawing, room = map(float, re.fullmatch(pattern, line).groups())
+    assert 0 < drawing < step < room and 13 < room < 14.4  # nine tenths of what is free of 16 GB
 
 
 def take_for_a_gpu(monkeypatch, room):

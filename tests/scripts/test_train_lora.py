@@ -154,6 +154,7 @@ def test_damaged_settings_of_a_checkpoint_end_in_a_sentence(tmp_path, flags):
     changes = {"peft_type": None, "r": "2", "target_modules": {"to_q": 1}, "lora_alpha": [2]}
     contents = [b"\xff\x00", b"", b"[1]", b"{}", b"[" * 10**5]
     contents += [json.dumps(whole | {key: value}).encode() for key, value in changes.items()]
+    contents.append(json.dumps(whole | {"r": 0}).encode())
     for key in changes:
         contents.append(json.dumps({k: v for k, v in whole.items() if k != key}).encode())
     more = [*flags, "--max_train_steps=3", "--resume_from_checkpoint=latest"]
@@ -162,7 +163,7 @@ def test_damaged_settings_of_a_checkpoint_end_in_a_sentence(tmp_path, flags):
         for file in files:
             file.write_bytes(content)
         assert train.module.parse_args(without).rank is None
-        with pytest.raises((ValueError, RecursionError)):
+        with pytest.raises(ValueError):
             read_settings(files[0].parent)
         if content in contents[::6]:  # each one takes half a second
             said = train.refused(*more)

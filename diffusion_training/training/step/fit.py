@@ -52,6 +52,10 @@ class Estimate:
     def count(self, plan: MemoryPlan) -> int:
         return max(self.count_step(plan), self.count_drawing(plan))
 
+    def leave_out_encoders(self) -> "Estimate":
+        """The estimate with a cache."""
+        return replace(self, held=self.held - self.encoders, prepared=0, encoders=0)
+
     def describe(self, plan: MemoryPlan, draws: bool) -> str:
         words = [f"{self.count_step(plan) / 1e9:.3g} GB in a step"]
         if draws:
@@ -138,6 +142,11 @@ def fit_models(
     checkpoint_gradients(models, plan.flags())
     said = estimate.describe(plan, draws)
     say(f"Fit: {plan.describe()}: {said}, of {room / 1e9:.3g} GB that may be used (estimated)")
+    if not args.latents_dir and not args.cache_latents:
+        faster = choose_plan(estimate.leave_out_encoders(), room)
+        if faster and faster != choose_plan(estimate, room):
+            size = f"{estimate.encoders / 1e9:.3g} GB of VAE and text encoders"
+            say(f"Fit: --cache_latents cpu leaves out {size}: then {faster.describe()} fits")
     return plan.describe()
 
 
@@ -236,8 +245,7 @@ def describe_helps(estimate: Estimate, models: Models, args: Namespace) -> str:
     activations = estimate.step.count(ALL) - estimate.step.gradients
     helps["half the --resolution"] = count - 0.75 * max(0, activations)
     if not args.latents_dir and not args.cache_latents:
-        cached = replace(estimate, held=estimate.held - estimate.encoders, prepared=0)
-        helps["--cache_latents cpu"] = cached.count(least)
+        helps["--cache_latents cpu"] = estimate.leave_out_encoders().count(least)
     return ", ".join(
         f"{size / 1e9:.3g} GB with {name}" for name, size in helps.items() if size < count
     )
