@@ -13,6 +13,8 @@ import os
 import re
 import runpy
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +48,7 @@ import quality
 import recipes_on_gpu
 import step_overhead
 import storage
+import whole_run
 
 from diffusion_training import loading
 from diffusion_training.data.images import decode_jpeg
@@ -260,6 +263,87 @@ def test_peers_runs_scripts_in_turns_and_compares_them(tmp_path, capsys, monkeyp
     peers.main([*flags, "--trainers", "sdxl_lora"])
     rows = table(capsys.readouterr().out)
     assert started[13:] == 3 * list(seconds) and [row[0] for row in rows] == 4 * ["a LoRA for SDXL"]
+
+
+def burn(seconds):
+    """Use so much processor time of this thread."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_stopwatch_divides_the_processor_time_of_a_run():
+    watch = whole_run.Stopwatch()
+    script = SimpleNamespace(evaluate=lambda: burn(0.1) or script.save(), save=lambda: burn(0.05))
+    whole_run.divide(functools.partial(watch.inside, "evaluations"), script, "evaluate")
+    whole_run.divide(functools.partial(watch.inside, "pauses"), script, "save")
+    written = SimpleNamespace(write=lambda: burn(0.3))
+    whole_run.divide(watch.beside, written, "write")
+    watch.switch("steps")
+    thread = threading.Thread(target=written.write)
+    thread.start()
+    burn(0.02)
+    script.evaluate()
+    burn(0.02)
+    watch.switch("end")  # while the thread still writes
+    thread.join()
+    used = time.process_time()
+    watch.switch("end")
+    assert sum(watch.spent.values()) == pytest.approx(used, abs=0.03)
+    del watch.spent["imports"]  # all that this process did before
+    parts = {"steps": 0.04, "evaluations": 0.1, "pauses": 0.05, "files": 0.3, "end": 0}
+    assert watch.spent == pytest.approx(parts, abs=0.03)
+
+
+THEIRS = """
+import argparse
+import time
+
+import torch
+
+def burn(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+class StableDiffusionXLPipeline:
+    @classmethod
+    def from_pretrained(cls):
+        burn(0.5)
+
+def log_validation():
+    burn(0.5)
+
+def parse_args():
+    return argparse.ArgumentParser().parse_known_args()[0]
+
+def main(args):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    burn(2)
+    for step in range(1, 5):
+        optimizer.step()
+        burn(0.5)
+        if step == 2:
+            StableDiffusionXLPipeline.from_pretrained()
+            log_validation()
+    burn(2)
+"""
+
+
+@pytest.mark.long
+def test_whole_run_compares_the_parts_of_two_runs(tmp_path, capsys):
+    """Ours is really run. diffusers' script is one that burns known times."""
+    script = tmp_path / "examples/text_to_image/train_text_to_image_lora_sdxl.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(THEIRS)
+    whole_run.main(["--steps=4", f"--diffusers={tmp_path}"])
+    rows = table(capsys.readouterr().out)
+    assert [row[0] for row in rows] == [*whole_run.PARTS.values(), "the whole run"]
+    ours, theirs = ([float(row[i]) for row in rows] for i in (1, 2))
+    for parts in (ours, theirs):
+        assert sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.4)
+    assert all(seconds > 0 for seconds in ours[:2]) and ours[5] > 0
+    assert theirs[1:-1] == pytest.approx([2, 1.5, 0, 0, 1, 2.5], abs=0.3)
 
 
 def test_loaders_compares_the_same_training_with_three_ways_to_load(monkeypatch, capsys):
@@ -975,7 +1059,7 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
         (peers, TOY),
         (
             checkpoint_pause,
-            ["--size=toy", "--steps=7", "--rounds=1", "--channels", "8", "8", "--every=2"],
+            "--size=toy --steps=7 --rounds=1 --channels 8 8 --rank=4 --every=2".split(),
         ),
         (
             growth,
