@@ -741,7 +741,7 @@ def main(args: Namespace) -> None:
         show()
         if args.posthoc_ema:
             results.compare_widths()
-    saver.finish()  # waits for the copies of --checkpoints_to
+    saver.finish()  # waits for samples, report and the copies of --checkpoints_to
     results.end()  # the model card, the upload, and what to do next
 
 

@@ -501,7 +501,8 @@ def log_validation(
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
     scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
-    save_samples(launch.accelerator, picture, args.output_dir, step)
+    write = partial(save_samples, launch.accelerator, picture, args.output_dir, step)
+    stop_signal.writer.begin("samples", write)  # a PNG takes time, and the training goes on
 
 
 def draw_rows(
@@ -737,7 +738,7 @@ def main(args: Namespace) -> None:
         show()
         if args.posthoc_ema:
             results.compare_widths()
-    saver.finish()  # waits for the copies of --checkpoints_to
+    saver.finish()  # waits for samples, report and the copies of --checkpoints_to
     results.end()  # the model card, the upload, and what to do next
 
 

@@ -172,13 +172,25 @@ class Results:
                 keep_best(Path(self.args.output_dir), record, self.step, save, metric, self.args)
 
     def report(self) -> None:
-        """Write report.html, with samples and curves so far; agree whether a signal has come."""
+        """Let the writer's thread write report.html, with samples and curves so far.
+
+        Agree whether a signal has come.
+        """
         with self.records.timed("report_seconds"):
             if self.launch.is_main:
+                step = self.step
                 facts = self.list_facts()
-                save_report(self.run.script, self.describe, self.step, self.args, facts)
-        if self.run.copies:
-            self.run.copies.news.set()
+
+                def write() -> None:
+                    save_report(self.run.script, self.describe, step, self.args, facts)
+                    if self.run.copies:
+                        self.run.copies.news.set()
+
+                # wandb, for example, takes no picture of a step once it has a later one
+                trackers = self.launch.accelerator.trackers
+                if any(tracker.name != "tensorboard" for tracker in trackers):
+                    self.run.writer.wait("samples")
+                self.run.writer.begin("report", write)
         self.stop_signal.agree()
 
     def list_facts(self) -> dict[str, str]:

@@ -34,6 +34,7 @@ import bench
 import cache_reader
 import checkpoint_pause
 import downloads
+import evaluation_pause
 import follow
 import gpu
 import gpu_plan
@@ -1061,6 +1062,7 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
             checkpoint_pause,
             "--size=toy --steps=7 --rounds=1 --channels 8 8 --rank=4 --every=2".split(),
         ),
+        (evaluation_pause, "--steps=12 --images=2 --side=32 --every=3".split()),
         (
             growth,
             "--rows=64 --num_caches=2 --steps=20 --rows_per_shard=4 --written_shards=2".split(),

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from conftest import (
     make_prx,
     make_unet_config,
     metrics,
+    patch,
     start,
     wait_until,
 )
@@ -173,16 +175,28 @@ def test_resume_draws_samples_that_a_kill_prevented(tmp_path, trainer, monkeypat
         wait_until(lambda: checkpoints(out) == {"checkpoint-2"})  # without the writer's own folder
         os._exit(9)
 
-    log_validation = script.log_validation
+    log_validation, train_step, begun = script.log_validation, script.train_step, []
+
+    def count(*args):
+        begun.append(0)
+        return train_step(*args)
+
+    def die_while_saving(*args):
+        """Samples are saved while the next steps are trained, and before the next checkpoint."""
+        wait_until(lambda: len(begun) >= 2)
+        time.sleep(0.1)
+        os._exit(9)
 
     def stop_and_draw(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         log_validation(*args)
 
     # Killed again while the missing samples are drawn: no step may be trained before them
-    for draw, status, more in ((die, 9, ()), (stop_and_draw, 143, [RESUME])):
+    kills = [("log_validation", die, 9, ()), ("log_validation", stop_and_draw, 143, [RESUME])]
+    for name, draw, status, more in [*kills, ("save_samples", die_while_saving, 9, [RESUME])]:
         with monkeypatch.context() as killed:
-            killed.setattr(script, "log_validation", draw)
+            killed.setattr(script, "train_step", count)
+            patch(killed, name, draw)
             train.fork(*flags, *more, status=status)
         assert checkpoints(out) == {"checkpoint-2"} and not (out / "samples").exists()
     train(*flags, RESUME)
