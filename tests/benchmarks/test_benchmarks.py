@@ -42,6 +42,7 @@ import gpu_promises
 import gpu_settings
 import growth
 import loaders
+import lora_layers
 import memory
 import peers
 import precompute_speed
@@ -952,10 +953,16 @@ def test_a_run_of_the_plan_that_is_cut_off_gets_its_whole_limit_in_the_next_piec
     assert piece(*flags) == [("norms", "cached", "baseline", "0")]
     assert "3 runs are left" in capsys.readouterr().out
     assert piece(*flags)[0] == ("norms", "cached", "norms in bf16", "0")
+    # in the rest of a piece that has less than the limit it is not tried again
+    piece.taking = {"large": {"batch 128": 170}}
+    flags = ["--only", "compile", "large", "--seconds=140"]
+    begun = "large cached batch 128 0 some"
+    assert len(piece(*flags)) == 2 and f"{begun} 40 s" in capsys.readouterr().out
+    assert len(piece(*flags)) == 3 and begun not in capsys.readouterr().out
     # one that takes more than its own limit has failed
-    piece.taking = {"large": {"baseline": 400}}
+    piece.taking = {"layout": {"baseline": 400}}
     with pytest.raises(SystemExit, match="Some runs failed"):
-        piece("--only", "large", "--seconds=540")
+        piece("--only", "layout", "--seconds=540")
 
 
 def test_the_plan_shows_the_card_and_goals_and_begins_again_on_another_card(piece, capsys):
@@ -1051,6 +1058,18 @@ def test_the_plan_runs_on_an_imitated_gpu(only, tmp_path, monkeypatch):
     assert {row[0] for row in rows} == set(only)
     assert all(float(row[4]) > 0 for row in rows)
     assert all(row[5].endswith("%") and row[7].endswith("%") for row in rows if row[0] != "encode")
+
+
+@pytest.mark.long
+def test_lora_layers_compares_ways_with_the_same_bits(capsys):
+    lora_layers.main(["--rounds=1", "--steps=1"])
+    said = capsys.readouterr().out
+    assert "700 layers of rank 16" in said
+    rows = {row[0]: row[1:] for row in table(said)}
+    assert all(first(row[0]) > 0 for row in rows.values())
+    assert {name: row[2] for name, row in rows.items()} == {
+        "frozen": "", "peft": "True", "no cast": "True", "lean": "True", "lean, inline": "True",
+    }  # fmt: skip
 
 
 @pytest.mark.long
