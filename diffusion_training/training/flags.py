@@ -546,7 +546,8 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "as torch.optim.RAdam"
         )
     if args.optimizer == "prodigy":
-        refuse_together(parser, "--optimizer prodigy", {"--find_lr": args.find_lr})
+        excluded = {"--find_lr": args.find_lr, "--scale_lr": args.scale_lr}
+        refuse_together(parser, "--optimizer prodigy", excluded)
         if args.learning_rate == parser.get_default("learning_rate"):
             args.learning_rate = 1.0
         if args.learning_rate < 0.01:
