@@ -527,7 +527,7 @@ def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
         (["--optimizer=prodigy", "--learning_rate=3e-4"], "give --learning_rate 1"),
         (
             ["--optimizer=prodigy", "--scale_lr"],
-            "--optimizer prodigy can't be combined with --scale",
+            "prodigy can't be combined with --scale_lr",
         ),
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
@@ -556,7 +556,7 @@ def test_rank_without_other_flags_selects_the_lora_demo(tmp_path, capsys):
     args = script.parse_args(
         ["--rank", "16", "--max_train_steps", "3", "--output_dir", str(tmp_path)]
     )
-    printed = capsys.readouterr().out.strip().split("\n")[-1]
+    printed = capsys.readouterr().out.partition("full command:\n")[2].splitlines()[0]
     assert args.rank == 16 and args.max_train_steps == 3
     assert [Path(args.train_data_dir).name, args.latents_dir] == ["ducks", None]
     assert args.preserve_prior
