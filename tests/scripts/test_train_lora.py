@@ -525,10 +525,7 @@ def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
         (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
         (["--rank=4", "--lora_type=lokr", "--use_rslora"], "--use_rslora can't be combined with"),
         (["--optimizer=prodigy", "--learning_rate=3e-4"], "give --learning_rate 1"),
-        (
-            ["--optimizer=prodigy", "--scale_lr"],
-            "prodigy can't be combined with --scale_lr",
-        ),
+        (["--optimizer=prodigy", "--scale_lr"], "prodigy can't be combined with --scale_lr"),
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
 )
