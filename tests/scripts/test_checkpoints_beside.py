@@ -32,7 +32,11 @@ from diffusion_training.files import checksum_files
 from diffusion_training.launch import StopSignal
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training.keeping import checkpoints as checkpoints_module
-from diffusion_training.training.keeping.checkpoint_copy import count_copy, make_checkpoint_copy
+from diffusion_training.training.keeping.checkpoint_copy import (
+    CheckpointCopy,
+    count_copy,
+    make_checkpoint_copy,
+)
 from diffusion_training.training.saver import Saver
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -374,6 +378,33 @@ def test_tensors_cut_from_host_memory_keep_their_layout_and_never_overlap():
     memory.place = begin
     again = memory.cut(likes[0])
     assert again.data_ptr() == copies[0].data_ptr()
+
+
+def test_a_later_copy_takes_no_new_memory_and_has_what_the_optimizer_adds():
+    model, cpu = torch.nn.Linear(3, 2), torch.device("cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = HostMemory(10_000, cpu)
+    copy = CheckpointCopy({"model": model}, memory, cpu)
+
+    def assert_copied():
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        copy.take(optimizer)
+        ((_, copied),) = copy.models()
+        for name, weight in model.state_dict().items():
+            assert torch.equal(copied.state_dict()[name], weight)
+        for number, state in optimizer.state_dict()["state"].items():
+            own = copy.moments()["state"][number]
+            assert own.keys() == state.keys()
+            assert all(torch.equal(own[name], value) for name, value in state.items())
+            assert not any(own[name] is value for name, value in state.items())
+
+    assert_copied()
+    place = memory.place
+    assert_copied()
+    assert memory.place == place
+    optimizer.state[model.weight]["slow"] = torch.ones(7)
+    assert_copied()
 
 
 def test_free_memory_respects_the_limits_of_containers(tmp_path, monkeypatch):
