@@ -53,11 +53,11 @@ LIMITS = {
     "download_images": (17_400, 19_600),
     "precompute_latents": (47_100, 69_800),
     "precompute_latents_ray": (54_500, 77_200),
-    "reconstruct_ema": (12_100, 13_200),
-    "train_flow": (93_900, 133_100),
+    "reconstruct_ema": (12_300, 13_400),
+    "train_flow": (94_200, 133_400),
     "train_on_ray": (10_200, 10_200),
-    "train_text_to_image": (93_400, 114_800),
-    "train_unconditional": (61_300, 66_000),
+    "train_text_to_image": (93_700, 115_000),
+    "train_unconditional": (61_500, 66_200),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
 NEVER = {
