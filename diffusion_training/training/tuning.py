@@ -44,7 +44,7 @@ class Plan:
     checkpointing_steps: int  # with --checkpointing_epochs those of so many whole epochs
     is_done: bool  # whether nothing is left to train
     progress: Progress
-    state: dict[str, Any]  # of the checkpoint; see `read_state`
+    saved_state: dict[str, Any]  # of the checkpoint; see `read_state`
     fitted: str | None  # the flags of the plan that --fit has chosen
 
     def settings(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def plan_run(
         ),
         is_done=progress.global_step > max_train_steps and not args.find_lr,
         progress=progress,
-        state=state,
+        saved_state=state,
         fitted=fitted,
     )
     if plan.is_done:
