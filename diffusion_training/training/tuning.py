@@ -91,7 +91,7 @@ def plan_run(
     fitted = None
     if fit and args.fit:
         batch = make_largest(dataset, train_rows)
-        fitted = fit(launch, models, objective, batch, state["settings"], args)
+        fitted = fit(launch, models, objective, batch, accumulation_steps, state["settings"], args)
     if launch.compile and state["settings"].get("compile"):
         announce_changed_bits(accelerator, state["settings"], vars(args) | {"fitted": fitted})
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
