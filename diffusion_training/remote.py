@@ -16,7 +16,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.arguments import is_address
-from diffusion_training.errors.faults import explain, is_a
+from diffusion_training.errors.faults import explain, is_a, is_web_page
 from diffusion_training.errors.sentences import fail, name_command
 from diffusion_training.files import name_unfinished, write_out
 
@@ -195,7 +195,8 @@ def persist(
         except Exception as error:
             if "FileNotFoundError" in hopeless and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(None, "no such file", path) from error
-            if wait is None or is_a(error, "ImportError", *hopeless):
+            is_hopeless = is_a(error, "ImportError", *hopeless) and not is_web_page(error)
+            if wait is None or is_hopeless:
                 fail(
                     f"{path} can't be read ({explain(error)}): saved files are complete; when it "
                     f"can be read, {name_command()} continues",
