@@ -4,7 +4,9 @@ import contextlib
 import fnmatch
 import os
 import re
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +25,23 @@ from diffusion_training.files import name_unfinished, write_out
 Result = TypeVar("Result")
 # seconds between tries: a run survives if a bucket is unavailable for a minute
 WAITS = (0.5, 1, 2, 4, 8, 16, 32)
+SILENCE = 10.0  # seconds until a run prints which address it waits for
+
+
+@contextlib.contextmanager
+def naming_silence(address: str) -> Iterator[None]:
+    """Print that the run waits for an address if the block takes long.
+
+    The libraries of some stores try for many minutes before they raise an error.
+    """
+    sentence = f"Waiting for {address}, which has not answered for {SILENCE:g} s"
+    timer = threading.Timer(SILENCE, print, [sentence], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def remove(path: str) -> None:
@@ -161,7 +180,8 @@ def read_bytes(path: str) -> bytes:
         return Path(path).read_bytes()
     # a retry does not help against these errors
     hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
-    return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
+    with naming_silence(path):
+        return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
 
 
 def find_hub_fault(address: str) -> str | None:
