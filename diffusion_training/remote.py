@@ -15,6 +15,8 @@ from urllib.parse import unquote
 
 import fsspec
 from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+from fsspec.exceptions import FSTimeoutError
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.arguments import is_address
@@ -25,6 +27,8 @@ from diffusion_training.files import name_unfinished, write_out
 Result = TypeVar("Result")
 # seconds between tries: a run survives if a bucket is unavailable for a minute
 WAITS = (0.5, 1, 2, 4, 8, 16, 32)
+PATIENCE = 300.0  # seconds that a store has to take a file, and more by the file's size
+SLOWEST = 2**17  # bytes per second
 SILENCE = 10.0  # seconds until a run prints which address it waits for
 
 
@@ -120,8 +124,23 @@ def list_data(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Any]]
 
 def upload(source: str | Path, path: str | Path) -> None:
     """Send a local file to an address, in one piece."""
-    fs, path = fsspec.url_to_fs(str(path))
-    fs.put_file(str(source), path)
+    send(source, *fsspec.url_to_fs(str(path)))
+
+
+def send(source: str | Path, fs: AbstractFileSystem, path: str, **options: Any) -> None:
+    """Send a local file to a path in a store, in one piece. Raises TimeoutError if it hangs.
+
+    s3fs waits without a time limit until a store says that it is ready for a file.
+
+    options: of `put_file`.
+    """
+    seconds = PATIENCE + os.path.getsize(source) / SLOWEST
+    if isinstance(fs, AsyncFileSystem):
+        options |= {"timeout": seconds}
+    try:
+        fs.put_file(str(source), path, **options)
+    except FSTimeoutError:
+        raise TimeoutError(f"{path} was not received within {seconds:.0f} s") from None
 
 
 @contextlib.contextmanager

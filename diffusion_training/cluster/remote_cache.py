@@ -26,7 +26,7 @@ from diffusion_training.latents.cache import (
     writing_shard,
 )
 from diffusion_training.latents.plan import PlannedCache
-from diffusion_training.remote import list_files, reading, remove, upload
+from diffusion_training.remote import list_files, reading, remove, send, upload
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def begin_cache(folder: str | Path, url: str, is_begun: bool = False) -> None:
     with explained(f"--output_dir {url} can't be written to, or another run has just begun there"):
         fs, root = fsspec.url_to_fs(url)
         if not is_begun:
-            fs.put_file(f"{folder}/cache.json", f"{root}/cache.json", mode="create")
+            send(f"{folder}/cache.json", fs, f"{root}/cache.json", mode="create")
             upload(f"{folder}/run.args", f"{url}/run.args")
         for path in Path(folder).glob("empty_*.npy"):
             upload(path, f"{url}/{path.name}")

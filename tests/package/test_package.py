@@ -49,10 +49,10 @@ ROOMS = [
 # for what is imported at the start. The second one adds what functions import when they are called,
 # and what only types need, since moving an import does not make a script smaller.
 LIMITS = {
-    "caption_images": (25_000, 27_000),
+    "caption_images": (25_000, 27_100),
     "download_images": (17_600, 19_800),
     "precompute_latents": (47_300, 70_000),
-    "precompute_latents_ray": (54_700, 77_300),
+    "precompute_latents_ray": (54_700, 77_400),
     "reconstruct_ema": (12_400, 13_500),
     "train_flow": (94_400, 133_600),
     "train_on_ray": (10_300, 10_300),

@@ -4,9 +4,12 @@ The address is in memory, so there is no server and no thread.
 """
 
 import argparse
+import asyncio
 import os
 
+import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training import remote as module
@@ -69,6 +72,23 @@ def test_a_failed_write_leaves_the_earlier_file(folder):
     with pytest.raises(OSError), module.writing(f"{url}/a"):
         pass  # nothing was written at all
     assert files() == {"a": b"before"}
+
+
+class SilentStore(AsyncFileSystem):
+    """A store that never says that it is ready for a file."""
+
+    async def _put_file(self, source, path):
+        await asyncio.sleep(60)
+
+
+def test_sending_to_a_store_that_does_not_answer_has_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    (tmp_path / "file").write_bytes(bytes(2**14))
+    with pytest.raises(TimeoutError, match="bucket/file was not received within 0 s"):
+        module.send(tmp_path / "file", SilentStore(), "bucket/file")
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda path: (SilentStore(), path))
+    with pytest.raises(TimeoutError):
+        module.upload(tmp_path / "file", "bucket/file")
 
 
 def test_braces_name_ranges_and_lists():

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command
 from diffusion_training.files import checksum_file, delete, saving
-from diffusion_training.remote import naming_silence, persist, writing
+from diffusion_training.remote import naming_silence, persist, send, writing
 from diffusion_training.training.keeping.best import read_best
 from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,
@@ -104,7 +104,7 @@ class Address:
             with writing(path) as unfinished:
                 shutil.copyfile(source, unfinished)
         else:
-            self.fs.put_file(str(source), path)
+            send(source, self.fs, path)
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
