@@ -35,7 +35,7 @@ def flip_bit(weight):
 
 
 @pytest.mark.parametrize("part, named", [
-    (None, None), ("trained", "unet/conv_out.weight"), ("averaged", "unet_ema/conv_out.weight"),
+    (None, None), ("trained", "unet/conv_out.weight"), ("ema", "unet_ema/conv_out.weight"),
 ])  # fmt: skip
 def test_flipped_bit_in_one_process_ends_the_run_at_the_next_checkpoint(
     tmp_path, flags, part, named
