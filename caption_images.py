@@ -37,6 +37,7 @@ check_version("0.1.0", Path(__file__).name)  # first: another version may lack t
 
 import collections
 import json
+import math
 import os
 import re
 import shlex
@@ -112,7 +113,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "--max_new_tokens",
         type=number(1, 4096, int),  # more than any text encoder reads
         default=256,
-        help="longest caption, in tokens",
+        help="longest caption, in tokens, if the model can write as many",
     )
     add("--batch_size", type=COUNT, default=8, help="images that the model describes at once")
     add_precision_flag(add)
@@ -263,8 +264,19 @@ def describe(
     """Return the captions of a batch, each in one line. Each word is the most probable one."""
     dtype = next(model.parameters()).dtype
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-    words = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1)
     asked = inputs.get("input_ids")
+    # beyond its last position, a model such as Florence-2 ends with an error of its library
+    limit = vars(model.config.get_text_config(decoder=True)).get("max_position_embeddings")
+    length = 0 if asked is None else asked.shape[1]
+    room = (limit or math.inf) - length
+    if room < 1:
+        fail(
+            f"an image with --prompt takes {length} tokens, and the model reads {limit}: shorten it"
+        )
+    if model.config.is_encoder_decoder:  # the answer has positions of its own
+        room = limit or math.inf
+    most = min(max_new_tokens, room)
+    words = model.generate(**inputs, max_new_tokens=most, do_sample=False, num_beams=1)
     # a decoder returns the question too, and an encoder-decoder only the answer
     if asked is not None and torch.equal(words[:, : asked.shape[1]], asked):
         words = words[:, asked.shape[1] :]
@@ -287,7 +299,8 @@ class Made(NamedTuple):
 class Journal:
     """The captions of an unfinished run, a line each. Each process writes a file of its own.
 
-    Its first line has the settings. Captions of a run with other settings are not used.
+    Its first line has the settings. Captions of a run with other settings are not used, and its
+    file is deleted if it has none.
     """
 
     def __init__(self, beside: Path, settings: str) -> None:
@@ -302,6 +315,9 @@ class Journal:
         found = {}
         for path in self.list_files():
             lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            if lines[0] != self.settings and len(lines) == 2:
+                path.unlink()
+                continue
             if lines[0] != self.settings:
                 fail(
                     f"{path} is of an unfinished run with other flags or other images: run that "

@@ -37,7 +37,6 @@ import importlib
 import importlib.util
 import inspect
 import io
-import json
 import os
 import re
 import signal
@@ -145,8 +144,9 @@ def parse_args(argv: list[str] | None = None) -> Flags:
     path, parse_flags = load_parser(parser, args.script)
     with contextlib.redirect_stdout(io.StringIO()):  # the trainer prints it again
         own = parse_flags(args.flags)
-        if "resume_from_checkpoint" not in own:
-            parser.error(f"{args.script} is not a trainer: it has no --resume_from_checkpoint")
+        for name in ("resume_from_checkpoint", "output_dir"):
+            if not hasattr(own, name):
+                parser.error(f"{args.script} is not a trainer: it has no --{name}")
         given = own.resume_from_checkpoint
         flags = parse_flags([*args.flags, *RESUME])
     if given not in (None, "latest"):
@@ -166,18 +166,22 @@ def load_parser(parser: Parser, script: str) -> tuple[str, Callable[[list[str]],
     Its file is run only to where it parses its own flags, because the imports below take seconds.
     """
     places = [Path(script), Path(__file__).parent / script]
-    path = next((path.resolve() for path in places if path.is_file()), None)
+    path = next((path.resolve() for path in places if os.path.isfile(path)), None)
     if path is None or path.suffix != ".py":
         parser.error(f"{script} is not a trainer: give the path of a file such as train_flow.py")
     sys.path.insert(0, str(path.parent))
-    tree = ast.parse(path.read_bytes(), str(path))
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError) as error:
+        parser.error(f"{path} can't be read: {error}")
     guards = (i for i, node in enumerate(tree.body) if ast.unparse(node).startswith("if __name__"))
     tree.body = tree.body[: next(guards, None)]
     names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     exec(compile(tree, path, "exec"), names)
-    if not inspect.signature(names.get("parse_args", lambda: None)).parameters:
+    parse_flags = names.get("parse_args")
+    if not callable(parse_flags) or not inspect.signature(parse_flags).parameters:
         parser.error(f"{script} is not a trainer: it has no parse_args that takes a list of flags")
-    return str(path), names["parse_args"]
+    return str(path), parse_flags
 
 
 # --help and mistakes in the flags end here, at once: the imports below take seconds. Importing this
@@ -187,7 +191,7 @@ if __name__ == "__main__":
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from diffusion_training.files import check_output_dir, delete, delete_if_empty
+from diffusion_training.files import check_output_dir, delete, delete_if_empty, fits, parse_json
 
 try:
     import ray.train
@@ -493,7 +497,7 @@ def read_last_record(output_dir: Path) -> dict[str, float]:
         file.seek(-min(2**16, os.path.getsize(file.name)), os.SEEK_END)
         for line in reversed(file.read().splitlines()):
             with contextlib.suppress(ValueError):  # a line that is cut off
-                if "loss" in (record := json.loads(line)):
+                if fits(record := parse_json(line), {"step": int, "loss": float}):
                     return record
     return {}
 

@@ -213,7 +213,7 @@ from diffusion_training.latents.source import open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
-from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.order import Order, seed_generators, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
@@ -428,7 +428,8 @@ def train_step(
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
         process = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, process))
+        key = step_seed("step", seed, next_step.number, micro_batch, process)
+        seed_generators(key, accelerator.device)
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
@@ -581,20 +582,20 @@ def main(args: Namespace) -> None:
     lora_metadata = metadata if args.output_kohya_format else None
     # What the steps change: weights, their averages, optimizer, learning rate, position.
     check_free_space(launch, models, args)
-    ema = place_models(
+    averages = place_models(
         launch, models, args
     )  # on the device (--shard: a part of them); with averages of --use_ema
     optimizer = make_optimizer(models, args)
     progress = plan.progress
     # All that a checkpoint holds. A resumed run gets it back here.
     state = TrainState(
-        models=models, ema=ema, optimizer=optimizer, progress=progress,
+        models=models, averages=averages, optimizer=optimizer, progress=progress,
         settings=describe_settings(launch, progress, data.dataset, held_out, args),
     )  # fmt: skip
     state.load(accelerator, run, plan.state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
-    costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    costs = Costs(launch, models, averages.models(), objective, args.optimizer, args.allow_tf32)
     if launch.is_main:
         objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
@@ -623,7 +624,7 @@ def main(args: Namespace) -> None:
     saver = Saver(launch, run, state, records, stop_signal, args, lora_metadata)
     batches = records.watch(loaded)
 
-    def save(result: Models, folder: Path) -> None:
+    def write_result(result: Models, folder: Path) -> None:
         """Write the pipeline, or the LoRA. Only the first process calls it, so it can't wait.
 
         result: {name: model}, whole, the averages with --use_ema. A LoRA is taken from
@@ -640,7 +641,7 @@ def main(args: Namespace) -> None:
     results = Results(
         name="LoRA" if args.rank else "pipeline",
         files=list_lora_files(args) if args.rank else [SINGLE_FILE, *PARTS],
-        save_models=save,
+        write_result=write_result,
         describe=partial(describe_model, base.family, bases=bases),
         launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
         objective=objective, dataset=data.dataset, held_out=held_out, args=args,
@@ -652,7 +653,7 @@ def main(args: Namespace) -> None:
         results.keep_best()  # --save_best
         if draws_samples(args):
             with records.timed("samples_seconds"):  # in the next record
-                pipeline = make_pipeline(base, ema.get_model("unet"), sampler)
+                pipeline = make_pipeline(base, averages.get_model("unet"), sampler)
                 step = progress.global_step
                 log_validation(launch, pipeline, data, bases, step, stop_signal, args)
         results.report()
@@ -663,7 +664,7 @@ def main(args: Namespace) -> None:
         Further inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
         """
         with records.timed("metrics_seconds"):
-            pipeline = make_pipeline(base, ema.get_model("unet"), sampler)
+            pipeline = make_pipeline(base, averages.get_model("unet"), sampler)
             draws = [
                 partial(draw_captions, launch, pipeline, data, each, objective, stop_signal, args)
                 for each in bases
@@ -705,7 +706,7 @@ def main(args: Namespace) -> None:
         # False after an fp16 overflow: then only the position in the data moves
         stepped = not accelerator.optimizer_step_was_skipped
         progress.advance(next_step.images, stepped)
-        ema.update(progress, next_step.images)
+        averages.update(progress, next_step.images)  # the rule is `update_ema` in models.py
         if stepped:
             records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
             lr_scheduler.step()
@@ -734,13 +735,13 @@ def main(args: Namespace) -> None:
     loaded.close()  # ends the thread and the processes that load
     records.bar.close()
     if not stop_signal.was_stopped:
-        results.save()  # before the samples, so that a kill can't lose it
+        results.write()  # before the samples, so that a kill can't lose it
         if metrics:
             score(metrics)
         show()
         if args.posthoc_ema:
             results.compare_widths()
-    saver.finish()  # waits for the copies of --checkpoints_to
+    saver.finish()  # waits for samples, report and the copies of --checkpoints_to
     results.end()  # the model card, the upload, and what to do next
 
 

@@ -177,7 +177,14 @@ from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, load_weights
-from diffusion_training.order import Key, Order, draw_choices, step_batches, step_seed
+from diffusion_training.order import (
+    Key,
+    Order,
+    draw_choices,
+    seed_generators,
+    step_batches,
+    step_seed,
+)
 from diffusion_training.repositories import fetch_model
 from diffusion_training.shapes import check_shapes
 from diffusion_training.training.held_out import hold_out
@@ -406,7 +413,8 @@ def train_step(
         batch = next(batches)
         # A resumed run draws the same random numbers, because the seed is computed from the step.
         process = accelerator.process_index
-        torch.manual_seed(step_seed("step", seed, next_step.number, micro_batch, process))
+        key = step_seed("step", seed, next_step.number, micro_batch, process)
+        seed_generators(key, accelerator.device)
         prepared = objective.prepare(batch)
         if on_batch:
             on_batch(prepared, batch["weight"])
@@ -493,7 +501,8 @@ def log_validation(
     picture = Image.fromarray((grid * 255).round().byte().permute(1, 2, 0).numpy())
     scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
-    save_samples(launch.accelerator, picture, args.output_dir, step)
+    write = partial(save_samples, launch.accelerator, picture, args.output_dir, step)
+    stop_signal.writer.begin("samples", write)  # a PNG takes time, and the training goes on
 
 
 def draw_rows(
@@ -595,18 +604,18 @@ def main(args: Namespace) -> None:
     # What the steps change: weights, their averages, optimizer, learning rate and position. The
     # models are put on the device, and averaged with --use_ema.
     check_free_space(launch, models, args)
-    ema = place_models(launch, models, args)
+    averages = place_models(launch, models, args)
     optimizer = make_optimizer(models, args)
     progress = plan.progress
     # All that a checkpoint holds. A resumed run gets it back here.
     state = TrainState(
-        models=models, ema=ema, optimizer=optimizer, progress=progress,
+        models=models, averages=averages, optimizer=optimizer, progress=progress,
         settings=describe_settings(launch, progress, dataset, held_out, args),
     )  # fmt: skip
     state.load(accelerator, run, plan.state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
-    costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    costs = Costs(launch, models, averages.models(), objective, args.optimizer, args.allow_tf32)
     if launch.is_main:
         objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
@@ -638,16 +647,16 @@ def main(args: Namespace) -> None:
     # This pipeline draws the samples and is saved. It has the average of the U-Net with --use_ema,
     # else the U-Net itself. DDIMPipeline converts the scheduler.
     pipeline_class = DDIMPipeline if args.validation_scheduler == "ddim" else DDPMPipeline
-    pipeline = pipeline_class(ema.get_model("unet"), noise_scheduler)
+    pipeline = pipeline_class(averages.get_model("unet"), noise_scheduler)
 
-    def save(result: Models, folder: Path) -> None:
+    def write_result(result: Models, folder: Path) -> None:
         """Write the pipeline, which holds `result` already. On the first process only."""
         save_pipeline(pipeline, folder)
 
     results = Results(
-        name="pipeline", files=["unet/*", "scheduler/*"], save_models=save, describe=describe_model,
-        launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
-        objective=objective, dataset=dataset, held_out=held_out, args=args,
+        name="pipeline", files=["unet/*", "scheduler/*"], write_result=write_result,
+        describe=describe_model, launch=launch, run=run, state=state, records=records,
+        stop_signal=stop_signal, objective=objective, dataset=dataset, held_out=held_out, args=args,
     )  # fmt: skip
 
     def show() -> None:
@@ -692,7 +701,7 @@ def main(args: Namespace) -> None:
         # False after an fp16 overflow: then only the position in the data moves
         stepped = not accelerator.optimizer_step_was_skipped
         progress.advance(next_step.images, stepped)
-        ema.update(progress, next_step.images)
+        averages.update(progress, next_step.images)  # the rule is `update_ema` in models.py
         if stepped:
             records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
             lr_scheduler.step()
@@ -710,7 +719,7 @@ def main(args: Namespace) -> None:
             saver.save_checkpoint()
         # After the last step, these come with the result.
         if progress.is_due(None, args.save_model_epochs) and goes_on():
-            results.save()
+            results.write()
         if metrics and progress.is_due(metrics.every) and goes_on():
             score(metrics)
         if goes_on() and (
@@ -723,13 +732,13 @@ def main(args: Namespace) -> None:
     loaded.close()  # ends the thread and the processes that load
     records.bar.close()
     if not stop_signal.was_stopped:
-        results.save()  # before the samples, so that a kill can't lose it
+        results.write()  # before the samples, so that a kill can't lose it
         if metrics:
             score(metrics)
         show()
         if args.posthoc_ema:
             results.compare_widths()
-    saver.finish()  # waits for the copies of --checkpoints_to
+    saver.finish()  # waits for samples, report and the copies of --checkpoints_to
     results.end()  # the model card, the upload, and what to do next
 
 

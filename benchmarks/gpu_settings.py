@@ -75,13 +75,13 @@ def keep_attention():
     launch.choose_attention = lambda device: contextlib.nullcontext()
 
 
-def prefer_cudnn_attention():
-    """Try cuDNN's attention first on any GPU, also with `--deterministic`."""
+def prefer_attention(*first):
+    """Try these kernels of attention first on any GPU, also with `--deterministic`."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from diffusion_training import launch
 
-    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    names = dict.fromkeys([*first, "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
     backends = [getattr(SDPBackend, name) for name in names]
     launch.choose_attention = lambda device: sdpa_kernel(backends, set_priority=True)
 
@@ -125,7 +125,8 @@ SETTINGS = {
     "torch's memory layout": keep_layout,
     "channels_last": use_channels_last,
     "torch's attention": keep_attention,
-    "cuDNN's attention": prefer_cudnn_attention,
+    "cuDNN's attention": functools.partial(prefer_attention, "CUDNN_ATTENTION"),
+    "flash attention": functools.partial(prefer_attention, "FLASH_ATTENTION"),
     "norms in bf16": norm_in_bf16,
     "cudnn.benchmark": choose_convolutions,
     "expandable segments": expand_segments,

@@ -135,6 +135,7 @@ def make_pipeline(name, folder, device):
     dynamic = {"use_dynamic_shifting": True, "base_shift": 0.5, "base_image_seq_len": 256}
     tokenizer = make_tokenizer(tokens, model.family in ("z-image", "flux2-klein", "qwen-image"))
     if model.family == "z-image":
+        vae.register_to_config(shift_factor=0.1159)  # its pipeline adds it
         text = make_qwen3("Qwen3Model", denoiser.config.cap_feat_dim, 3, tokenizer)
         parts = (euler(shift=6.0), vae, text, tokenizer, denoiser)
         pipeline = diffusers.ZImagePipeline(*parts)

@@ -4,6 +4,7 @@
     python benchmarks/speedrun.py --task nines          # a transformer of digits learns the nine
     python benchmarks/speedrun.py --report              # only the tables of what has run
     python benchmarks/speedrun.py --only "all 0.002" "all 0.002, rank 8"    # in this order
+    python benchmarks/speedrun.py --page                # the tables of docs/benchmarks.md
     python benchmarks/speedrun.py --base z_image --pictures photographs --hours 4
 
 The trainers of this repository run in this process, on a fixed public set of pictures with ten of
@@ -26,7 +27,8 @@ stop. For each setting the table has, as the mean of its seeds with Student's 95
 - prior: how far samples of other prompts are from the base's, in color values from 0 to 255
 
 T-LoRA has a second row, for samples and held-out loss with its mask, which no other program has.
-report.html has the same with pictures.
+report.html has the same with pictures. --page adds the figures of the runs in --output_dir, if
+there are any, to benchmarks/speedrun_runs/, and writes the tables of docs/benchmarks.md.
 
 --base trains a published model with its recipe, at 512 px, on a folder of about 30 pictures: each
 run in a process of its own, which goes on where it was stopped. Further flags are the trainer's.
@@ -37,6 +39,7 @@ import argparse
 import html
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -70,6 +73,14 @@ HELD_OUT = 10
 BASE_STEPS = 1500  # of the transformer that learns a nine
 MEASURED = 40  # steps between two held-out losses
 MEASURES = ("held_out_loss", "subject", "copy", "prior")
+# what the tables show of a run
+SHOWN = (
+    "setting", "seed", "commit", "weights", *MEASURES, "masked", "held_out_losses", "step_seconds",
+)  # fmt: skip
+RUNS = bench.ROOT / "benchmarks/speedrun_runs"  # those of docs/benchmarks.md, a file for each task
+PAGE = bench.ROOT / "docs/benchmarks.md"
+# {mark in the page: files in RUNS}
+TABLES = {"ducks": ["ducks"], "nines": ["nines"], "few": ["ducks-1", "ducks-3", "ducks-5"]}
 
 
 @dataclass(frozen=True)
@@ -352,7 +363,8 @@ def list_changes(best: Setting, task: Task) -> list[Setting]:
         return best.change(f"{count} steps", max_train_steps=count)
 
     changes = [with_steps(steps // 4)]
-    changes += [best.change(f"rank {each}", rank=each) for each in (16, 8, 32, 4) if each != rank]
+    ranks = [each for each in (16, 8, 32, 4, 64) if each != rank]
+    changes += [best.change(f"rank {each}", rank=each) for each in ranks]
     changes += [
         best.change("no EMA", use_ema=False),
         best.change("prodigy", optimizer="prodigy", learning_rate=None),
@@ -747,6 +759,37 @@ def make_table(task: Task, results: list[dict]) -> list[list[str]]:
     return [row for _, row in sorted(rows)]
 
 
+def read_runs(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def keep_runs(folder: Path) -> None:
+    """Add what the tables show of the runs in --output_dir to RUNS, with five decimals."""
+    for log in sorted(folder.glob("*/results.jsonl")):
+        path = RUNS / f"{log.parent.name}.jsonl"
+        runs = {}
+        for run in read_runs(path) + read_runs(log):
+            shown = json.dumps({name: run[name] for name in SHOWN if name in run})
+            rounded = json.loads(shown, parse_float=lambda number: round(float(number), 5))
+            runs[run["setting"], run["seed"]] = json.dumps(rounded) + "\n"
+        path.write_text("".join(runs.values()))
+
+
+def fill_tables(page: str) -> str:
+    """Put the tables of the runs in RUNS between their marks in a page."""
+    for mark, names in TABLES.items():
+        rows = [HEADER]
+        for name in names:
+            task, _, few = name.partition("-")
+            for setting, *figures in make_table(TASKS[task], read_runs(RUNS / f"{name}.jsonl")):
+                rows.append([f"from {few}: {setting}" if few else setting, *figures])
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        table = "\n".join([lines[0], "|---" * len(HEADER) + "|", *lines[1:], ""])
+        place = rf"(?<=<!-- speedrun {mark} -->\n).*?(?=<!-- end -->)"
+        page = re.sub(place, lambda _, table=table: table, page, count=1, flags=re.S)
+    return page
+
+
 def write_report(task: Task, results: list[dict], folder: Path) -> None:
     """Write report.html, with the samples of each setting's first run."""
     cells = "".join(f"<th>{html.escape(name)}" for name in [*HEADER, "samples"])
@@ -776,8 +819,13 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, help="fewer than the task's, for a test")
     parser.add_argument("--hours", type=float, help="begin no run after so many hours")
     parser.add_argument("--report", action="store_true", help="run nothing, print the table")
+    parser.add_argument("--page", action="store_true", help="write the tables of benchmarks.md")
     parser.add_argument("--output_dir", type=Path, default=Path("speedrun"))
     cli, more = parser.parse_known_args(argv)
+    if cli.page:
+        keep_runs(cli.output_dir)
+        PAGE.write_text(fill_tables(PAGE.read_text()))
+        return
     if cli.base and cli.few:
         parser.error("--few is for --task")
     if cli.base and (cli.report or cli.pictures):
@@ -794,7 +842,7 @@ def main(argv=None):
     folder = cli.output_dir.absolute() / name
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "results.jsonl"
-    results = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    results = read_runs(log)
     if not cli.report:
         print(bench.machine())
         if isinstance(task, Toy):

@@ -248,7 +248,9 @@ class Parser(Needs, argparse.ArgumentParser):
                 )
         for condition in filter(self.knows, vars(action)["useless_with"].split(" or ")):
             if self.is_true(condition, args):
-                return f"with {condition}"
+                flag, _, patterns = condition.partition(" ")
+                values = list_values(vars(args)[self._option_string_actions[flag].dest])
+                return " ".join(["with", flag, *map(str, values)] if patterns else ["with", flag])
         return None
 
     def knows(self, condition: str) -> bool:

@@ -155,6 +155,8 @@ def checkpoint_gradients(models: Models, args: Namespace) -> None:
     args: --gradient_checkpointing, --checkpoint_blocks, which wins, and --keep_attention.
     """
     number = args.checkpoint_blocks or (sys.maxsize if args.gradient_checkpointing else 0)
+    if not number and not any(hasattr(model, "block_swap") for model in models.values()):
+        return
     lists = {model: [*list_segments(model).values()] for model in models.values()}
     if number and not any(lists.values()):
         names = " and ".join(type(model).__name__ for model in lists)

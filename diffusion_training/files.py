@@ -43,8 +43,9 @@ def saving(folder: str | Path, what: str | Path, name: str = ".tmp-saving") -> I
         for item in unfinished.iterdir():  # one by one: other items in `folder` stay
             path = folder / item.name
             old = folder / f".tmp-old-{item.name}"
-            # a folder can't be replaced atomically: after a kill here, `clean` puts it back
-            if path.is_dir():
+            # A folder can't be replaced atomically: after a kill here, `clean` puts it back. A
+            # file never replaces one: that fails in the next line.
+            if path.is_dir() and item.is_dir():
                 path.rename(old)
             item.replace(path)
             delete(old)  # last, so that one of the two is always complete
@@ -215,6 +216,14 @@ def digest_file(path: Path) -> str | None:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, with a ValueError also for text that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def fits(value: Any, form: Any) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate.optimizer
 import datasets
 import torch
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
@@ -135,6 +136,18 @@ def exit_if_sending_fails() -> None:
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(  # type: ignore[attr-defined]
         lambda error, batch: os._exit(1)
     )
+
+
+def look_for_lomo_once() -> None:
+    """Let accelerate find out once whether the package lomo_optim is installed.
+
+    accelerate 1.15 asks twice in each step of an optimizer. Python then looks into all folders of
+    sys.path, which may be on another machine.
+    """
+    accelerate.optimizer.is_lomo_available = is_lomo_available
+
+
+is_lomo_available = functools.cache(accelerate.optimizer.is_lomo_available)
 
 
 def raise_recompile_limit(num_shapes: int) -> None:

@@ -192,8 +192,9 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     What --blocks_to_swap keeps in the host's memory stays there.
     """
-    is_for_video = any(weight.dim() == 5 for weight in model.parameters())
-    layout = torch.preserve_format if is_for_video else choose_layout(device)
+    layout = choose_layout(device)
+    if layout == torch.channels_last and any(weight.dim() == 5 for weight in model.parameters()):
+        layout = torch.preserve_format
     with model.block_swap.hiding(model) if is_swapped(model) else contextlib.nullcontext():
         return model.to(device, memory_format=layout)
 

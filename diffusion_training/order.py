@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from datasets.distributed import split_dataset_by_node
 
@@ -25,6 +26,17 @@ def step_seed(purpose: str, *key: int) -> int:
     """
     text = " ".join([purpose, *map(str, map(int, key))])
     return xxhash.xxh3_64_intdigest(text.encode())
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators that draw for a device: the host's and its own.
+
+    `torch.manual_seed` asks all kinds of devices, also those that are not there, which takes most
+    of its time.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def hash_names(names: Iterable[str], seed: int) -> np.ndarray:

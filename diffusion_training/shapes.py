@@ -62,6 +62,10 @@ def call_on_meta(
     dropped = {} if with_all else {key: drop_equal_blocks(model) for key, model in empty.items()}
     for model in empty.values():
         model.register_forward_pre_hook(note, with_kwargs=True)
+        for layer in model.modules():
+            if isinstance(layer, (torch.nn.GroupNorm, torch.nn.LayerNorm)):
+                weights = [*layer.parameters()]
+                layer.forward = lambda x, weights=weights: KeepShape.apply(x, *weights)
     prediction = predict(empty, torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition))
     if list(prediction.shape[1:]) != list(shape):
         raise ValueError(
@@ -76,6 +80,17 @@ def call_on_meta(
             own = [name for name in found if name.startswith(f"{first}.")]
             unreached += [name.replace(first, block, 1) for name in own]
     return CheckedCall(unreached, inputs)
+
+
+class KeepShape(torch.autograd.Function):
+    """A norm without its computation: its output has the input's shape, and needs its weights.
+
+    On the meta device, norms take a third of the time of SDXL's U-Net.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
 
 
 def drop_equal_blocks(model: torch.nn.Module) -> dict[str, str]:

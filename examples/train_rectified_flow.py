@@ -199,14 +199,14 @@ def main(args):
         return
     args = complete_args(args, launch, run, plan)
     check_free_space(launch, models, args)
-    ema = place_models(launch, models, args)
+    averages = place_models(launch, models, args)
     optimizer = make_optimizer(models, args)
     progress = plan.progress
     settings = describe_settings(launch, progress, dataset, held_out, args)
-    state = TrainState(models, ema, optimizer, progress, settings)
+    state = TrainState(models, averages, optimizer, progress, settings)
     state.load(accelerator, run, plan.state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
-    costs = Costs(launch, models, ema.models(), objective, args.optimizer, args.allow_tf32)
+    costs = Costs(launch, models, averages.models(), objective, args.optimizer, args.allow_tf32)
     if launch.is_main:
         objective = costs.count_first(objective)  # the operations of the first step, for records
     if launch.compile:
@@ -228,12 +228,12 @@ def main(args):
     saver = Saver(launch, run, state, records, stop_signal, args)
     batches = records.watch(loaded)
 
-    def save(best, folder):
+    def write_result(best, folder):
         with saving(folder, "the U-Net") as unfinished:
             save_weights(best["unet"], unfinished / "unet")
 
     results = Results(
-        "U-Net", ["unet/*"], save, describe_model, launch, run, state, objective, dataset,
+        "U-Net", ["unet/*"], write_result, describe_model, launch, run, state, objective, dataset,
         held_out, records, stop_signal, args,
     )  # fmt: skip
 
@@ -241,7 +241,7 @@ def main(args):
         results.measure_held_out()
         results.keep_best()
         if launch.is_main:
-            samples = draw_samples(ema.get_model("unet"), launch.device, args)
+            samples = draw_samples(averages.get_model("unet"), launch.device, args)
             step = progress.global_step
             save_samples(accelerator, draw_grid(samples, CLASSES), args.output_dir, step)
         results.report()
@@ -258,7 +258,7 @@ def main(args):
         )  # fmt: skip
         stepped = not accelerator.optimizer_step_was_skipped  # after an fp16 overflow
         progress.advance(next_step.images, stepped)
-        ema.update(progress, next_step.images)
+        averages.update(progress, next_step.images)
         if stepped:
             records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
             lr_scheduler.step()
@@ -276,7 +276,7 @@ def main(args):
     loaded.close()
     records.bar.close()
     if not stop_signal.was_stopped:
-        results.save()
+        results.write()
         show()
         if args.posthoc_ema:
             results.compare_widths()

@@ -223,6 +223,7 @@ flags = {"prediction_type": args.prediction_type} if args.prediction_type else {
 noise_scheduler = DDPMScheduler.from_pretrained(base, subfolder="scheduler", **flags)
 config = {name: value for name, value in unet.config.items() if name[0] != "_"}  # no paths
 config["prediction_type"] = noise_scheduler.config.prediction_type
+predicts_velocity = config["prediction_type"] == "v_prediction"
 
 # ---- Resume from the newest checkpoint. Step and images seen are the whole position of a run: the
 # order of the data and the noise follow from them.
@@ -323,12 +324,11 @@ while step < args.max_train_steps and not stop:
         noise = torch.randn(latents.shape, device=device)
         timesteps = torch.randint(len(noise_scheduler), [len(latents)], device=device)
         noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
-        snr = compute_snr(noise_scheduler, timesteps)
         target = noise
-        if config["prediction_type"] == "v_prediction":
+        if predicts_velocity:
             target = noise_scheduler.get_velocity(latents, noise, timesteps)
-            snr = snr + 1
         if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
+            snr = compute_snr(noise_scheduler, timesteps) + predicts_velocity
             weight = weight * snr.clamp(max=args.snr_gamma) / snr
         # Only in the step's last micro-batch the processes exchange their gradients.
         with ExitStack() as stack:

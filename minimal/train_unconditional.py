@@ -166,6 +166,7 @@ optimizer = torch.optim.AdamW(trained.parameters(), lr=args.learning_rate, **ada
 rates = [group["lr"] for group in optimizer.param_groups]  # a group may have its own
 objective = {"prediction_type": args.prediction_type, "beta_schedule": args.ddpm_beta_schedule}
 noise_scheduler = DDPMScheduler(**objective)
+predicts_velocity = args.prediction_type == "v_prediction"
 
 # ---- The data. The rows hold image files, which are decoded when a step needs them.
 try:
@@ -277,12 +278,11 @@ while step < args.max_train_steps and not stop:
         noise = torch.randn(images.shape, device=device)
         timesteps = torch.randint(len(noise_scheduler), [len(images)], device=device)
         noisy_images = noise_scheduler.add_noise(images, noise, timesteps)
-        snr = compute_snr(noise_scheduler, timesteps)
         target = noise
-        if args.prediction_type == "v_prediction":
+        if predicts_velocity:
             target = noise_scheduler.get_velocity(images, noise, timesteps)
-            snr = snr + 1
         if args.snr_gamma:  # timesteps with little noise count less, or they would dominate
+            snr = compute_snr(noise_scheduler, timesteps) + predicts_velocity
             weight = weight * snr.clamp(max=args.snr_gamma) / snr
         # Only in the step's last micro-batch the processes exchange their gradients.
         with ExitStack() as stack:

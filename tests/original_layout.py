@@ -79,6 +79,15 @@ def name_vae(vae):
     return names
 
 
+def to_published(vae):
+    """The weights of a VAE in the layout in which it was published, where attention convolves."""
+    weights = {theirs: vae.state_dict()[ours] for ours, theirs in name_vae(vae).items()}
+    return {
+        name: value[..., None, None] if ".attn_1." in name and value.dim() == 2 else value
+        for name, value in weights.items()
+    }
+
+
 def to_open_clip(weights, prefix):
     """Convert the weights of a CLIPTextModelWithProjection to open_clip's layout.
 
@@ -117,11 +126,7 @@ def save_original(folder, path, sdxl=False, dtype=torch.float32):
     unet = UNet2DConditionModel.from_pretrained(folder, subfolder="unet")
     vae = AutoencoderKL.from_pretrained(folder, subfolder="vae")
     weights = {theirs: unet.state_dict()[ours] for ours, theirs in name_unet(unet).items()}
-    for ours, theirs in name_vae(vae).items():
-        value = vae.state_dict()[ours]
-        weights[theirs] = (
-            value[..., None, None] if ".attn_1." in theirs and value.dim() == 2 else value
-        )
+    weights |= to_published(vae)
     text = CLIPTextModel.from_pretrained(folder, subfolder="text_encoder").state_dict()
     prefix = "conditioner.embedders.0" if sdxl else "cond_stage_model"
     text = {

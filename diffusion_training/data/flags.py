@@ -272,6 +272,7 @@ def add_source_flags(add: Add, captions: bool = False) -> None:
         help="rows may name files below these addresses, such as s3://my-bucket/images or "
         "http://10.0.0.5 (default: rows name only files on the disk, and http or https addresses "
         "of public hosts)",
+        useless_with="--latents_dir",
     )
     add(
         "--cache_dir",
@@ -324,7 +325,7 @@ def add_image_flags(add: Add, trains: bool = True) -> None:
             "--prefetch_factor",
             type=COUNT,
             help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
-            useless_with="--latents_dir or --dataloader_num_workers 0",
+            useless_with="--latents_dir or --cache_latents or --data or --dataloader_num_workers 0",
         )
 
 

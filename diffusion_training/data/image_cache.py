@@ -18,7 +18,7 @@ from diffusion_training.data.folders import name_shared_folder
 from diffusion_training.data.images import decode_image, explain_row, name_image, shrink
 from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.files import checksum_files, delete, hash_values, saving
+from diffusion_training.files import checksum_files, delete, hash_values, parse_json, saving
 
 BEGUN = psutil.Process().create_time()  # of this process, in seconds
 
@@ -68,7 +68,7 @@ def is_intact(record: Path, folder: Path) -> bool:
     if record.stat().st_mtime > BEGUN:
         return True
     try:
-        known = json.loads(record.read_text())
+        known = parse_json(record.read_text())
     except ValueError:  # it is damaged itself
         return False
     return known == checksum_files(folder)

@@ -13,7 +13,7 @@ import datasets
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import fail
-from diffusion_training.files import hash_values, write_file
+from diffusion_training.files import hash_values, parse_json, write_file
 
 
 def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:
@@ -66,7 +66,7 @@ class StreamedRows:
         """Yield the contents of small JSON files; damaged ones are skipped."""
         for path in self.folder.glob(names):
             with contextlib.suppress(ValueError):
-                yield json.loads(path.read_text())
+                yield parse_json(path.read_text())
 
     def keys(
         self, missing: dict[int, int], batch_size: int, rank: int, num_processes: int

@@ -91,6 +91,8 @@ class Base:
     text_encoder: str | None = None
     tokenizer: str | None = None
     transformer: str | None = None  # the folder into which --transformer_file was unpacked
+    # {part: the folder into which its own file was unpacked}
+    unpacked: dict[str, str] = field(default_factory=dict)
     variant: str | None = None
     # those folders that are of a repository, which `locate` completes
     repositories: dict[str | None, Repository] = field(default_factory=dict)
@@ -108,9 +110,9 @@ class Base:
 
         A part of a repository is fetched first; without weights only what describes it.
         """
-        folder = own_path
+        folder = own_path or self.unpacked.get(subfolder)
         options: dict[str, Any] = {}
-        if own_path is None:
+        if folder is None:
             folder, options = self.source, {"subfolder": subfolder, "variant": self.variant}
         if folder in self.repositories:
             self.repositories[folder].fetch(**options, with_weights=with_weights)

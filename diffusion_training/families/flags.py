@@ -15,6 +15,8 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
             **SWITCH,
             help="compute activations a second time instead of storing them: less memory, and a "
             "step takes 1.3 to 2 times as long",
+            useless_with="--checkpoint_blocks or --blocks_to_swap",
+            strict=False,
         )
         add(
             "--checkpoint_blocks",
@@ -102,13 +104,15 @@ def add_encoder_flags(add: Add) -> None:
         "--vae_name_or_path",
         "--pretrained_vae_model_name_or_path",  # the name in diffusers' scripts
         type=PATH,
-        help="VAE to use instead of the pipeline's: hub id or folder, of one of these classes: "
+        help="VAE to use instead of the pipeline's: hub id, folder, or .safetensors file as "
+        "ComfyUI reads it, of one of these classes: "
         f"{classes}",
     )
     add(
         "--text_encoder_name_or_path",
         type=PATH,
-        help="text encoder to use instead of the pipeline's, with its tokenizer: hub id or folder",
+        help="text encoder to use instead of the pipeline's, with its tokenizer: hub id or folder; "
+        "or a .safetensors file of one of the pipeline's, as ComfyUI reads it",
     )
     add(
         "--single_file_config",

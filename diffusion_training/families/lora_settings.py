@@ -51,7 +51,6 @@ class LoraSettings(NamedTuple):
     shift: float | None = None  # that of the pipeline
     caption_dropout: float = 0.05
     weight_decay: float = 0.01
-    base_precision: str | None = "int8"  # the smallest that a source uses; None: 16 bits
 
     @property
     def layers(self) -> str:
@@ -206,7 +205,8 @@ SETTINGS = {
             Said(
                 "OneTrainer",
                 "training_presets/SD1.5",
-                "attention and MLP, rank 16, alpha 1, 3e-4, 100 passes x 4, 512 px",
+                "attention and MLP, rank 16, alpha 1, 3e-4, 100 passes x 4, 512 px, base in 16 "
+                "bits",
             ),
             Said(
                 "sd-scripts",
@@ -220,7 +220,6 @@ SETTINGS = {
         images=4,
         resolution=512,
         timesteps=None,
-        base_precision=None,
     ),
     "sdxl": LoraSettings(
         "SDXL",
@@ -234,7 +233,8 @@ SETTINGS = {
             Said(
                 "OneTrainer",
                 "training_presets/SDXL",
-                "attention and MLP, rank 16, alpha 1, 3e-4, 100 passes x 4, 1024 px",
+                "attention and MLP, rank 16, alpha 1, 3e-4, 100 passes x 4, 1024 px, base in 16 "
+                "bits",
             ),
             Said(
                 "sd-scripts",
@@ -251,14 +251,9 @@ SETTINGS = {
         steps=500,
         images=4,
         timesteps=None,
-        base_precision="int8",
     ),
     "sd35_medium": LoraSettings(
-        "Stable Diffusion 3.5 Medium",
-        "SD3Transformer2DModel",
-        SD3,
-        f"{SD3_CHOICE} {BETWEEN}",
-        base_precision=None,
+        "Stable Diffusion 3.5 Medium", "SD3Transformer2DModel", SD3, f"{SD3_CHOICE} {BETWEEN}"
     ),
     "sd35_large": LoraSettings(
         "Stable Diffusion 3.5 Large",
@@ -268,8 +263,8 @@ SETTINGS = {
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_sd35_large_24gb.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 1024 px, base in 8 "
-                "bits",
+                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 1024 px, caption "
+                "dropout 0.05, noise levels drawn evenly, base in 8 bits",
             ),
         ),
         f"{SD3_CHOICE} {BETWEEN}",
@@ -291,8 +286,8 @@ SETTINGS = {
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_flux_24gb.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 512 to 1024 px, base "
-                "in 8 bits",
+                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 512 to 1024 px, "
+                "caption dropout 0.05, base in 8 bits",
             ),
             Said(
                 "OneTrainer",
@@ -309,7 +304,6 @@ SETTINGS = {
         f"Rank 16, as three of five. {BETWEEN} No dropped captions: the model draws without "
         "guidance of two passes.",
         caption_dropout=0.0,
-        base_precision="nf4",
     ),
     "flux1_kontext": LoraSettings(
         "FLUX.1 Kontext (edits)",
@@ -329,8 +323,8 @@ SETTINGS = {
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_flux_kontext_24gb.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 3,000 x 1, 512 and 768 px, base "
-                "in 8 bits",
+                "all linear layers of the blocks, rank 16, 1e-4, 3,000 x 1, 512 and 768 px, "
+                "caption dropout 0.05, base in 8 bits",
             ),
         ),
         "Rank 32, as two of four, since an edit is more than a thing. 3,000 pairs, as ai-toolkit, "
@@ -451,7 +445,8 @@ SETTINGS = {
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_qwen_image_edit_2509_32gb.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 3,000 x 1, 512 to 1024 px",
+                "all linear layers of the blocks, rank 16, 1e-4, 3,000 x 1, 512 to 1024 px, "
+                "caption dropout 0.05, base rounded to 3 bits beside an adapter that undoes that",
             ),
         ),
         "As of Qwen-Image. 3,000 pairs, as ai-toolkit, in half the steps.",
@@ -510,13 +505,14 @@ SETTINGS = {
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_chroma_24gb.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 512 to 1024 px, base "
-                "in 8 bits",
+                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 512 to 1024 px, "
+                "caption dropout 0.05, base in 8 bits",
             ),
             Said(
                 "OneTrainer",
                 "training_presets/Chroma",
-                "attention and MLP, rank 16, alpha 1, 3e-4, 100 passes x 2, 512 px, base in 8 bits",
+                "attention and MLP, rank 16, alpha 1, 3e-4, 100 passes x 2, 512 px, noise levels "
+                "by an inverted parabola, base in 8 bits",
             ),
             Said(
                 "SimpleTuner",
@@ -538,7 +534,8 @@ SETTINGS = {
             Said(
                 "ai-toolkit",
                 "config/examples/train_lora_lumina.yaml",
-                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 512 to 1024 px",
+                "all linear layers of the blocks, rank 16, 1e-4, 2,000 x 1, 512 to 1024 px, "
+                "caption dropout 0.05, base in 16 bits",
             ),
             Said(
                 "sd-scripts",
@@ -547,7 +544,6 @@ SETTINGS = {
             ),
         ),
         f"The MLP, as two of three; rank 16, the largest. {BETWEEN}",
-        base_precision=None,
     ),
     "ernie_image": LoraSettings(
         "ERNIE-Image",
@@ -579,12 +575,11 @@ SETTINGS = {
             Said(
                 "SimpleTuner",
                 "simpletuner/examples/auraflow.peft-lora",
-                "attention, rank 8, 1e-4 (Lion), shift 1.73, 1024 px",
+                "attention, rank 8, 1e-4 (Lion), shift 1.73, 1024 px, base in 16 bits",
             ),
         ),
         "One source: its rate and shift (which is the pipeline's), and what other transformers "
         "have else.",
-        base_precision=None,
     ),
     "wan21_1_3b": LoraSettings(
         "Wan 2.1 1.3B (stills)",
@@ -607,7 +602,6 @@ SETTINGS = {
         WAN_CHOICE,
         rank=32,
         resolution=640,
-        base_precision=None,
     ),
     "wan21_14b": LoraSettings(
         "Wan 2.1 14B (stills)",
@@ -651,6 +645,5 @@ SETTINGS = {
         "2.1. The base draws 720p, so a still has its area.",
         rank=32,
         resolution=960,
-        base_precision=None,
     ),
 }

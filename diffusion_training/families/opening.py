@@ -80,15 +80,19 @@ def open_base(
 def find_base(args: Namespace, num_references: int) -> Base:
     """Find the folders of a base and read its index. Its family is not known yet."""
     repositories: dict[str | None, Repository] = {}
+    files = {"VAE": "", "text encoder": ""}  # the paths of those that are one file
 
     def find_folder(path: str | None, kind: str, first: tuple[str, ...]) -> str | None:
         if path is None or os.path.isdir(path):
             return path
         if os.path.isfile(path):  # such as ComfyUI's
-            fail(
-                f"{path} is a file, and a {kind} of its own must be a folder or a hub id, in the "
-                "form of diffusers: leave it out, and the pipeline's is used"
-            )
+            if kind in files and args.pretrained_model_name_or_path:
+                files[kind] = path
+                return None
+            advice = f"a {kind} of its own must be a folder or a hub id"
+            if kind in files:
+                advice = "its config is the pipeline's: give --pretrained_model_name_or_path too"
+            fail(f"{path} is a file, and {advice}")
         revision = args.revision if kind == "pipeline" else None
         with explained(f"{path} can't be opened as a {kind}"):
             repository = open_repository(path, first, revision, args.cache_dir)
@@ -96,7 +100,7 @@ def find_base(args: Namespace, num_references: int) -> Base:
         return str(repository.folder)
 
     source = find_folder(open_source(args), "pipeline", INDEX_FILES)
-    return Base(
+    base = Base(
         family=Family(),
         name=args.pretrained_model_name_or_path,
         source=source,
@@ -111,6 +115,17 @@ def find_base(args: Namespace, num_references: int) -> Base:
         num_references=num_references,
         resolution=max(side or 0 for side in list_values(vars(args).get("resolution"))),
     )
+    if any(files.values()):
+        from diffusion_training.families.transformer_file import (  # here: few runs need it
+            unpack_text_encoder,
+            unpack_transformer,
+        )
+
+        if path := files["VAE"]:
+            base.unpacked["vae"] = unpack_transformer(path, base, args.cache_dir, "vae")
+        if path := files["text encoder"]:
+            base.unpacked.update(unpack_text_encoder(path, base, args.cache_dir))
+    return base
 
 
 def refuse_references(family: Family, args: Namespace) -> NoReturn:
@@ -158,7 +173,7 @@ def open_source(args: Namespace) -> str | None:
     if not source.endswith(".safetensors"):
         fail(
             f"{source} can't be opened: get its .safetensors version, in bf16 or float16, because "
-            "a .ckpt can run any program, and GGUF is not read here"
+            "a .ckpt can run any program, and GGUF is read as --transformer_file only"
         )
     if args.variant:
         fail(f"--variant {args.variant} does nothing for a single file, {source}: leave it out")

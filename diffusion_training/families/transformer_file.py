@@ -1,10 +1,12 @@
-"""--transformer_file: the denoiser's weights from the one file that ComfyUI reads.
+"""--transformer_file, and files of a VAE or a text encoder: weights as ComfyUI reads them.
 
-diffusers converts the names of the weights. They are unpacked once into a folder like that of a
-pipeline's denoiser.
+diffusers and transformers convert the names of the weights. They are unpacked once into a folder
+like that of a pipeline's part.
 """
 
+import collections
 import contextlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -25,16 +27,19 @@ from diffusion_training.families.single_file import unpack_once
 from diffusion_training.models import NOT_FINITE, is_finite, raise_for_keys
 
 PREFIX = "model.diffusion_model."  # of the denoiser's weights in a file with other models
-PRECISIONS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+PRECISIONS = {"F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64"}  # the last one counts batches
 FP8 = {"F8_E4M3", "F8_E5M2"}
 # The weights of some files are products of fp8 and scales, by one of these names: a scale for a
 # weight, for each of its rows, or for each block of 128 x 128 numbers.
 SCALES = re.compile(r"(.+\.)(scale_weight|weight_scale|weight_scale_inv)$")
 BLOCK = 128
-# what such files also hold: marks, and scales of inputs, for those who multiply in fp8
-MARKS = re.compile(r"(^|\.)(scaled_fp8|scale_input|input_scale)$")
+# what such files also hold: marks, and scales of inputs, for those who multiply in fp8; a tokenizer
+MARKS = re.compile(r"(^|\.)(scaled_fp8|scale_input|input_scale|spiece_model)$")
 FORMAT = "comfy_quant"  # JSON on a weight's format, of which only fp8 is read
 SHARD = "5GB"  # written at a time
+# {class: the class whose names it has}, besides those of its own
+NAMED_LIKE = {"AutoencoderKLFlux2": "AutoencoderKL"}
+OF_HALVES = re.compile(r"^(en|de)coder\.((post_)?quant_conv\.)")  # in files of FLUX.2's VAE
 
 
 class Checkpoint(dict[str, torch.Tensor]):
@@ -56,22 +61,23 @@ class Checkpoint(dict[str, torch.Tensor]):
         return super().pop(name, *default) if default or name in self else self[name]
 
 
-def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
+def unpack_transformer(path: str, base: Base, cache_dir: str | None, part: str = "") -> str:
     """Unpack the denoiser's weights in `path` into a folder in --cache_dir. Returns the folder.
 
-    Its config is that of the base. Stops with an error if the file does not fit it.
+    Its config is that of the base. part: "vae" to unpack a VAE instead. Stops with an error if the
+    file does not fit it.
     """
-    kind = getattr(diffusers, base.family.model)
-    known = SINGLE_FILE_LOADABLE_CLASSES.get(kind.__name__)
+    source, options = base.locate(None, part or base.family.folder, with_weights=False)
+    options.pop("variant", None)
+    with explained(f"{source} holds no {part or base.family.model}"):
+        config = diffusers.AutoencoderKL.load_config(source, **options)
+        kind = getattr(diffusers, config["_class_name"] if part else base.family.model)
+    known = SINGLE_FILE_LOADABLE_CLASSES.get(NAMED_LIKE.get(kind.__name__, kind.__name__))
     if known is None:
         fail(
             f"{path} can't be used: diffusers {diffusers.__version__} reads no {kind.__name__} "
             "from one file: leave it out"
         )
-    source, options = base.locate(None, base.family.folder, with_weights=False)
-    options.pop("variant", None)
-    with explained(f"{source} holds no {kind.__name__}"):
-        config = kind.load_config(source, **options)
     names, scales = check_header(path)
     with torch.device("meta"):
         expected = kind.from_config(config).state_dict()
@@ -82,19 +88,19 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
         found = {**weights}
         if weights.keys() != shapes.keys():  # else they have diffusers' names
             found = {**known["checkpoint_mapping_fn"](config=config, checkpoint=weights)}
-        for name in found:
-            weights.pop(name, None)
+            found = {name: weights[name] for name in weights.keys() & shapes.keys()} | found
+        # the conversion of a VAE takes nothing out; it returns weights, or views of them
+        used = {id(weight if weight._base is None else weight._base) for weight in found.values()}
+        for name in [*weights]:
+            if name in found or id(weights[name]) in used:
+                weights.pop(name)
         return found
 
     misfit = f"{path} does not fit the {kind.__name__} of {source}"
     check_weights(misfit, names, shapes, convert)
 
     def read() -> Callable[[Path], None]:
-        with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
-            weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
-            for name, key in scales.items():
-                weights[name] = multiply(weights[name], file.get_tensor(key), key)
-        found = convert(Checkpoint(weights))
+        found = convert(Checkpoint(read_weights(path, names, scales)))
         broken = [name for name in shapes if not is_finite(widen(found[name]))]
         raise_for_keys(NOT_FINITE, broken)
         return partial(save_denoiser, {name: found[name] for name in shapes}, config)
@@ -104,6 +110,75 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None) -> str:
         return unpack_once(path, source, key, cache_dir, read)
 
 
+def unpack_text_encoder(path: str, base: Base, cache_dir: str | None) -> dict[str, str]:
+    """Unpack the weights of a text encoder. Returns {its name in the pipeline: the folder}.
+
+    It is the one whose weights have the shapes of those in the file, with the config of the base.
+    """
+    import transformers
+
+    names, scales = check_header(path)
+    there = collections.Counter(tuple(shape) for _, shape in names.values())
+    found: list[Any] = []  # (share of its weights that the file lacks, the part, its class, config)
+    for part, entry in base.index.items():
+        if not part.startswith("text_encoder") or entry[0] != "transformers":
+            continue
+        source, options = base.locate(None, part, with_weights=False)
+        options.pop("variant", None)
+        kind = getattr(transformers, entry[1])
+        with explained(f"{source} holds no {part}"), torch.device("meta"):
+            model = kind(transformers.AutoConfig.from_pretrained(source, **options))
+            text = Path(str(source), part, "config.json").read_text()
+        shapes = collections.Counter(tuple(weight.shape) for weight in model.parameters())
+        found.append(((shapes - there).total() / shapes.total(), part, kind, text))
+    best: Any = min(found, key=lambda each: each[0], default=(1, "", None, ""))
+    missing, part, kind, text = best
+    if missing > 0.5:
+        fail(f"{path} does not fit {base.source}: it is none of its text encoders")
+    misfit = f"{path} does not fit the {kind.__name__} of {base.source}"
+
+    def read() -> Callable[[Path], None]:
+        return partial(save_text_encoder, read_weights(path, names, scales), text, kind, misfit)
+
+    with explained(misfit):
+        return {part: unpack_once(path, base.source, [part, text], cache_dir, read)}
+
+
+def open_gguf(path: str) -> dict[str, Any]:
+    """{name: quantized tensor} of a GGUF file. Stops with an error without its package."""
+    if importlib.util.find_spec("gguf") is None:
+        fail(
+            f"{path} needs the package gguf: pip install gguf, or give the .safetensors file in "
+            "bf16 or fp8"
+        )
+    import gguf
+
+    with explained(f"{path} can't be read"):
+        return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def read_gguf(tensor: Any) -> torch.Tensor:
+    """A tensor of a GGUF file; in bfloat16 if it is quantized."""
+    import gguf
+
+    weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+    return weight if tensor.tensor_type.name in ("F32", "F16") else weight.bfloat16()
+
+
+def read_weights(
+    path: str, names: dict[str, tuple[str, list[int]]], scales: dict[str, str]
+) -> dict[str, torch.Tensor]:
+    """The weights in a file, multiplied by their scales. names, scales: see `check_header`."""
+    if path.endswith(".gguf"):
+        tensors = open_gguf(path)
+        return {name: read_gguf(tensors[key]) for name, (key, _) in names.items()}
+    with safe_open(path, "pt") as file:  # in memory are only the weights that are changed
+        weights = {name: file.get_tensor(key) for name, (key, _) in names.items()}
+        for name, key in scales.items():
+            weights[name] = multiply(weights[name], file.get_tensor(key), key)
+    return weights
+
+
 def write_loading(kind: str, path: str, name: str, source: str, dtype: str) -> list[str]:
     """Code that loads the file as `transformer`, in the precision `dtype`, with diffusers alone.
 
@@ -111,6 +186,8 @@ def write_loading(kind: str, path: str, name: str, source: str, dtype: str) -> l
     name of the argument.
     """
     lines: list[str] = []
+    if path.endswith(".gguf"):  # its quantized weights are not those that were trained on
+        return lines
     weights = json.dumps(name)
     with contextlib.suppress(Exception):  # the run is over, and the file may be too
         with safe_open(path, "pt") as file:
@@ -157,10 +234,10 @@ def check_header(path: str) -> tuple[dict[str, tuple[str, list[int]]], dict[str,
     precisions: dict[str, str] = {}
     others = []
     if path.endswith(".gguf"):
-        fail(
-            f"{path} is GGUF, which is not read here: give the .safetensors file in bf16 or fp8, "
-            "and --base_precision int8 or nf4 to save memory"
-        )
+        return {
+            name.removeprefix(PREFIX): (name, tensor.shape[::-1].tolist())
+            for name, tensor in open_gguf(path).items()
+        }, {}
     with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
         keys = list(file.keys())
         start = PREFIX if any(key.startswith(PREFIX) for key in keys) else ""
@@ -174,6 +251,7 @@ def check_header(path: str) -> tuple[dict[str, tuple[str, list[int]]], dict[str,
                 if not str(json.loads(text).get("format")).startswith("float8"):
                     others.append(f"{key}: {text.decode()}")
             elif not MARKS.search(name) and 0 not in part.get_shape():
+                name = OF_HALVES.sub(r"\2", name)
                 found[name] = key, part.get_shape()
                 precisions[name] = part.get_dtype()
     others += {*precisions.values()} - PRECISIONS
@@ -240,3 +318,20 @@ def save_denoiser(weights: dict[str, torch.Tensor], config: dict[str, Any], fold
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         path = folder / "diffusion_pytorch_model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_text_encoder(
+    weights: dict[str, torch.Tensor], config: str, kind: Any, misfit: str, folder: Path
+) -> None:
+    """Write a text encoder's folder. Stops with an error if these are not all weights of `kind`.
+
+    config: the content of config.json. kind: the class. misfit: the beginning of the sentence.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(config)
+    weights = {name: widen(weight).contiguous() for name, weight in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with explained(misfit):
+        _, info = kind.from_pretrained(folder, output_loading_info=True)
+        for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+            raise_for_keys(what.replace("_", " "), info[what])

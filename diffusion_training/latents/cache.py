@@ -29,6 +29,7 @@ from diffusion_training.files import (
     fits,
     lock_folder,
     name_unfinished,
+    parse_json,
     write_file,
     write_out,
 )
@@ -84,8 +85,8 @@ def read_cache(output_dir: Path) -> tuple[dict, dict[str, dict]]:
 
 def read_shard_record(path: Path) -> dict[str, Any] | None:
     """Read the record of a shard; None if it is not there, or not whole."""
-    with contextlib.suppress(ValueError, FileNotFoundError, RecursionError):
-        record = json.loads(read_bytes(str(path)))
+    with contextlib.suppress(ValueError, FileNotFoundError):
+        record = parse_json(read_bytes(str(path)))
         if fits(record, RECORD):
             return record
     return None

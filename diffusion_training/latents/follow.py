@@ -6,7 +6,6 @@ weight 0, as in training on images. The first epoch takes the shards by their nu
 depends on when a shard comes, and the finished cache gives the same run.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import fail, name_command
-from diffusion_training.files import fits
+from diffusion_training.files import fits, parse_json
 from diffusion_training.latents.ranges import Arrangement, Ranges, Window
 from diffusion_training.latents.settings import (
     RECORD,
@@ -105,8 +104,8 @@ class FollowedShards(Shards):
     def read(self, name: str) -> Any:
         """Read a JSON file of the cache; None if it is not there."""
         try:
-            return json.loads(read_bytes(f"{self.folder}/{name}"))
-        except (FileNotFoundError, ValueError, RecursionError):
+            return parse_json(read_bytes(f"{self.folder}/{name}"))
+        except (FileNotFoundError, ValueError):
             return None
 
     def find(self, number: int) -> bool:

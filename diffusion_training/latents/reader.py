@@ -183,10 +183,11 @@ class CachedLatents(torch.utils.data.Dataset):
         self.starts = self.lengths.cumsum() - self.lengths  # number of each shard's first row
         self.cache_ends = np.cumsum([cache.settings["rows"] for cache in caches.values()])
         self.fingerprint = hash_values([cache.settings["shards"] for cache in caches.values()])
-        # whether each cache has mirrored images; the columns are those of one that has
         self.flips = [each["transform"]["random_flip"] for each in settings]
-        columns = self.parts[self.flips.index(True) if any(self.flips) else 0].columns
-        self.columns = [column for column in columns if column.is_in_batch]
+        # some caches may lack mirrored images or masks
+        self.columns_of = [{column.name: column for column in part.columns} for part in self.parts]
+        columns = {name: column for own in self.columns_of for name, column in own.items()}
+        self.columns = [column for column in columns.values() if column.is_in_batch]
         # A batch is padded at least as far as the empty prompt, which may replace a caption; to the
         # full length (None) if the model sees padding.
         mask = next(iter(caches.values())).empty_prompt.get("prompt_mask")
@@ -195,7 +196,7 @@ class CachedLatents(torch.utils.data.Dataset):
         self.shapes = np.array([each["latents_shape"] for each in settings])
         self.groups = group_sizes(settings)
         # columns of sizes, by which the rows of a batch are alike
-        self.size_columns = [c.name for c in columns if c.name in ("size", "reference_sizes")]
+        self.size_columns = [name for name in columns if name in ("size", "reference_sizes")]
 
     def __len__(self) -> int:
         return int(self.cache_ends[-1])
@@ -278,19 +279,24 @@ class CachedLatents(torch.utils.data.Dataset):
             if self.reads_captions:
                 texts.append(opened.read_text(index, self.reads_captions[0]))
             views, index = opened.view(index)
+            part = int(np.searchsorted(self.firsts, shard, side="right")) - 1
             flip = self.random_flip and draw_choices(self.seed, epoch, number)[2] < 0.5
-            flip = flip and self.flips[int(np.searchsorted(self.firsts, shard, side="right")) - 1]
+            flip = flip and self.flips[part]
             flipped.append(flip)
             if self.caption_weights:
                 lengths = views["prompt_lengths"][index]
                 caption = draw_caption(self.seed, epoch, number, self.caption_weights, lengths >= 0)
-            for column, numbers_of_rows in values.items():
+            for every, numbers_of_rows in values.items():
+                column = self.columns_of[part].get(every.name)
+                if column is None:  # a cache without masks: its images count everywhere
+                    numbers_of_rows.append(np.full(math.prod(size), 255, every.dtype))
+                    continue
                 name = column.mirrored if flip and column.mirrored else column.name
                 numbers = views[name][index]
                 if flip and column.is_map:
                     width = size[1]
-                    if not column.is_ragged:  # as in the first cache, times the size of this one
-                        width = column.shape[-1] * size[1] // self.shape[2]
+                    if not column.is_ragged:
+                        width = column.shape[-1] * size[1] // int(self.shapes[part][2])
                     numbers = numbers.reshape(-1, width)[:, ::-1].ravel()
                 if self.caption_weights and column.is_of_caption:
                     numbers = column.choose_caption_part(numbers, lengths, caption)

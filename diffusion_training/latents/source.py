@@ -275,6 +275,9 @@ def load_matching_encoders(
         side = settings["transform"]["resolution"]
         shape = describe_latents(base.family, encoders.vae, side, first["latents"]).shape
         described["latents_shape"] = list(shape)
+        # some may lack masks
+        differs_in = {*settings["features"]} ^ {*first["features"]}
+        described["features"] = (settings if differs_in <= {"masks"} else first)["features"]
         check_cache(folder, settings, described, caption_weights, args)
         limit, unit = settings["tokenizer"]["model_max_length"], base.family.caption_unit
         report_cut(settings["captions_cut"], settings["rows"], limit, unit, f"{folder}: ")
@@ -293,13 +296,7 @@ def check_cache(
         advice = "give the models, and the --max_sequence_length, that it was made with"
         if is_shared(folder):  # models of the same name have changed
             advice = name_repair(folder)
-        odd = {*cache["features"]} ^ {*described["features"]}
-        if "masks" in odd:
-            advice = (
-                "put a mask into each folder of images; a white one beside one image is enough, "
-                "such as photo.mask.png"
-            )
-        elif "ragged latents" in odd:
+        if "ragged latents" in {*cache["features"]} ^ {*described["features"]}:
             advice = "give all of them --bucket_step (in --data: enable_bucket), or none"
         fail(
             f"{folder} does not fit these models or the first cache ({', '.join(differences)}): "

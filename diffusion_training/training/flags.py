@@ -184,7 +184,13 @@ def add_optimization_flags(
         help="batches of --train_batch_size whose gradients are added up for one optimizer step",
     )
     add(
-        "--num_train_epochs", "--num_epochs", type=COUNT, default=100, help="passes over all images"
+        "--num_train_epochs",
+        "--num_epochs",
+        type=COUNT,
+        default=100,
+        help="passes over all images",
+        useless_with="--max_train_steps",
+        strict=False,
     )
     add(
         "--max_train_steps",
@@ -406,8 +412,8 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
         "--logging_dir",
         type=local_path,
         default="logs",
-        help="folder in --output_dir for the logs of tensorboard",
-        useless_with="--report_to none",
+        help="folder in --output_dir for the logs of tensorboard and aim",
+        needs="--report_to tensorboard|aim|all",
         strict=False,
     )
     add(
@@ -421,7 +427,11 @@ def add_logging_flags(add: Add, tracker_project_name: str) -> None:
 def add_saving_flags(add: Add) -> None:
     """Add the flags for checkpoints and the hub."""
     add(
-        "--checkpointing_steps", type=COUNT, default=500, help="optimizer steps between checkpoints"
+        "--checkpointing_steps",
+        type=COUNT,
+        default=500,
+        help="optimizer steps between checkpoints",
+        useless_with="--checkpointing_epochs",
     )
     add(
         "--checkpointing_epochs",
@@ -536,7 +546,8 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
             "as torch.optim.RAdam"
         )
     if args.optimizer == "prodigy":
-        refuse_together(parser, "--optimizer prodigy", {"--find_lr": args.find_lr})
+        excluded = {"--find_lr": args.find_lr, "--scale_lr": args.scale_lr}
+        refuse_together(parser, "--optimizer prodigy", excluded)
         if args.learning_rate == parser.get_default("learning_rate"):
             args.learning_rate = 1.0
         if args.learning_rate < 0.01:
@@ -622,6 +633,8 @@ def add_sample_flags(add: Add) -> None:
         type=COUNT,
         default=10,
         help="draw samples and measure the held-out loss every so many epochs",
+        useless_with="--validation_steps",
+        strict=False,
     )
     add(
         "--eval_batch_size",
@@ -671,6 +684,7 @@ def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) 
         default=5,
         help="draw samples and measure the held-out loss every so many epochs",
         needs="--validation_prompts or --holdout",
+        useless_with="--validation_steps",
         strict=False,
     )
     add(

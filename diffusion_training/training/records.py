@@ -379,7 +379,7 @@ class Records:
 
 def hash_name(name: str) -> int:
     """A number for an image's name, which takes less memory."""
-    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogateescape"))
+    return xxhash.xxh3_64_intdigest(name.encode(errors="surrogatepass"))
 
 
 def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> None:

@@ -34,7 +34,7 @@ from diffusion_training.training.step.sharding import gather_model
 from diffusion_training.training.step.signs import judge_end, read_metrics
 
 # writes the models as a result, into a folder
-SaveResult: TypeAlias = Callable[[Models, Path], None]
+WriteResult: TypeAlias = Callable[[Models, Path], None]
 
 
 def draws_samples(args: Namespace) -> bool:
@@ -48,13 +48,13 @@ class Results:
     """Measures, shows and saves the models of a run. All processes call all methods.
 
     name: of what is saved: "pipeline" or "LoRA". files: patterns of its files, for the upload.
-    save_models, describe: functions of the script, which only the first process calls. describe
+    write_result, describe: functions of the script, which only the first process calls. describe
     returns the texts of the report and the model card.
     """
 
     name: str
     files: list[str]
-    save_models: SaveResult
+    write_result: WriteResult
     describe: DescribeModel
     launch: Launch
     run: RunFolder
@@ -74,16 +74,16 @@ class Results:
 
     def gather_models(self) -> Models:
         """Gather the models to save as a result on the first process."""
-        ema = self.state.ema
-        return {name: gather_model(ema.get_model(name)) for name in self.state.models}
+        averages = self.state.averages
+        return {name: gather_model(averages.get_model(name)) for name in self.state.models}
 
-    def save(self) -> None:
+    def write(self) -> None:
         """Write the result for other programs, on the first process."""
         self.records.settle()
         with self.records.timed("result_seconds"):
             result = self.gather_models()
             if self.launch.is_main:
-                self.save_models(result, Path(self.args.output_dir))
+                self.write_result(result, Path(self.args.output_dir))
 
     def lack_samples(self) -> bool:
         """Whether the run resumes a checkpoint whose samples are not there, because of a kill."""
@@ -105,8 +105,8 @@ class Results:
         if not self.held_out:
             return
         models = {"held_out_loss": self.state.models}
-        if self.state.ema.averaged:
-            models["held_out_loss_ema"] = self.state.ema.averaged
+        if self.state.averages.ema:
+            models["held_out_loss_ema"] = self.state.averages.ema
         with self.records.timed("held_out_seconds"):
             log_held_out_loss(
                 self.launch, self.records, self.dataset, self.held_out, models, self.objective,
@@ -124,7 +124,7 @@ class Results:
         folder = Path(self.args.output_dir)
         with self.records.timed("posthoc_seconds"):
             for width in WIDTHS:
-                models = self.state.ema.posthoc.reconstruct(folder, width, self.launch.is_main)
+                models = self.state.averages.posthoc.reconstruct(folder, width, self.launch.is_main)
                 measured = measure_held_out_losses(
                     self.launch, self.records, self.dataset, self.held_out, {"": models},
                     self.objective, self.stop_signal,
@@ -166,19 +166,31 @@ class Results:
         if self.run.checkpoint is None and self.step == self.records.first_step:
             return
         with self.records.timed("best_seconds"):
-            save = partial(self.save_models, self.gather_models())
+            save = partial(self.write_result, self.gather_models())
             if self.launch.is_main:
                 record = self.records.metrics if metric else self.records.held_out
                 keep_best(Path(self.args.output_dir), record, self.step, save, metric, self.args)
 
     def report(self) -> None:
-        """Write report.html, with samples and curves so far; agree whether a signal has come."""
+        """Let the writer's thread write report.html, with samples and curves so far.
+
+        Agree whether a signal has come.
+        """
         with self.records.timed("report_seconds"):
             if self.launch.is_main:
+                step = self.step
                 facts = self.list_facts()
-                save_report(self.run.script, self.describe, self.step, self.args, facts)
-        if self.run.copies:
-            self.run.copies.news.set()
+
+                def write() -> None:
+                    save_report(self.run.script, self.describe, step, self.args, facts)
+                    if self.run.copies:
+                        self.run.copies.news.set()
+
+                # wandb, for example, takes no picture of a step once it has a later one
+                trackers = self.launch.accelerator.trackers
+                if any(tracker.name != "tensorboard" for tracker in trackers):
+                    self.run.writer.wait("samples")
+                self.run.writer.begin("report", write)
         self.stop_signal.agree()
 
     def list_facts(self) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Open and lock the output folder of a run, and write its files, completely or not at all."""
 
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -22,6 +21,7 @@ from diffusion_training.files import (
     delete_if_empty,
     fits,
     lock_folder,
+    parse_json,
     saving,
 )
 from diffusion_training.launch import Launch
@@ -115,7 +115,7 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
         )
         for best in (output_dir / "best", output_dir / "best-before"):
             keeps_best = args.save_best or vars(args).get("save_best_metric")
-            if keeps_best and best.exists() and not (best / "held_out.json").exists():
+            if keeps_best and best.exists() and not (best / "held_out.json").is_file():
                 fail(
                     f"--save_best would replace {best}, which is not from a run: rename that folder"
                 )
@@ -205,7 +205,7 @@ def is_of_run(folder: Path, names: set[str]) -> bool:
             # bytes, as a name among the flags may have others than UTF-8
             return (folder / "run.args").read_bytes().split(b"\n")[0].endswith(b" @run.args")
         if "find_lr.json" in names:
-            return fits(json.loads((folder / "find_lr.json").read_text()), {"smoothed": list})
+            return fits(parse_json((folder / "find_lr.json").read_text()), {"smoothed": list})
     return False
 
 

@@ -89,7 +89,7 @@ class Saver:
         saved = state.list_models()
         if not self.launch.shard:
             step = self.progress.global_step
-            check_replicas(self.launch.accelerator, state.models, state.ema.averaged, step)
+            check_replicas(self.launch.accelerator, state.models, state.averages.ema, step)
         if not self.launch.is_main:
             give_parts(saved, state.optimizer)
             return
@@ -103,13 +103,10 @@ class Saver:
             name = self.args.output_name
             name = name and f"{name}-step{self.progress.global_step:08d}"
             write_extra = adapters[0].prepare_files(saved, copies, self.lora_metadata, name)
-        snapshot = self.run.writer.writing.get("snapshot")
 
         def write(
             models: Iterable[tuple[str, torch.nn.Module]], moments: Callable[[], dict[str, Any]]
         ) -> None:
-            if snapshot:  # without its snapshot, a checkpoint is incomplete
-                snapshot.result()
             with self.records.timed("checkpoint_write_seconds", is_pause=False):
                 save_checkpoint(path, described, models, moments, scale, write_extra)
             self.report_saved(path)
@@ -118,6 +115,7 @@ class Saver:
                 self.run.copies.news.set()
 
         if self.copy is None:
+            self.run.writer.wait()  # for snapshots and samples of the steps before
             write(gather_models(saved), partial(gather_state, state.optimizer))
         else:
             self.copy.take(state.optimizer)
@@ -137,7 +135,7 @@ class Saver:
             self.run.writer.wait("snapshot")  # the one before, whose copy is overwritten
             self.stop_signal.agree()
             if self.launch.is_main:
-                files = self.state.ema.posthoc.copy(self.launch.device)
+                files = self.state.averages.posthoc.copy(self.launch.device)
                 folder = Path(self.args.output_dir)
                 write = partial(write_snapshot, folder, self.snapshot_at, files)
                 self.run.writer.begin("snapshot", write)
@@ -151,7 +149,8 @@ class Saver:
         self.stop_signal.agree()
 
     def finish(self) -> None:
-        """Wait for the copies of --checkpoints_to."""
+        """Wait for the samples, the report and the copies of --checkpoints_to."""
+        self.run.writer.wait()
         if self.args.checkpoints_to:
             if self.run.copies and self.records.has_begun:  # else they have not begun
                 self.run.copies.finish(self.args.checkpoints_to_timeout)

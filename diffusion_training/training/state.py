@@ -24,15 +24,15 @@ from diffusion_training.training.step.sharding import shard
 class Averages:
     """Averages of the trained weights: the EMA of --use_ema, and those of --posthoc_ema.
 
-    trained: {name: model}. averaged: {name: its EMA}; empty without --use_ema.
+    trained: {name: model}. ema: {name: its average}; empty without --use_ema.
     """
 
     def __init__(self, launch: Launch, trained: Models, args: Namespace) -> None:
         self.trained = trained
-        self.averaged = start_average(trained) if args.use_ema else {}
+        self.ema = start_average(trained) if args.use_ema else {}
         # Averages compute under autocast, too. They are wrapped in place, so their weights keep
         # their names, and without DDP, which only trained models need.
-        for average in self.averaged.values():
+        for average in self.ema.values():
             launch.accelerator.prepare_model(average, device_placement=False, evaluation_mode=True)
         self.posthoc = PosthocEma(trained, () if args.find_lr else args.posthoc_ema or ())
         self.args = args
@@ -40,22 +40,22 @@ class Averages:
     @cached_property
     def weights(self) -> AveragedWeights:
         """Listed at the first step: --shard replaces the parameters of before."""
-        return AveragedWeights.of(self.averaged, self.trained)
+        return AveragedWeights.of(self.ema, self.trained)
 
     def update(self, progress: Progress, num_images: int) -> None:
         """Move the averages after a step. After an fp16 overflow, only --posthoc_ema counts it."""
         self.posthoc.update(num_images)
-        if self.averaged and progress.stepped:
+        if self.ema and progress.stepped:
             update_ema(self.weights, progress.global_step, self.args)
 
     def models(self) -> Models:
         """The averages as a checkpoint holds them."""
-        averaged = {f"{name}_ema": model for name, model in self.averaged.items()}
+        averaged = {f"{name}_ema": model for name, model in self.ema.items()}
         return averaged | self.posthoc.models()
 
     def get_model(self, name: str) -> torch.nn.Module:
         """The model to draw from and to save: the EMA with --use_ema, else the trained one."""
-        return self.averaged.get(name, self.trained[name])
+        return self.ema.get(name, self.trained[name])
 
 
 def place_models(launch: Launch, models: Models, args: Namespace) -> Averages:
@@ -69,12 +69,12 @@ def place_models(launch: Launch, models: Models, args: Namespace) -> Averages:
             put_on_device(model, launch.device)
     for model in models.values():
         model.train()
-    ema = Averages(launch, models, args)
+    averages = Averages(launch, models, args)
     if launch.shard:
-        for model in (models | ema.models()).values():
+        for model in (models | averages.models()).values():
             shard(model, launch.device)
     checkpoint_gradients(models, args)
-    return ema
+    return averages
 
 
 def describe_settings(
@@ -106,20 +106,20 @@ class TrainState:
     """
 
     models: Models  # that are trained; each is saved in a folder of its name
-    ema: Averages
+    averages: Averages
     optimizer: torch.optim.Optimizer
     progress: Progress  # the position in the run and in the data
     settings: dict[str, Any]  # see `describe_settings`
 
     def list_models(self) -> Models:
         """The models that a checkpoint holds, by the names of their folders."""
-        return self.models | self.ema.models()
+        return self.models | self.averages.models()
 
     def describe(self) -> dict[str, Any]:
         """What trainer_state.json holds. `plan.state` has it in a resumed run."""
         state = self.progress.state() | {"settings": self.settings}
-        if self.ema.posthoc.averages:
-            state["posthoc_images"] = self.ema.posthoc.images
+        if self.averages.posthoc.averages:
+            state["posthoc_images"] = self.averages.posthoc.images
         return state
 
     def load(
@@ -136,7 +136,7 @@ class TrainState:
         load_checkpoint(
             accelerator, run.checkpoint, self.list_models(), self.optimizer, state, self.settings
         )
-        posthoc = self.ema.posthoc
+        posthoc = self.averages.posthoc
         posthoc.images = state.get("posthoc_images", 0)
         if accelerator.is_main_process and not args.find_lr:
             every = args.posthoc_ema_steps or args.checkpointing_steps

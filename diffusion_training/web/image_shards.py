@@ -18,7 +18,7 @@ from fsspec import AbstractFileSystem
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import fail
-from diffusion_training.files import digest_file, fits
+from diffusion_training.files import digest_file, fits, parse_json
 from diffusion_training.remote import open_folder, remove, writing
 from diffusion_training.web.tables import find_invalid
 
@@ -160,7 +160,7 @@ def list_sizes(fs: AbstractFileSystem, folder: str) -> dict[str, int]:
 def read_json(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     """Read a dict from a JSON file; returns an empty one if the file is damaged or missing."""
     try:
-        data = json.loads(fs.cat_file(path))
+        data = parse_json(fs.cat_file(path))
         return data if isinstance(data, dict) else {}
     except (ValueError, FileNotFoundError):
         return {}

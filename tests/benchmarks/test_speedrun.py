@@ -76,6 +76,39 @@ def test_the_table_compares_runs_of_the_same_seed():
     assert slow[3] == "0.5000" and slow[4:7] == ["5.00", "never", ""]
 
 
+def test_the_page_has_the_tables_of_the_runs_that_are_kept(monkeypatch, tmp_path):
+    page = speedrun.PAGE.read_text()
+    assert speedrun.fill_tables(page) == page and REFERENCE in page
+    monkeypatch.setattr(speedrun, "RUNS", tmp_path / "kept")
+    monkeypatch.setattr(speedrun, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(speedrun, "TABLES", {"ducks": ["ducks"], "few": ["ducks-3"]})
+    speedrun.RUNS.mkdir()
+    for name, loss in (("ducks", 0.1234567), ("ducks-3", 0.2)):
+        log = tmp_path / "out" / name / "results.jsonl"
+        log.parent.mkdir(parents=True)
+        log.write_text(json.dumps(make_run(REFERENCE, 0, loss, machine="mine")) + "\n")
+    marks = "<!-- speedrun few -->\n<!-- end -->\n<!-- speedrun ducks -->\nold\n<!-- end -->\n"
+    speedrun.PAGE.write_text(marks)
+    speedrun.main(["--page", f"--output_dir={tmp_path / 'out'}"])
+    (kept,) = speedrun.read_runs(speedrun.RUNS / "ducks.jsonl")
+    assert kept["held_out_loss"] == 0.12346 and "machine" not in kept
+    written = speedrun.PAGE.read_text()
+    few, ducks = (part.splitlines() for part in written.split("<!-- end -->\n")[:2])
+    assert few[3].startswith(f"| from 3: {REFERENCE} (reference) | 1 | 1,000 | 0.2000 | 1.00 |")
+    assert ducks[3].startswith(f"| {REFERENCE} (reference) | 1 | 1,000 | 0.1235 | 1.00 |")
+    assert len(ducks) == 4 and "old" not in written
+    # a second folder adds to them, and the last of two equal runs counts
+    log = tmp_path / "again/ducks/results.jsonl"
+    log.parent.mkdir(parents=True)
+    runs = [make_run("fast", 0, 0.2), make_run("fast", 0, 0.1)]
+    log.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    speedrun.main(["--page", f"--output_dir={tmp_path / 'again'}"])
+    kept = speedrun.read_runs(speedrun.RUNS / "ducks.jsonl")
+    losses = [(run["setting"], run["held_out_loss"]) for run in kept]
+    assert losses == [(REFERENCE, 0.12346), ("fast", 0.1)]
+    assert "| fast | 1 | 1,000 | 0.1000 | 0.81 |" in speedrun.PAGE.read_text()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("task", speedrun.TASKS)
 def test_settings_are_trained_measured_and_kept(tmp_path, monkeypatch, capsys, task):

@@ -18,6 +18,7 @@ PAGES = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "benchmarks/memory.md",
+    "minimal/README.md",
     *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
 ]
 MARKS = {"hub", "gpu", "cluster", "network"}  # needed by a command, but missing in tests

@@ -36,6 +36,9 @@ KEPT = {
         ["Sampling steps", "quality.py sampling"],
         ["1,000", "50.8 (26.4 to 80.2)", "57.3 (37.3 to 81.4)"],
         ["bf16 against float32", "FID"],
+        ["Gradient checkpointing", "1.21 (1.11 to 1.31)", "172 (164 to 181) MiB less"],
+        ["`--dataloader_num_workers 0`", "17.1 (16.9 to 17.2)"],
+        ["`--cache_images`", "13.9 (13.8 to 14.1)"],
         ["Two processes (DDP)", "0.96 (0.91 to 1.01)"],  # the only figure of DDP
         ["CUDA stream of their own (0.999)", "`cudnn.benchmark`"],
     ],
@@ -43,17 +46,34 @@ KEPT = {
         ["`accelerate config`", "No distributed training", "DeepSpeed", "traceback"],
         ["images", "2,000,000,000"],
         ["Cores for a GPU", "4.6 cores"],
+        ["`HF_TOKEN`", "on each machine", "private or gated"],
+        ["`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`", "`eth0`"],
         ["`torchrun --nproc_per_node=4 train_unconditional.py`"],
         ["fewer", "`ray start --head --num-cpus 8`"],  # in place of a flag of the Ray script
         ["Training", "5,452 hours of an H200"],  # beside the guide's hours of an A100
     ],
     # the guides' picture of the flow
-    "docs/data.md": [["URLs", "shards", "latent cache", "a trainer", "pipeline or LoRA"]],
+    "docs/data.md": [
+        ["URLs", "shards", "latent cache", "a trainer", "pipeline or LoRA"],
+        # a public data set with captions by its id, and a picture of what is done to an image
+        ["--dataset_name lambdalabs/naruto-blip-captions", "--max_train_steps"],
+        ["cut out as a square", "latents", "decoded again", "image-stages.png"],
+        ["`--dataloader_num_workers`", "`--cache_images`", "latent cache"],
+    ],
+    "docs/watching.md": [
+        ["`waiting`", "the share of the time", "data"],
+        ["`epoch_loss`", "the mean of the losses"],
+        ["Without a terminal", "`TQDM_DISABLE=1`", "Epochs count from 1"],
+    ],
     "docs/from-scratch.md": [["| prx_163m |", "658 h"], ["2,000 million images", "at 0.248"]],
     "docs/memory.md": [["`sdxl_lora_12gb`", "6.5 (6.5)", "10.9 (9.1)"]],  # lora.md: 11.2
     # the command of diffusers' model card, and what it needs
     "README.md": [
-        ["`accelerate launch train_unconditional.py --mixed_precision bf16`", "`accelerate config`"]
+        [
+            "`accelerate launch train_unconditional.py --mixed_precision bf16`",
+            "`accelerate config`",
+        ],
+        ["never run", "several GPUs", "`--fit`", "published weights"],
     ],
 }
 

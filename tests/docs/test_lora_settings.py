@@ -17,15 +17,22 @@ WIDTH = 120
 
 def describe_settings():
     """The table of settings, a line per model."""
-    lines = ["| model | layers | rank | rate | steps x images | pixels | base |"]
+    lines = ["| model | layers | rank | rate | steps x images | pixels | lowest base |"]
     lines.append("|---" * 7 + "|")
     for each in SETTINGS.values():
         lines.append(
             f"| {each.title} | `{each.layers}` | {each.rank} | {each.learning_rate:.0e} | "
             f"{each.steps:,} x {each.images} | {each.resolution} | "
-            f"{each.base_precision or '16 bits'} |".replace("e-0", "e-")
+            f"{find_base(each)} |".replace("e-0", "e-")
         )
     return "\n".join(lines)
+
+
+def find_base(settings):
+    """The lowest precision of the frozen base in which a source trains a LoRA of a model."""
+    said = " ".join(said.what for said in settings.sources)
+    bits = map(int, re.findall(r"base in (?:fp|int|nf)?(\d+)", said))
+    return f"{min(bits)} bits"
 
 
 def describe_sources():

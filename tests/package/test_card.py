@@ -1,5 +1,7 @@
 """The metadata of a model card: base and data if they are on the hub, and the licence."""
 
+import os
+
 import pytest
 
 import train_text_to_image
@@ -92,6 +94,7 @@ def test_names_of_folders_bring_no_markup_into_a_card(tmp_path):
         (tmp_path / folder / name).mkdir(parents=True)
     out, data = tmp_path / "runs" / name, tmp_path / "data" / name
     values = {"output_dir": str(out), "train_data_dir": str(data)}
+    os.mkfifo(out / "README.md")  # reading it would never end
     save_model_card(
         3, lambda about, args: Description(["x"], f"On `{about.data}`.", "code"), Flags(**values)
     )

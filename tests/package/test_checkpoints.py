@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from accelerate import Accelerator
 from conftest import make_unet_config, patch
 from diffusers import UNet2DModel
@@ -237,6 +238,12 @@ def test_a_changed_digit_in_trainer_state_json_is_refused(tmp_path, save):
         read_state(path.parent, 6)
     path.write_text(json.dumps(json.loads(content)))  # the same in another layout
     assert read_state(path.parent, 6) == state
+    for other in ({"data_step": None}, {"images_seen": ""}, {"settings": {"num_images": 6}}):
+        other = {**json.loads(content), **other, "checksums": {}}
+        own = xxhash.xxh3_128_hexdigest(json.dumps(other).encode())
+        path.write_text(json.dumps({**other, "checksums": {"trainer_state.json": own}}))
+        with pytest.raises(SystemExit, match="does not have the fields of a checkpoint"):
+            read_state(path.parent, 6)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(SystemExit, match="is damaged; .*trainer_state.json is not a file"):

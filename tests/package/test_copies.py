@@ -125,6 +125,17 @@ class Hold:
         monkeypatch.setattr(Address, "send", hold)
 
 
+def test_a_damaged_record_of_the_best_weights_leaves_the_checkpoints_their_copies(
+    out, make, capsys
+):
+    copies = make()
+    save(out, 1, best=1)
+    (out / "best/held_out.json").write_text("{}")
+    copies.begin(-1)
+    finish(copies)
+    assert check() == [1] and list_steps("best") == [] and not capsys.readouterr().err
+
+
 def test_new_files_are_copied_up_to_the_checkpoints_limit(out, make, capsys):
     copies = make(limit=2)
     save(out, 1, best=1)

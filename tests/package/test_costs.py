@@ -13,6 +13,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 from safetensors.torch import load_file
 from test_lora import adapted
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_text_to_image as script
@@ -34,6 +35,7 @@ from diffusion_training.training.step.costs import (
 )
 from diffusion_training.training.step.optimizers import make_optimizer
 
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 CONDITION = {"encoder_hidden_states": torch.zeros(3, 8, 32)}
 
 
@@ -294,6 +296,25 @@ def test_costs_measures_tflops_per_device_and_mfu(base, capsys):
     assert made.describe().startswith("Memory in use: ") and made.describe().endswith(
         "of this process and its data loader"
     )
+
+
+def test_costs_names_the_kernels_of_attention_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(costs, "ATTENTION", costs.ATTENTION | {CPU_ATTENTION: "a kernel"})
+    made = make_costs({"model": torch.nn.Linear(1, 1)}, None)
+
+    def attend(own, models, prepared, weight):
+        images = prepared.clean
+        torch.nn.functional.scaled_dot_product_attention(images, images, images)
+        with sdpa_kernel(SDPBackend.MATH):
+            for _ in range(2):
+                torch.nn.functional.scaled_dot_product_attention(images, images, images)
+        return images.sum()
+
+    made.count_first(objective_of(attend)).loss({}, PREPARED, torch.ones(3))
+    assert "Attention" not in made.describe()
+    made.total_gb = 80.0
+    said = "Attention: a kernel (1 x), separate products, slow and with more memory (2 x)"
+    assert made.describe().splitlines()[1:] == [said]
 
 
 def test_training_goes_on_if_operations_can_not_be_counted(base, monkeypatch, capsys):

@@ -5,11 +5,13 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import diffusers
 import pytest
 import torch
 import transformers
-from conftest import MODELS, make_sdxl, make_z_image
+from conftest import MODELS, Script, make_captioned, make_sdxl, make_z_image
 from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel
+from original_layout import to_published
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import MAKE
 
@@ -22,6 +24,133 @@ from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.settings import compare_settings
 from diffusion_training.models import EXACT, hash_rules
+
+# ------------------------------------------------------------------- a file of one part
+
+
+class Parts:
+    """A pipeline without the weights of its VAE and a text encoder, which are in a file each."""
+
+    def __init__(self, folder, make, text="text_encoder"):
+        make(folder / "whole")
+        self.whole = [f"--pretrained_model_name_or_path={folder / 'whole'}"]
+        shutil.copytree(folder / "whole", folder / "bare")
+        for part in ("vae", text):
+            for path in (folder / "bare" / part).glob("*.safetensors"):
+                path.unlink()
+        config = json.loads((folder / "whole/vae/config.json").read_text())
+        vae = getattr(diffusers, config["_class_name"]).from_pretrained(folder / "whole/vae")
+        weights = to_published(vae)
+        self.vae = {name.removeprefix("first_stage_model."): x for name, x in weights.items()}
+        if "Flux2" in config["_class_name"]:  # as in the file for ComfyUI
+            half = {"quant_conv.": "encoder.", "post_quant_conv.": "decoder."}
+            for name in [name for name in self.vae if "quant_conv." in name]:
+                self.vae[half[name.rpartition(".")[0] + "."] + name] = self.vae.pop(name)
+        (file,) = (folder / "whole" / text).glob("*.safetensors")
+        self.text = load_file(file)
+        self.folder = folder
+
+    def flags(self, vae=None, text=None):
+        """Flags of the pipeline with the files. vae, text: the weights in them."""
+        found = [f"--pretrained_model_name_or_path={self.folder / 'bare'}"]
+        for name, weights in (("vae", vae or self.vae), ("text_encoder", text or self.text)):
+            path = self.folder / f"{name}.safetensors"
+            save_file({key: value.contiguous() for key, value in weights.items()}, path)
+            found.append(f"--{name}_name_or_path={path}")
+        return [*found, f"--cache_dir={self.folder / 'kept'}"]
+
+
+def copy_demo(folder):
+    shutil.copytree(MODELS, folder)
+
+
+@pytest.mark.parametrize("make, text, prefix", [
+    (copy_demo, "text_encoder", "text_model."),  # CLIP
+    (MAKE["flux"], "text_encoder_2", ""),  # T5
+    (MAKE["klein"], "text_encoder", "model."),  # Qwen3; a VAE with statistics
+])  # fmt: skip
+def test_a_file_of_a_part_is_that_part(tmp_path, make, text, prefix):
+    """prefix: of names in ComfyUI's files, which transformers may leave out where it saves."""
+    parts = Parts(tmp_path, make, text)
+    weights = {prefix + name.removeprefix(prefix): x for name, x in parts.text.items()}
+    files, whole = parts.flags(text=weights), load(*parts.whole, resolution=32)
+    refused(argv=files[:1], resolution=32)  # without the files, weights are missing
+    found = load(*files, resolution=32)
+    assert module.describe_models(found) == module.describe_models(whole)
+    assert len([*(tmp_path / "kept/single_files").glob("[!.]*")]) == 2
+
+
+@pytest.mark.ci
+def test_a_cache_that_is_made_with_files_is_the_pipelines(tmp_path):
+    make_captioned(tmp_path / "images", 3)
+    parts, precompute = (
+        Parts(tmp_path, MAKE["flux"], "text_encoder_2"),
+        Script("precompute_latents"),
+    )
+    for name, base in (("one", parts.whole), ("two", parts.flags())):
+        images = [f"--train_data_dir={tmp_path / 'images'}", "--resolution=32", "--center_crop"]
+        precompute(*base, *images, f"--output_dir={tmp_path / name}", "--dataloader_num_workers=0")
+    (one,) = (tmp_path / "one").glob("*.arrow")
+    assert one.read_bytes() == (tmp_path / "two" / one.name).read_bytes()
+
+
+def test_a_text_encoder_in_fp8_is_multiplied_by_its_scales(tmp_path):
+    parts = Parts(tmp_path, copy_demo)
+    name = next(name for name in parts.text if name.endswith("q_proj.weight"))
+    scaled = (parts.text[name] / 0.01).to(torch.float8_e4m3fn)
+    more = {name: scaled, name.replace("weight", "scale_weight"): torch.tensor(0.01)}
+    more["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    more["spiece_model"] = torch.zeros(9, dtype=torch.uint8)
+    found = load(*parts.flags(text=parts.text | more)).text_encoders[0].state_dict()
+    (own,) = [x for key, x in found.items() if name.removeprefix("text_model.") in key]
+    assert torch.equal(own, (scaled.float() * 0.01).bfloat16().float())
+    assert not torch.equal(own, parts.text[name])
+
+
+def test_a_file_that_is_not_wholly_a_part_is_refused(tmp_path):
+    parts = Parts(tmp_path, copy_demo)
+    vae, text = parts.vae, parts.text
+    bias = next(name for name in text if name.endswith("q_proj.bias"))
+    words = next(name for name in text if "token_embedding" in name)
+
+    def without(weights, name):
+        return {key: value for key, value in weights.items() if key != name}
+
+    for said, flags in {
+        "the AutoencoderKL of": {"vae": {**vae, "loss.logvar": torch.ones(1)}},
+        "which has no loss.logvar": {"vae": {**vae, "loss.logvar": torch.ones(1)}},
+        "it lacks decoder.conv_out.bias": {"vae": without(vae, "decoder.conv_out.bias")},
+        "has other shapes of encoder.conv_in.bias": {
+            "vae": {**vae, "encoder.conv_in.bias": torch.ones(3)}
+        },
+        "NaN": {"vae": {**vae, "decoder.conv_out.bias": vae["decoder.conv_out.bias"] * torch.nan}},
+        "1 unexpected keys, such as extra.weight": {
+            "text": {**text, "extra.weight": torch.ones(1)}
+        },
+        "1 missing keys, such as": {"text": without(text, bias)},
+        "does not fit the CLIPTextModel of": {"text": {**text, words: text[words][1:]}},
+        "it is none of its text encoders": {"text": {words: text[words], bias: text[bias]}},
+    }.items():
+        refused(said, argv=parts.flags(**flags))
+        kept = tmp_path / "kept/single_files"
+        assert not [path for path in kept.glob("[!.]*") if ("vae" in flags) == ("vae" in path.name)]
+    (tmp_path / "vae.safetensors").write_bytes(b"no weights")
+    refused(
+        "vae.safetensors can't be read", argv=[f"--vae_name_or_path={tmp_path}/vae.safetensors"]
+    )
+    args = precompute_latents.parse_args([
+        f"--train_data_dir={MODELS}", f"--vae_name_or_path={tmp_path / 'vae.safetensors'}",
+        f"--text_encoder_name_or_path={MODELS / 'text_encoder'}",
+    ])  # fmt: skip
+    with pytest.raises(SystemExit, match="is a file, and its config is the pipeline's: give --p"):
+        open_base(args)
+    MAKE["qwen_image"](tmp_path / "qwen")
+    said = "reads no AutoencoderKLQwenImage from one file: leave it out"
+    qwen = f"--pretrained_model_name_or_path={tmp_path / 'qwen'}"
+    refused(said, argv=[*parts.flags()[1:2], qwen])
+
+
+# ------------------------------------------------------------------- the models
 
 
 def load(*argv, resolution=16, dtype=torch.float32):
@@ -105,12 +234,6 @@ def test_autoencoder_tiny_and_models_from_several_folders_load(tmp_path, models)
         f"{tmp_path / 'both'} does not hold the model of",
         argv=[f"--text_encoder_name_or_path={tmp_path / 'both'}"],
     )
-    for flag, kind in (("vae", "VAE"), ("text_encoder", "text encoder")):
-        file = next((MODELS / flag).glob("*.safetensors"))
-        refused(
-            f"{file} is a file, and a {kind} of its own must be a folder or a hub id",
-            argv=[f"--{flag}_name_or_path={file}"],
-        )
     shutil.copytree(MODELS / "tokenizer", tmp_path / "both", dirs_exist_ok=True)
     both = load(f"--text_encoder_name_or_path={tmp_path / 'both'}")
     assert len(both.tokenizers[0]) == len(encoders.tokenizers[0])

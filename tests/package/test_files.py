@@ -60,6 +60,15 @@ def test_saving_replaces_only_files_of_the_same_name(tmp_path):
     assert not list((tmp_path / "out").rglob(".tmp*"))
 
 
+def test_a_file_never_replaces_a_folder(tmp_path):
+    (tmp_path / "out/metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "out/metrics.jsonl/mine.txt").write_text("mine")
+    said = "the records could not be saved .*Is a directory"
+    with pytest.raises(SystemExit, match=said), saving(tmp_path / "out", "the records") as new:
+        (new / "metrics.jsonl").write_text("new")
+    assert tree(tmp_path / "out") == {"metrics.jsonl/mine.txt": "mine"}
+
+
 def test_a_kill_at_any_file_change_leaves_complete_files(tmp_path, monkeypatch):
     """The next start restores half-moved files, and the next save succeeds."""
     changes, limit = 0, 0

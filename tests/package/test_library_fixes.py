@@ -5,21 +5,29 @@ shows that the change helps, the docstring names that test.
 """
 
 import importlib.metadata
+import importlib.util
 import io
 import platform
 import tarfile
 import time
 
+import accelerate.optimizer
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import make_images
 from datasets.packaged_modules.webdataset.webdataset import WebDataset, text_loads
 from datasets.utils import file_utils
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training import library_fixes
-from diffusion_training.library_fixes import decode_caption, end_streams_at_once, refuse_cut_tars
+from diffusion_training.library_fixes import (
+    decode_caption,
+    end_streams_at_once,
+    look_for_lomo_once,
+    refuse_cut_tars,
+)
 from diffusion_training.models import compile_model
 
 
@@ -28,6 +36,8 @@ def unchanged(monkeypatch):
     """The libraries as they are installed, whatever other tests have changed in this process."""
     monkeypatch.setattr(tarfile.TarFile, "tarinfo", tarfile.TarInfo)
     monkeypatch.setattr(file_utils, "xopen", library_fixes.xopen)
+    find_lomo = library_fixes.is_lomo_available.__wrapped__
+    monkeypatch.setattr(accelerate.optimizer, "is_lomo_available", find_lomo)
     monkeypatch.setitem(WebDataset.DECODERS, "txt", text_loads)
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 5)
     with torch._dynamo.config.patch(recompile_limit=8):
@@ -144,6 +154,26 @@ def test_datasets_waits_after_each_pass_over_a_shuffled_stream(tmp_path, monkeyp
     waits.clear()
     end_streams_at_once()
     assert len(list(stream)) == 4 and not any(waits)
+
+
+def test_accelerate_looks_for_lomo_in_each_step_of_an_optimizer(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = Accelerator(cpu=True).prepare_optimizer(torch.optim.SGD([weight]))
+    find_spec, searched = importlib.util.find_spec, []
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: searched.append(name) or find_spec(name)
+    )
+
+    def count_searches():
+        searched.clear()
+        optimizer.step()
+        return searched.count("lomo_optim")
+
+    count_searches()
+    assert_has_fault(count_searches() > 0, "accelerate", "look_for_lomo_once")
+    look_for_lomo_once()
+    count_searches()
+    assert count_searches() == 0
 
 
 def test_torch_stops_compiling_after_eight_sizes():

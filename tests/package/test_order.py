@@ -4,6 +4,7 @@ This holds for any batch size, any number of processes and any kill.
 """
 
 import collections
+import functools
 import itertools
 import json
 import random
@@ -12,11 +13,13 @@ import tracemalloc
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from diffusion_training.order import (
     Order,
     Stream,
     draw_choices,
+    seed_generators,
     step_batches,
     step_seed,
     stream_batches,
@@ -191,6 +194,21 @@ def test_seeds_and_choices_stay_the_same_in_every_version():
     # held-out images: centre crop, not mirrored, the caption of a cache (epoch 0)
     y, x, flip, caption = draw_choices(5, None, 7)
     assert (y, x, flip, caption) == (0.5, 0.5, 1.0, draw_choices(5, 0, 7)[3])
+
+
+def test_a_step_seeds_the_generators_of_its_device_and_asks_no_other(monkeypatch):
+    asked = []
+    for name in ("cuda", "xpu", "mtia"):
+        for function in ("manual_seed", "manual_seed_all"):
+            add = functools.partial(lambda name, seed: asked.append((name, seed)), name)
+            monkeypatch.setattr(getattr(torch, name), function, add)
+    key = step_seed("step", 0, 1, 2, 3)
+    torch.manual_seed(key)
+    draws = torch.randn(5)
+    asked.clear()
+    for device, seeded in (("cpu", []), ("cuda", [("cuda", key)])):
+        seed_generators(key, torch.device(device))
+        assert torch.equal(torch.randn(5), draws) and asked == seeded
 
 
 # ------------------------------------------------------------------- streams

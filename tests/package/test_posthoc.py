@@ -1,5 +1,7 @@
 """Post-hoc EMA: profiles, their correlations, and averages made of snapshots."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -126,3 +128,31 @@ def test_snapshots_after_the_checkpoint_of_a_resumed_run_are_deleted(tmp_path):
     assert len(list_snapshots(tmp_path)) == 2
     prune_snapshots(tmp_path, -1)
     assert list_snapshots(tmp_path) == []
+
+
+def test_snapshots_that_are_damaged_missing_or_of_another_run_are_refused(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        folder.mkdir()
+        posthoc = PosthocEma({"unet": torch.nn.Linear(2, 2)}, [0.05, 0.1])
+        for step in (2, 4, 6):
+            posthoc.update(2)
+            write_snapshot(folder, step, posthoc.copy(CPU))
+            for weight in posthoc.averages[0.05]["unet"].parameters():
+                weight.data += 1
+    step = run / "posthoc_ema/step-0000004"
+    path = step / "unet-0.05.safetensors"
+    content = path.read_bytes()
+    assert len(list_snapshots(run)) == 6
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(SystemExit, match="unet-0.05.safetensors can't be read .it has changed"):
+        list_snapshots(run)
+    shutil.copy(other / "posthoc_ema/step-0000004/unet-0.05.safetensors", path)
+    with pytest.raises(SystemExit, match="does not follow the snapshots before it"):
+        list_snapshots(run)
+    shutil.rmtree(step)
+    with pytest.raises(SystemExit, match="step-0000006/.+ does not follow the snapshots before"):
+        list_snapshots(run)
+    shutil.rmtree(run / "posthoc_ema/step-0000002")
+    with pytest.raises(SystemExit, match="does not follow the snapshots before it"):
+        list_snapshots(run)

@@ -184,16 +184,20 @@ def test_read_metrics_skips_damaged_lines(tmp_path):
         "1",
         '{"loss": 1}',
         '{"step": 1, "loss": 0.5}',
+        '{"step": 1, "loss": 0.5, "held_out_loss": 0.5}',
+        "[" * 10**5,
     ]
     lines += [json.dumps(whole | wrong) for wrong in (
         {"loss": math.nan}, {"loss": "x"}, {"data_wait": None}, {"step": 1.5}, {"step": True},
+        {"lr": 10**400},
     )]  # fmt: skip
     lines += ['{"step": 4, "held_out_loss": 0.25}', '{"step": 5, "held_out_loss": "x"}']
     lines += [
         json.dumps(whole | {"step": 6, "signs": {"lr": "why"}, "skipped": {"a.png": "broken"}})
     ]
     # of a record with odd fields, the others are read
-    lines += [json.dumps(whole | {"step": 7, "signs": [], "note": "x", "more": math.inf})]
+    odd = {"signs": [], "note": "x", "more": math.inf, "huge": 10**400}
+    lines += [json.dumps(whole | {"step": 7} | odd)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 4, 6, 7]
     assert read_metrics(tmp_path)[-1] == whole | {"step": 7}

@@ -103,9 +103,10 @@ def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="can't be written to"):
         use_folder(args(f"--output_dir={tmp_path / 'file'}"))
-    (tmp_path / "find_lr/find_lr.json").write_text("5")
-    with pytest.raises(SystemExit, match="holds find_lr.json and no run of this script"):
-        use_folder(args(f"--output_dir={tmp_path / 'find_lr'}"))
+    for content in ("5", "[" * 10**5):
+        (tmp_path / "find_lr/find_lr.json").write_text(content)
+        with pytest.raises(SystemExit, match="holds find_lr.json and no run of this script"):
+            use_folder(args(f"--output_dir={tmp_path / 'find_lr'}"))
     # every run leaves at least one of these
     contents = {
         "find_lr.json": '{"smoothed": []}',

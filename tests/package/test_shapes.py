@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, UNet2DConditionModel
 from diffusers.models.transformers import transformer_qwenimage
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion_training.shapes import call_on_meta, check_shapes, list_reached
 
@@ -66,6 +67,22 @@ def test_the_ends_of_equal_blocks_tell_as_much_as_all(kind, config, call, block,
     finally:
         hook.remove()
     assert bool(whole.unreached) == (kind is not UNet2DConditionModel)
+
+
+def test_norms_compute_nothing_and_their_weights_are_reached():
+    with torch.device("meta"):
+        models = {"model": UNet2DConditionModel(**UNET)}
+    computed = []
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            computed.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    with Note():
+        assert check_shapes(models, call_unet, "the model", [4, 8, 8], CONDITION).unreached == []
+    assert any("convolution" in name for name in computed)
+    assert not [name for name in computed if "norm" in name]
 
 
 def test_weights_that_do_nothing_in_each_block_are_named_in_all_blocks(monkeypatch):

@@ -15,7 +15,11 @@ import sys
 import pytest
 import torch
 import torch._dynamo
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command_parser,
+    simple_launcher,
+)
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from conftest import (
     ROOT,
@@ -298,6 +302,22 @@ def test_accelerate_launch_uses_omp_num_threads_or_all_cores(
         assert DiffusionPipeline.from_pretrained(tmp_path / "out").unet.dtype == torch.float32
     else:
         assert json.loads((tmp_path / "out/cache.json").read_text())["rows"] == 6
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+@pytest.mark.parametrize("status", [2, 75, 143])
+def test_the_launcher_turns_the_scripts_status_into_1(tmp_path, status, quiet):
+    """As AGENTS.md and docs/troubleshooting.md say. Python ends with 1 after the error."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\n\nsys.exit({status})\n")
+    args = launch_command_parser().parse_args(["--cpu", *quiet, str(script)])
+    args, *_ = _validate_launch_command(args)
+    with pytest.raises((SystemExit, subprocess.CalledProcessError)) as stop:
+        simple_launcher(args)
+    if quiet:
+        assert stop.value.code == 1
+    else:
+        assert stop.value.returncode == status  # of the script; nothing hands it on
 
 
 KERNEL = """

@@ -1,6 +1,7 @@
 """recipes/: one for each model and method, which trains on a tiny model; --cache_latents."""
 
 import json
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_pipelines
+import torch
 from conftest import (
     ROOT,
     Script,
@@ -463,22 +465,52 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("without_figures", "forked")
-def test_folders_with_and_without_masks_or_buckets_do_not_mix(tmp_path, flags):
+def test_images_of_a_folder_without_masks_count_everywhere(tmp_path, flags, monkeypatch):
     make_captioned(tmp_path / "others", 4)
-    white = Image.new("L", Image.open(tmp_path / "photos/0.png").size, 255)
-    white.save(tmp_path / "photos/0.mask.png")
+    width, height = Image.open(tmp_path / "photos/0.png").size
+    mask = Image.new("L", (width, height))
+    mask.paste(255, (0, 0, width // 2, height))
+    mask.save(tmp_path / "photos/0.mask.png")
     file = tmp_path / "data.toml"
-    file.write_text(DATA.format(tmp_path).replace("flip_aug = true", ""))
+    file.write_text(DATA.format(tmp_path))
     own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
-    own = [*own, f"--data={file}", "--train_batch_size=8"]
-    said = train.refused(*own)
-    assert "put a mask into each folder of images" in said
-    Image.new("L", Image.open(tmp_path / "others/0.png").size, 255).save(
-        tmp_path / "others/0.mask.png"
-    )
-    train(*own)
-    file.write_text(file.read_text() + "enable_bucket = true\nbucket_reso_steps = 4\n")
-    said = train.refused(*own, f"--output_dir={tmp_path / 'b'}")
+    own = [*own, f"--data={file}", "--train_batch_size=8", "--max_train_steps=4"]
+    getitem = CachedLatents.__getitem__
+
+    def spy(self, keys):
+        batch = getitem(self, keys)
+        assert (batch["mask"].dtype, batch["mask"].shape) == (
+            torch.uint8,
+            (len(keys), math.prod(batch["latents_shape"][1:])),
+        )
+        for (_, row, _), mask in zip(keys, batch["mask"], strict=True):
+            masks.setdefault(row % 10, []).append(mask.unique().tolist())
+        return batch
+
+    masks = {}
+    monkeypatch.setattr(CachedLatents, "__getitem__", spy)
+    train(*own, "--checkpointing_steps=2")
+    assert {*masks} == {*range(10)} and all(min(mask) == 0 for mask in masks.pop(0))
+    assert all(mask == [255] for mask in sum(masks.values(), []))
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "out", resumed)
+    train(*own, f"--output_dir={resumed}", "--resume_from_checkpoint=latest")
+    # the same bits as with a mask that is white
+    white = Image.new("L", Image.open(tmp_path / "others/0.png").size, 255)
+    white.save(tmp_path / "others/0.mask.png")
+    train(*own, f"--output_dir={tmp_path / 'white'}")
+    for folder in (resumed, tmp_path / "white"):
+        assert_same_weights(tmp_path / "out/unet", folder / "unet")
+
+
+@pytest.mark.usefixtures("without_figures", "forked")
+def test_folders_with_and_without_buckets_do_not_mix(tmp_path, flags):
+    make_captioned(tmp_path / "others", 4)
+    file = tmp_path / "data.toml"
+    file.write_text(DATA.format(tmp_path) + "enable_bucket = true\nbucket_reso_steps = 4\n")
+    own = [flag for flag in flags if not flag.startswith(("--train_data_dir", "--resolution"))]
+    said = train.refused(*own, f"--data={file}")
     assert "give all of them --bucket_step (in --data: enable_bucket), or none" in said
 
 

@@ -1,5 +1,6 @@
 """Images of several sizes, and masks: from a cache and images, killed and resumed, SD and SDXL."""
 
+import itertools
 import json
 import os
 
@@ -27,7 +28,7 @@ import precompute_latents
 import train_text_to_image as script
 from diffusion_training.data.encoders import encode_images
 from diffusion_training.families.opening import open_base
-from diffusion_training.latents.reader import CachedLatents
+from diffusion_training.latents.reader import CachedLatents, load_cache
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
@@ -338,18 +339,12 @@ def test_bad_bucket_step_or_mask_column_is_refused(tmp_path, data, flags, said):
     assert not (tmp_path / "cache").exists()
 
 
-def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data):
+def test_caches_with_different_buckets_are_refused(tmp_path, data):
     models = make_models(tmp_path)
     make_cache(tmp_path, models)
     assert "transform.bucket_step 4 -> 8" in precompute.refused(
         *cache_flags(tmp_path, models, "--bucket_step=8")
     )
-    for path in data.glob("*.mask.png"):
-        path.unlink()
-    make_cache(tmp_path, models, name="other")
-    both = ["--latents_dir", str(tmp_path / "cache"), str(tmp_path / "other")]
-    error = train.refused(*train_flags(tmp_path, models), *both)
-    assert "features ['ragged latents'] -> ['ragged latents', 'masks']" in error
     both = ["--use_aspect_ratio_buckets", "--latents_dir", str(tmp_path / "cache")]
     assert "--use_aspect_ratio_buckets does nothing with --latents_dir" in train.refused(
         *train_flags(tmp_path, models), *both, status=2
@@ -359,6 +354,37 @@ def test_caches_with_different_buckets_or_masks_are_refused(tmp_path, data):
         "--text_encoder_name_or_path=b",
     ])  # fmt: skip
     assert args.bucket_step == 64
+
+
+def test_masks_of_caches_with_and_without_masks_flips_and_of_two_sizes(tmp_path, data):
+    """An image has its own mask, mirrored with it, or a white one in a cache without masks."""
+    models = f"--pretrained_model_name_or_path={make_models(tmp_path)}"
+    make_masked(tmp_path / "without", masks=False)
+    kinds = {
+        "masked": ["data", "--resolution=8"],
+        "both": ["data", "--resolution=16", "--random_flip"],
+        "mirrored": ["without", "--resolution=8", "--random_flip"],
+    }
+    folders = [str(tmp_path / kind) for kind in kinds]
+    for folder, (source, *own) in zip(folders, kinds.values(), strict=True):
+        own = [*own, f"--train_data_dir={tmp_path / source}", "--dataloader_num_workers=0"]
+        precompute(*precompute.flags(folder, *own, models, "--center_crop"))
+    for order in itertools.permutations(folders):
+        mixed = CachedLatents({folder: load_cache(folder) for folder in order}, 0, True)
+        for number, folder in enumerate(order):
+            rows = datasets.load_from_disk(folder).with_format("numpy")
+            flips = []
+            for epoch in range(4):
+                batch = mixed[[(epoch, 12 * number + 3, 1.0)]]
+                size = batch["latents_shape"][1:]
+                expected = np.full(size, 255, np.uint8)
+                if "mask" in rows.column_names:
+                    expected = rows[3]["mask"].reshape(size)
+                    assert len(np.unique(expected)) > 3
+                flips += batch["flipped"].tolist()
+                found = batch["mask"].numpy().reshape(size)
+                assert np.array_equal(found, expected[:, ::-1] if flips[-1] else expected)
+            assert any(flips) == (not folder.endswith("masked"))
 
 
 def test_bucketed_cache_bytes_are_the_same_on_one_and_two_processes(tmp_path, data):

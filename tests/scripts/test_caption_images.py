@@ -297,6 +297,18 @@ def test_other_models_describe_images_of_several_sizes(make, prompt, flags, draw
     assert not any(prompt in text for text in texts.values())
 
 
+def test_a_caption_ends_where_the_model_can_write_no_more(flags, drawings, tmp_path):
+    """Florence-2 has 1,024 positions, the tiny one 256, and this one never ends by itself."""
+    more = [f"--pretrained_model_name_or_path={make_florence(tmp_path / 'florence')}"]
+    more += ["--batch_size=2", "--max_train_samples=2", "--max_new_tokens=300"]
+    said = caption.refused(*flags, *more, f"--prompt={'duck ' * 300}")
+    assert "an image with --prompt takes 30" in said and "the model reads 256: shorten it" in said
+    # the run that described nothing does not stand in the way of another prompt
+    caption(*flags, *more, "--prompt=a red duck")
+    texts = read_texts(drawings)
+    assert len(texts) == 2 and all(200 < len(text.split()) <= 256 for text in texts.values())
+
+
 def test_bad_flags_and_models_end_in_one_sentence(flags, drawings, tmp_path):
     for more, sentence in {
         "--trigger=": "--trigger is empty: leave it out",

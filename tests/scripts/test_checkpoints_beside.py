@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the training: true copies, whole or absent, no error is lost."""
+"""Files are written beside the training: true copies, whole or absent, and no error is lost."""
 
 import argparse
 import itertools
@@ -26,12 +26,18 @@ from conftest import (
     start,
     wait_until,
 )
+from PIL import Image
 
 from diffusion_training.files import checksum_files
 from diffusion_training.launch import StopSignal
 from diffusion_training.memory import HostMemory, measure_free
 from diffusion_training.training.keeping import checkpoints as checkpoints_module
-from diffusion_training.training.keeping.checkpoint_copy import count_copy, make_checkpoint_copy
+from diffusion_training.training.keeping.checkpoint_copy import (
+    CheckpointCopy,
+    count_copy,
+    make_checkpoint_copy,
+)
+from diffusion_training.training.saver import Saver
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 UNCONDITIONAL, TEXT = Script("train_unconditional"), Script("train_text_to_image")
@@ -171,6 +177,72 @@ def test_a_full_disk_ends_all_processes_in_the_same_step(tmp_path, flags):
     assert checkpoints(tmp_path / "out") == {"checkpoint-3"}
 
 
+def test_samples_that_cannot_be_saved_end_all_processes_and_come_again(tmp_path, flags):
+    """The checkpoint that is begun after them is not written, since a resumed run needs them."""
+    flags = [*flags, "--validation_steps=2", "--eval_batch_size=2"]
+    train, begin, out = UNCONDITIONAL, Saver.begin_checkpoint, tmp_path / "out"
+    train.fork(*flags, f"--output_dir={tmp_path / 'whole'}", num_processes=2)
+
+    def run():
+        def note(saver):
+            begin(saver)
+            if saver.launch.is_main:
+                Path(tmp_path, f"begun-{saver.progress.global_step}").touch()
+
+        def fill(*args, **options):
+            wait_until((tmp_path / "begun-4").exists)
+            raise OSError(28, "No space left on device")
+
+        Saver.begin_checkpoint, Image.Image.save = note, fill
+        train(*flags)
+
+    codes = finish(start(run, 2, tmp_path / "log"))
+    said = (tmp_path / "log").read_text()
+    assert codes == [1, 75] and "Traceback" not in said, said
+    sentence = r"step-0000002.png could not be saved \(.*No space left on device\)"
+    assert len(re.findall(rf"^train_unconditional.py: .*{sentence}", said, re.M)) == 1, said
+    assert checkpoints(out) == {"checkpoint-2"} and not list((out / "samples").iterdir())
+    train.fork(*flags, "--resume_from_checkpoint=latest", num_processes=2)
+    names = [path.name for path in (tmp_path / "whole/samples").iterdir()]
+    assert sorted(names) == [f"step-000000{step}.png" for step in (2, 4, 6)]
+    for name in names:
+        assert (out / "samples" / name).read_bytes() == (
+            tmp_path / "whole/samples" / name
+        ).read_bytes()
+    assert "step 6</figcaption>" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_that_takes_no_step_after_a_later_one_gets_samples_in_time(
+    flags, monkeypatch, name
+):
+    """tensorboard's file takes them in any order, so the training does not wait for them."""
+    logged, drawn = [], []
+
+    class Tracker:
+        def __init__(self):
+            self.name = name
+
+        def log(self, values, step):
+            logged.append(step)
+            if name == "tensorboard" and step == 3:
+                drawn.append(step)
+
+        def log_images(self, images, step, **layout):
+            wait_until(lambda: drawn or step != 2 or name == "wandb")
+            time.sleep(0.1)
+            logged.append(step)
+
+        def finish(self):
+            pass
+
+    add = lambda accelerator, *rest: accelerator.trackers.append(Tracker())
+    patch(monkeypatch, "init_trackers", add)
+    UNCONDITIONAL(*flags, "--validation_steps=2", "--holdout=0")
+    assert sorted(logged) == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    assert (logged == sorted(logged)) == (name == "wandb")
+
+
 def test_a_run_that_fails_finishes_its_checkpoint(tmp_path, flags, monkeypatch):
     save_weights = checkpoints_module.save_weights
     take_step = UNCONDITIONAL.module.train_step
@@ -306,6 +378,33 @@ def test_tensors_cut_from_host_memory_keep_their_layout_and_never_overlap():
     memory.place = begin
     again = memory.cut(likes[0])
     assert again.data_ptr() == copies[0].data_ptr()
+
+
+def test_a_later_copy_takes_no_new_memory_and_has_what_the_optimizer_adds():
+    model, cpu = torch.nn.Linear(3, 2), torch.device("cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = HostMemory(10_000, cpu)
+    copy = CheckpointCopy({"model": model}, memory, cpu)
+
+    def assert_copied():
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        copy.take(optimizer)
+        ((_, copied),) = copy.models()
+        for name, weight in model.state_dict().items():
+            assert torch.equal(copied.state_dict()[name], weight)
+        for number, state in optimizer.state_dict()["state"].items():
+            own = copy.moments()["state"][number]
+            assert own.keys() == state.keys()
+            assert all(torch.equal(own[name], value) for name, value in state.items())
+            assert not any(own[name] is value for name, value in state.items())
+
+    assert_copied()
+    place = memory.place
+    assert_copied()
+    assert memory.place == place
+    optimizer.state[model.weight]["slow"] = torch.ones(7)
+    assert_copied()
 
 
 def test_free_memory_respects_the_limits_of_containers(tmp_path, monkeypatch):

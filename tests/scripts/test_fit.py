@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT, Script, finish, make_captioned, start
 from diffusers import AutoencoderKLFlux2
 from fake_device import forked
+from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from diffusion_training import blocks
@@ -350,6 +351,28 @@ def test_a_compiled_run_keeps_the_plan_of_its_checkpoint(
     assert lines[1].startswith(said) and lines[1].removeprefix(said) == lines[0].split(": ")[1]
     lines, _ = run("none", less, resume)
     assert lines == [f"{said}no gradient checkpointing"]
+
+
+@pytest.mark.long
+def test_plans_have_the_same_bits_in_runs_compiled_with_aot_eager(tmp_path, base):
+    """As docs/memory.md has it."""
+    plans = ("", "--checkpoint_blocks=1", "--gradient_checkpointing")
+    plans += ("--gradient_checkpointing --keep_attention",)
+    found = []
+    for number, plan in enumerate(plans):
+        out = tmp_path / str(number)
+        FLOW(*list_flags(base, "--compile=aot_eager", *plan.split()), f"--output_dir={out}")
+        torch._dynamo.reset()
+        files = sorted((out / "checkpoint-2").rglob("*.safetensors"))
+        found.append({str(file.relative_to(out)): load_file(file) for file in files})
+    first, *others = found
+    differences = [
+        (weight - other[file][name]).abs().max().item()
+        for other in others
+        for file, weights in first.items()
+        for name, weight in weights.items()
+    ]
+    assert len(differences) > 100 and max(differences) == 0
 
 
 def run_on_two(folder, base):

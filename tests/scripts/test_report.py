@@ -161,7 +161,7 @@ def test_report_of_a_long_run_is_cheap_and_lists_rows_the_cache_lacks(tmp_path, 
     print(f"{read:.2f} s to read, {time.process_time() - begin - read:.2f} s to report")
     assert len(records) >= 30_000 and time.process_time() - begin - read < 8 * read + 2
     page = (tmp_path / "out/report.html").read_text()
-    assert len(page) < 2_000_000 and page.count("data:image/") == 8 + 6 and "broken" in page
+    assert len(page) < 2_000_000 and page.count("data:image/") == 7 + 6 and "broken" in page
     assert "<script" not in page and HOSTILE not in page and capfd.readouterr().err == ""
     # a constant speed and memory need no curve
     names = ["loss", "held-out loss", "held_out_loss_t0.1", "learning rate", "norm of", "share of"]
@@ -274,7 +274,7 @@ def test_report_layout_is_right_in_a_browser(tmp_path, width, height, dark):
     assert seen["wide"] <= width  # nothing is wider than the window
     assert seen["columns"] == (1 if width == 390 else 3)
     assert seen["ink"] == ("rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)")
-    assert len(seen["pictures"]) == 6 and all(
+    assert len(seen["pictures"]) == 5 and all(
         wide == 400 and high > 200 for wide, high in seen["pictures"]
     )
     assert len(seen["pair"]) == 2 and min(seen["pair"]) > (300 if width == 390 else 500)

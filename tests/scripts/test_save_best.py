@@ -86,9 +86,12 @@ def test_save_best_never_replaces_a_folder_of_the_user(tmp_path, flags):
 
 
 def test_read_best_ignores_a_damaged_record(tmp_path):
-    for content in ("", "{", "[]", '{"step": 1}'):
+    for content in ("", "{", "[]", '{"step": 1}', "[" * 10**5):
         (tmp_path / "held_out.json").write_text(content)
         assert read_best(tmp_path) == {}
+    (tmp_path / "held_out.json").unlink()
+    os.mkfifo(tmp_path / "held_out.json")
+    assert read_best(tmp_path) == {}
 
 
 def steps(folder):

@@ -152,7 +152,7 @@ def test_unsuitable_single_files_are_refused(bases, tmp_path):
     (tmp_path / "base.gguf").write_bytes(b"GGUF")
     for name in ("base.ckpt", "base.gguf"):
         said = refused(bases, tmp_path, tmp_path / name)
-        assert "because a .ckpt can run any program, and GGUF is not read" in said
+        assert "because a .ckpt can run any program, and GGUF is read as --tra" in said
     assert "--variant fp16 does nothing for a single file" in refused(
         bases, tmp_path, path, config, "--variant=fp16"
     )

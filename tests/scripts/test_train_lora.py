@@ -154,6 +154,7 @@ def test_damaged_settings_of_a_checkpoint_end_in_a_sentence(tmp_path, flags):
     changes = {"peft_type": None, "r": "2", "target_modules": {"to_q": 1}, "lora_alpha": [2]}
     contents = [b"\xff\x00", b"", b"[1]", b"{}", b"[" * 10**5]
     contents += [json.dumps(whole | {key: value}).encode() for key, value in changes.items()]
+    contents.append(json.dumps(whole | {"r": 0}).encode())
     for key in changes:
         contents.append(json.dumps({k: v for k, v in whole.items() if k != key}).encode())
     more = [*flags, "--max_train_steps=3", "--resume_from_checkpoint=latest"]
@@ -162,7 +163,7 @@ def test_damaged_settings_of_a_checkpoint_end_in_a_sentence(tmp_path, flags):
         for file in files:
             file.write_bytes(content)
         assert train.module.parse_args(without).rank is None
-        with pytest.raises((ValueError, RecursionError)):
+        with pytest.raises(ValueError):
             read_settings(files[0].parent)
         if content in contents[::6]:  # each one takes half a second
             said = train.refused(*more)
@@ -524,6 +525,7 @@ def test_lora_without_a_gradient_gives_a_warning(flags, capfd, monkeypatch):
         (["--lora_alpha=8"], "--lora_alpha does nothing without --rank"),
         (["--rank=4", "--lora_type=lokr", "--use_rslora"], "--use_rslora can't be combined with"),
         (["--optimizer=prodigy", "--learning_rate=3e-4"], "give --learning_rate 1"),
+        (["--optimizer=prodigy", "--scale_lr"], "prodigy can't be combined with --scale_lr"),
         (["--rank=4", "--output_single_file"], "--output_single_file writes a pipeline, not"),
     ],
 )
@@ -551,7 +553,7 @@ def test_rank_without_other_flags_selects_the_lora_demo(tmp_path, capsys):
     args = script.parse_args(
         ["--rank", "16", "--max_train_steps", "3", "--output_dir", str(tmp_path)]
     )
-    printed = capsys.readouterr().out.strip().split("\n")[-1]
+    printed = capsys.readouterr().out.partition("full command:\n")[2].splitlines()[0]
     assert args.rank == 16 and args.max_train_steps == 3
     assert [Path(args.train_data_dir).name, args.latents_dir] == ["ducks", None]
     assert args.preserve_prior

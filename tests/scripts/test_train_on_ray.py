@@ -288,16 +288,24 @@ def test_train_on_ray_reports_bad_flags_in_one_line(tmp_path, capsys, monkeypatc
     (tmp_path / "other/failing.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "other")
     two = "--max_workers=2"
-    for script in ("nothing.py", "letter.txt", tmp_path):
+    for script in ("nothing.py", "letter.txt", tmp_path, f"{'a' * 300}.py"):
         assert f"{script} is not a trainer: give the path of a file" in refuse(capsys, two, script)
     (tmp_path / "no_list.py").write_text("def parse_args(): pass")
-    for script in ("plain.py", "no_list.py"):
+    (tmp_path / "number.py").write_text("parse_args = 5")
+    for script in ("plain.py", "no_list.py", "number.py"):
         said = refuse(capsys, two, script)
         assert f"{script} is not a trainer: it has no parse_args that takes a list" in said
     text = "import argparse\n\ndef parse_args(argv): return argparse.Namespace()"
     (tmp_path / "no_resume.py").write_text(text)
     said = refuse(capsys, two, "no_resume.py")
     assert "no_resume.py is not a trainer: it has no --resume_from_checkpoint" in said
+    text = text.replace("()", "(resume_from_checkpoint=None)")
+    (tmp_path / "no_output.py").write_text(text)
+    assert "it has no --output_dir" in refuse(capsys, two, "no_output.py")
+    for name, text in {"open": "x = (", "null": "x = 1\0", "coded": "# coding: nonsense"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        said = refuse(capsys, two, f"{name}.py")
+        assert f"{name}.py can't be read: " in said and "Traceback" not in said
     said = refuse(capsys, two, "--min_workers=3", "failing.py", "--output_dir=out")
     assert "--min_workers 3 exceeds --max_workers 2" in said
     # errors of the trainer's flags, before Ray starts
@@ -361,6 +369,13 @@ def make_job(tmp_path, **changes):
     values = dict.fromkeys(field.name for field in dataclasses.fields(train_on_ray.RayJob))
     values |= {"folder": str(tmp_path), "output_dir": str(tmp_path / "out"), "token": "t"}
     return train_on_ray.RayJob(**values | {"host": "first", "script": "train_x.py"} | changes)
+
+
+def test_the_last_record_is_found_before_damaged_ones(tmp_path):
+    assert train_on_ray.read_last_record(tmp_path) == {}
+    lines = ['{"step": 3, "loss": 0.5}', '{"step": "x", "loss": 1.5}', "5", "[" * 10**4, '{"lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert train_on_ray.read_last_record(tmp_path) == {"step": 3, "loss": 0.5}
 
 
 def test_find_unshared_names_folders_missing_on_a_machine(tmp_path):

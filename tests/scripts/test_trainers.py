@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from conftest import (
     make_prx,
     make_unet_config,
     metrics,
+    patch,
     start,
     wait_until,
 )
@@ -173,16 +175,28 @@ def test_resume_draws_samples_that_a_kill_prevented(tmp_path, trainer, monkeypat
         wait_until(lambda: checkpoints(out) == {"checkpoint-2"})  # without the writer's own folder
         os._exit(9)
 
-    log_validation = script.log_validation
+    log_validation, train_step, begun = script.log_validation, script.train_step, []
+
+    def count(*args):
+        begun.append(0)
+        return train_step(*args)
+
+    def die_while_saving(*args):
+        """Samples are saved while the next steps are trained, and before the next checkpoint."""
+        wait_until(lambda: len(begun) >= 2)
+        time.sleep(0.1)
+        os._exit(9)
 
     def stop_and_draw(*args):
         os.kill(os.getpid(), signal.SIGTERM)
         log_validation(*args)
 
     # Killed again while the missing samples are drawn: no step may be trained before them
-    for draw, status, more in ((die, 9, ()), (stop_and_draw, 143, [RESUME])):
+    kills = [("log_validation", die, 9, ()), ("log_validation", stop_and_draw, 143, [RESUME])]
+    for name, draw, status, more in [*kills, ("save_samples", die_while_saving, 9, [RESUME])]:
         with monkeypatch.context() as killed:
-            killed.setattr(script, "log_validation", draw)
+            killed.setattr(script, "train_step", count)
+            patch(killed, name, draw)
             train.fork(*flags, *more, status=status)
         assert checkpoints(out) == {"checkpoint-2"} and not (out / "samples").exists()
     train(*flags, RESUME)
@@ -293,7 +307,8 @@ def test_training_keeps_dropout_after_sampling(tmp_path, trainer, monkeypatch):
 def test_demo_prints_its_command_and_flags_override_it(tmp_path, trainer, capsys):
     parse_args = trainer.script.module.parse_args
     args = parse_args([trainer.epochs, "3", "--output_dir", str(tmp_path)])
-    printed = capsys.readouterr().out.strip().split("\n")[-1]
+    lines = capsys.readouterr().out.strip().split("\n")
+    printed = next(line for line in lines[::-1] if not line.startswith("Flags that do nothing"))
     assert args.num_train_epochs == 3
     assert vars(parse_args(shlex.split(printed)[2:])) == vars(args)
     if trainer.family:
@@ -341,6 +356,10 @@ REFUSED = {  # flags: words of the sentence
         f"{IMAGES} --caption_dropout=2": "2 is not between 0 and 1",
         f"{IMAGES} --train_batch_size=0": "0 is not between 1 and",
         f"{LATENTS} --lr_scheduler=piecewise_constant": "needs --lr_step_rules",
+        f"{LATENTS} --allow_addresses=s3://a": "--allow_addresses does nothing with --latents_dir",
+        f"{IMAGES} --cache_latents --prefetch_factor=3": "nothing with --cache_latents: leave it",
+        f"{IMAGES} --checkpointing_epochs=1 --checkpointing_steps=9": "_steps does nothing with",
+        f"{IMAGES} --optimizer=adafactor --adam_beta1=0.5": "nothing with --optimizer adafactor: l",
     },
     "flow": {
         f"{LATENTS} --output_kohya_format": "there is no flag --output_kohya_format",
@@ -356,6 +375,25 @@ INCOMPLETE = {  # without --pretrained_model_name_or_path
         f"{LATENTS} --vae_name_or_path=v --text_encoder_name_or_path=t": "--transformer_config_na",
     },
 }
+
+
+def test_a_flag_that_another_one_replaces_is_printed(capsys):
+    replaced = {
+        "--num_train_epochs=3": "--max_train_steps=9",
+        "--validation_epochs=2": "--validation_steps=3",
+        "--gradient_checkpointing": "--checkpoint_blocks=3",
+    }
+    needed = [*shlex.split(IMAGES), "--pretrained_model_name_or_path=sd", "--holdout=2"]
+    parse_args = TRAINERS["text_to_image"].script.module.parse_args
+    parse_args([*needed, *replaced, "--logging_dir=a"])
+    assert "do nothing" not in capsys.readouterr().out
+    parse_args([*needed, *replaced, *replaced.values(), "--logging_dir=a", "--report_to=wandb"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("Flags that do nothing in this run: ")
+    for flag, other in (replaced | {"--logging_dir": ""}).items():
+        name, wins = flag.split("=")[0], other.split("=")[0]
+        why = f"with {wins}" if wins else "without --report_to tensorboard|aim|all"
+        assert f"{name} ({why})" in line
 
 
 def list_refused():

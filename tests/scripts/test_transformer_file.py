@@ -1,5 +1,6 @@
 """--transformer_file: a denoiser in one file trains to the same bits as in its folder."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from conftest import Script, make_captioned, make_z_image, read_files
+from conftest import Script, make_captioned, make_z_image, needs, read_files
 from original_layout import save_transformer, split_as_tiny, to_original
 from safetensors.torch import load_file, save_file
 from test_validation_base import aligned, make_speed_lora  # noqa: F401
@@ -21,6 +22,7 @@ from diffusion_training.families.recording import record_family
 from diffusion_training.families.trained import open_trained_base
 from diffusion_training.families.transformer_file import unpack_transformer
 from diffusion_training.models import find_weight_files, load_weights, read_precision
+from diffusion_training.training.showing.validation_base import open_turbo
 
 pytestmark = [
     pytest.mark.usefixtures("without_figures"),
@@ -256,10 +258,59 @@ def test_weights_in_8_bits_are_converted_exactly_or_refused(tmp_path, z_image, m
         save_file(rounded | {name: value}, path)
         said = train.refused(*list_flags(tmp_path, base, path))
         assert f"{path} holds quantized weights ({what}" in said and "bf16" in said
-    path.rename(path.with_suffix(".gguf"))
-    said = train.refused(*list_flags(tmp_path, base, path.with_suffix(".gguf")))
-    assert "gguf is GGUF, which is not read here: give the .safetensors file in bf16 or" in said
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name)
+    )
+    said = train.refused(*list_flags(tmp_path, base, tmp_path / "mine.gguf"))
+    assert "mine.gguf needs the package gguf: pip install gguf, or give the .safetensors" in said
     assert not (tmp_path / "out").exists()
+
+
+@needs("gguf")
+def test_a_gguf_file_is_its_weights_in_bfloat16(tmp_path, z_image):
+    import gguf
+
+    base, path = z_image
+    rounded = {}
+
+    def write(name, left_out=""):
+        """In 8 and in 4 bits, with their scales; norms and biases stay as they are."""
+        writer = gguf.GGUFWriter(tmp_path / name, "lumina2")
+        for number, (key, weight) in enumerate(load_file(path).items()):
+            is_wide = weight.dim() > 1 and weight.shape[-1] % 32 == 0
+            kinds = gguf.GGMLQuantizationType
+            kind = (kinds.Q8_0, kinds.Q4_1)[number % 2] if is_wide else kinds.F32
+            data = gguf.quantize(weight.float().numpy(), kind)
+            rounded[key] = torch.from_numpy(gguf.dequantize(data, kind).copy())
+            if is_wide:
+                rounded[key] = rounded[key].bfloat16()
+            if key != left_out:
+                writer.add_tensor(key, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return tmp_path / name
+
+    folders = []
+    files = [write("mine.gguf"), tmp_path / "same.safetensors"]
+    save_file(rounded, files[1])
+    for file in files:
+        args = train.module.parse_args(list_flags(tmp_path, base, file))
+        opened = open_trained_base(args, "train_flow.py", record_family)
+        folders.append(Path(opened.transformer))
+    assert read_files(folders[0]) == read_files(folders[1]) and len({*folders}) == 2
+    turbo = SimpleNamespace(validation_base=str(files[0]), cache_dir=args.cache_dir)
+    assert Path(open_turbo(None, opened, None, None, turbo).transformer) == folders[0]
+    assert not transformer_file.write_loading("Kind", str(files[0]), "mine.gguf", "base", "dtype")
+    assert torch.bfloat16 in {weight.dtype for weight in rounded.values()}
+    for file, sentence in (
+        (write("lacks.gguf", "layers.1.attention.qkv.weight"), "it lacks layers.1.attention."),
+        (tmp_path / "none.gguf", "none.gguf can't be read"),
+    ):
+        (tmp_path / "none.gguf").write_bytes(b"GGUF and no more")
+        assert sentence in train.refused(*list_flags(tmp_path, base, file))
 
 
 def test_scales_hold_for_a_weight_its_rows_or_blocks_of_128():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from diffusion_training.files import delete, fits, saving
+from diffusion_training.files import delete, fits, parse_json, saving
 from diffusion_training.training.keeping.checkpoints import find_checkpoints
 from diffusion_training.training.scores.metric_flags import LOWER_METRICS
 from diffusion_training.training.step.signs import HELD_OUT
@@ -88,7 +88,10 @@ def read_best(folder: str | Path) -> dict[str, Any]:
 
     {} if there is nothing.
     """
+    path = Path(folder) / "held_out.json"
+    if not path.is_file():  # a pipe might never end
+        return {}
     with contextlib.suppress(OSError, ValueError):
-        best = json.loads((Path(folder) / "held_out.json").read_text())
+        best = parse_json(path.read_text())
         return best if fits(best, HELD_OUT) or fits(best, BEST_METRIC) else {}
     return {}

@@ -42,8 +42,9 @@ class CheckpointCopy:
                 is_weight = attribute in module._parameters
                 holder: Any = module._parameters if is_weight else module._buffers
                 self.places.append((holder, attribute, copy))
-        self.begin_of_state = self.memory.place
         self.state: dict[str, Any] = {}  # of the optimizer
+        # its tensors, in the order of `state_dict`: to cut them takes a third of a LoRA's pause
+        self.state_copies: list[torch.Tensor] = []
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the values as they are now. The host does not wait for a GPU.
@@ -59,10 +60,13 @@ class CheckpointCopy:
         def copy_once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in copies:
                 value = whole(tensor).detach()
-                copies[id(tensor)] = self.memory.cut(value).copy_(value, non_blocking=is_async)
+                place = len(copies)
+                if place == len(self.state_copies) or not is_alike(self.state_copies[place], value):
+                    self.state_copies[place:] = [self.memory.cut(value)]
+                copy = self.state_copies[place].copy_(value, non_blocking=is_async)
+                copies[id(tensor)] = copy
             return copies[id(tensor)]
 
-        self.memory.place = self.begin_of_state
         self.state = tree_map_only(torch.Tensor, copy_once, optimizer.state_dict())
         if is_async:
             stream = torch.get_device_module(self.device).current_stream()
@@ -77,6 +81,11 @@ class CheckpointCopy:
     def moments(self) -> dict[str, Any]:
         """The optimizer's state. Call it after `models`."""
         return self.state
+
+
+def is_alike(copy: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a copy has the shape and type of a value. Optimizers may add tensors later."""
+    return copy.shape == value.shape and copy.dtype == value.dtype
 
 
 def list_saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:

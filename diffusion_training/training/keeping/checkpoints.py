@@ -18,7 +18,7 @@ from torch.utils.serialization import config
 from diffusion_training import __version__
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.files import checksum_files, delete, saving
+from diffusion_training.files import checksum_files, delete, fits, saving
 from diffusion_training.models import KEEP, is_adapted
 from diffusion_training.order import KEYS
 from diffusion_training.training.step.optimizers import load_optimizer
@@ -39,6 +39,17 @@ OBJECTIVE = (
     "clip_skip",
     "embedded_guidance_scale",
 )
+
+# what trainer_state.json holds in any checkpoint
+STATE = {
+    "version": str,
+    "keys": int,
+    "global_step": int,
+    "data_step": int,
+    "images_seen": int,
+    "checksums": dict,
+    "settings": {"num_images": int, "optimizer": str, "held_out": (None, {"of": str})},
+}
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -200,6 +211,8 @@ def read_state(checkpoint: Path | None, num_images: int | None) -> dict[str, Any
         own = state["checksums"].pop("trainer_state.json", None)
         if own != xxhash.xxh3_128(json.dumps(state).encode()).hexdigest():
             raise ValueError("trainer_state.json has changed since it was written")
+        if not fits(state, STATE):
+            raise ValueError("trainer_state.json does not have the fields of a checkpoint")
         if state["keys"] != KEYS:
             fail(
                 f"{checkpoint} was made by version {state['version']}, which draws "

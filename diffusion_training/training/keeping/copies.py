@@ -7,6 +7,7 @@ marker, a file that is written last and deleted first: a folder without it is an
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -27,6 +28,7 @@ from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command
 from diffusion_training.files import checksum_file, delete, saving
 from diffusion_training.remote import persist, writing
+from diffusion_training.training.keeping.best import read_best
 from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,
     find_samples,
@@ -72,9 +74,9 @@ def find_steps(output_dir: Path) -> dict[int, Path]:
 
 
 def read_marker(path: Path) -> bytes:
-    """The content of a marker on this disk; empty if it does not exist."""
+    """The content of a marker on this disk; empty if there is no such file."""
     with contextlib.suppress(FileNotFoundError):
-        return path.read_bytes()
+        return path.read_bytes() if path.is_file() else b""  # a pipe might never end
     return b""
 
 
@@ -345,7 +347,7 @@ class Copies:
             self.held = next(filter(Path.is_dir, new), None)
         try:
             for path in map(self.output_dir.joinpath, COPIED_FILES):
-                if path.exists():
+                if path.is_file():
                     self.address.send(path, path.name)
             self.copy_best()
             for path in filter(Path.is_file, new):
@@ -365,7 +367,7 @@ class Copies:
         for name in ("best-before", "best"):
             marker = self.output_dir / name / "held_out.json"
             if content := read_marker(marker):
-                step = json.loads(content)["step"]
+                step = read_best(marker.parent).get("step", math.inf)  # inf: it is damaged
                 if step <= newest and step not in find_whole(self.there, "best"):
                     self.copy_folder(marker, content, f"best-{step}")
 

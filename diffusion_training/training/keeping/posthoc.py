@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from accelerate.utils import broadcast
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from diffusion_training.arguments import number
 from diffusion_training.batches import Models
@@ -177,11 +178,31 @@ def write_snapshot(output_dir: Path, step: int, files: Iterable[AverageFile]) ->
     folder = output_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:07d}"
+    before = {each.name: each for each in find_snapshots(output_dir)}  # the last of each average
     with saving(folder, path) as unfinished:
         (unfinished / path.name).mkdir()
         for name, weights, header in files:
+            header["checksum"] = checksum_average(weights, header)
+            if name in before:
+                header["before"] = read_header(before[name]).get("checksum", "")
             save_file(weights, unfinished / path.name / name, header)
             sort_header(unfinished / path.name / name)  # its order is random
+
+
+def checksum_average(weights: dict[str, torch.Tensor], header: dict[str, str]) -> str:
+    """xxh3_128 of what the header says of an average, and of its weights."""
+    checksum = xxhash.xxh3_128()
+    for key in ("model", "sigma_rel", "images"):
+        checksum.update(f"{header[key]} ".encode())
+    for key in sorted(weights):
+        checksum.update(key.encode())
+        checksum.update(weights[key].numpy())
+    return checksum.hexdigest()
+
+
+def read_header(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return file.metadata()
 
 
 def read_step(snapshot: Path) -> int:
@@ -274,14 +295,28 @@ class SnapshotFile(NamedTuple):
 
 
 def list_snapshots(output_dir: str | Path) -> list[SnapshotFile]:
-    """The files of all snapshots of a run, in the order of their steps."""
+    """The files of all snapshots of a run, in the order of their steps.
+
+    Stops with an error if one is damaged, or does not follow the one before it in the same run.
+    Those that were written before they had checksums are not compared.
+    """
     found = []
+    last: dict[str, str] = {}  # {name of a file: the checksum of the last one}
     for path in find_snapshots(output_dir):
-        with explained(f"{path} can't be read"), safe_open(path, "pt") as file:
-            header = file.metadata()
+        with explained(f"{path} can't be read"):
+            header = read_header(path)
+            checksum = header.get("checksum", "")
+            if checksum and checksum != checksum_average(load_file(path), header):
+                raise ValueError("it has changed since it was written: copy it again")
             gamma = solve_exponent(WIDTH(header["sigma_rel"]))
             images = number(1, 2**63, int)(header["images"])
             found.append(SnapshotFile(path, header["model"], gamma, images))
+        if header.get("before", "") != last.get(path.name, ""):
+            fail(
+                f"{path} does not follow the snapshots before it: some are missing, or are of "
+                "another run. Copy those of its run there"
+            )
+        last[path.name] = checksum
     return found
 
 

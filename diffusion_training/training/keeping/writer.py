@@ -1,4 +1,4 @@
-"""A thread that writes checkpoints and snapshots while the training goes on."""
+"""A thread that writes checkpoints, snapshots, samples and reports while the training goes on."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +15,21 @@ class Writer:
         CHANGED.callback(self.thread.shutdown)  # a run that fails waits for it, too
 
     def begin(self, kind: str, write: Callable[[], None]) -> None:
-        """Let the thread call `write`. kind: "checkpoint" or "snapshot"."""
-        self.writing[kind] = self.thread.submit(write)
+        """Let the thread call `write`, after all that was begun before, unless that has failed.
+
+        So a checkpoint that is whole has the snapshots and samples of the steps before.
+
+        kind: "checkpoint", "snapshot", "samples" or "report". Waits for the last of this kind.
+        """
+        self.wait(kind)
+        before = [*self.writing.values()]
+
+        def write_next() -> None:
+            for each in before:
+                each.result()
+            write()
+
+        self.writing[kind] = self.thread.submit(write_next)
 
     def has_failed(self) -> bool:
         """Whether a file could not be written; False while it is still being written."""
@@ -24,6 +37,6 @@ class Writer:
 
     def wait(self, *kinds: str) -> None:
         """Wait until the last of these kinds is written, of all by default. Raises its error."""
-        for kind in kinds or ("snapshot", "checkpoint"):
+        for kind in kinds or [*self.writing]:
             if kind in self.writing:
                 self.writing[kind].result()

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import re
 from pathlib import Path
@@ -216,20 +215,21 @@ def add_validation_base_flags(add: Add) -> None:
 def read_settings(folder: Path) -> dict[str, Any]:
     """The settings of the LoRA in a checkpoint's folder; {} if there is none.
 
-    Raises ValueError or RecursionError if the file is damaged.
+    Raises ValueError if the file is damaged.
     """
-    from diffusion_training.files import fits  # here, because it needs more than Python
+    # here, because it needs more than Python
+    from diffusion_training.files import fits, parse_json
 
     path = folder / ADAPTER_CONFIG
     if not path.is_file():  # a pipe might never end
         return {}
-    settings = json.loads(path.read_text())
+    settings = parse_json(path.read_text())
     alpha = (int, float)
     for form in (
         {"peft_type": str, "r": int, "target_modules": [str]},
         ({"lora_alpha": alpha}, {"alpha": alpha}),  # the second one of a LoKr
     ):
-        if not fits(settings, form):
+        if not fits(settings, form) or settings["r"] < 1:
             raise ValueError(f"{folder.name}/{ADAPTER_CONFIG} does not have a LoRA's settings")
     return settings
 
@@ -244,7 +244,7 @@ def read_rank(args: argparse.Namespace) -> int | None:
         folders = [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)[-1:]]
     for path in (path for folder in folders for path in folder.glob(f"*/{ADAPTER_CONFIG}")):
         # the run reads the file once more
-        with contextlib.suppress(OSError, ValueError, RecursionError):
+        with contextlib.suppress(OSError, ValueError):
             if settings := read_settings(path.parent):
                 return settings["r"]
     return None

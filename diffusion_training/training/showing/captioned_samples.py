@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,28 @@ def draw_prompts(
     parts = [part for part in gather_object(parts) if part[0][1] < count]
     if not launch.is_main or len(parts) < count * len(bases):
         return
-    parts.sort(key=lambda part: part[0])
-    images = [(image * 255).round().astype(np.uint8) for _, image in parts]
-    if values and not validation.images:  # white below and beside smaller ones
+    # takes seconds, during which the training goes on
+    write = partial(save_grid, launch, data, bases, parts, step, args)
+    stop_signal.writer.begin("samples", write)
+
+
+def save_grid(
+    launch: Launch,
+    data: Data,
+    bases: Sequence[SampleBase],
+    drawn: list[tuple[tuple[int, int], np.ndarray]],
+    step: int,
+    args: Namespace,
+) -> None:
+    """Save the images of all processes as one picture, the samples of a step.
+
+    bases: see `draw_prompts`. drawn: ((base, image), its pixels from 0 to 1), in any order.
+    """
+    assert data.validation
+    references = data.validation.images
+    drawn = sorted(drawn, key=lambda part: part[0])
+    images = [(image * 255).round().astype(np.uint8) for _, image in drawn]
+    if args.validation_prompts_file and not references:  # white below and beside smaller ones
         side = max(max(image.shape[:2]) for image in images)
         images = [
             np.pad(
@@ -142,18 +162,20 @@ def draw_prompts(
             )
             for image in images
         ]
+    count = len(images) // len(bases)
     columns = []  # of each base: [prompts, images, H, W, C]
     for place, base in enumerate(bases):
         own = images[place * count : (place + 1) * count]
-        if validation.images:
-            pairs = zip(args.validation_prompts, validation.images, strict=True)
+        if references:
+            pairs = zip(args.validation_prompts, references, strict=True)
             name = [base.describe()] if base.prefix else []
             keys = [
-                hash_values([prompt, *name, *(each.tobytes().hex() for each in references)])
-                for prompt, references in pairs
+                hash_values([prompt, *name, *(each.tobytes().hex() for each in given)])
+                for prompt, given in pairs
             ]
-            before = keep_before(own[::per_prompt], keys, args.output_dir, step, base.prefix)
-            shown = [[] for _ in keys] if base.prefix else validation.images  # references once
+            firsts = own[:: args.num_validation_images]
+            before = keep_before(firsts, keys, args.output_dir, step, base.prefix)
+            shown = [[] for _ in keys] if base.prefix else references  # references once
             own = arrange_edits(own, before, shown, args.resolution)
         columns.append(np.stack(own).reshape(len(args.validation_prompts), -1, *own[0].shape))
     headings = [(base.describe(), x.shape[1]) for base, x in zip(bases, columns, strict=True)]

@@ -33,7 +33,7 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
     described = describe(about, args)
     save_loss(output_dir)
     path = output_dir / "README.md"
-    if path.exists() and not is_unchanged(path.read_text("utf-8", "replace")):
+    if path.is_file() and not is_unchanged(path.read_text("utf-8", "replace")):
         print(f"{path} is kept as it is, because it was edited")
         return
     samples = find_samples(output_dir)

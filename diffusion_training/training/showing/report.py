@@ -4,6 +4,7 @@ python -m diffusion_training.training.showing.report ddpm-photos  # makes report
 """
 
 import base64
+import functools
 import html
 import io
 import json
@@ -428,17 +429,16 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
     return chosen
 
 
-def embed_picture(path: Path, side: int) -> str:
-    """Return a picture of samples as an <img>, at most `side` pixels wide."""
+@functools.lru_cache(16)  # most were in the report before, and take half a second each
+def embed_picture(path: Path, side: int, modified: int) -> str:
+    """Return a picture of samples as an <img>, at most `side` pixels wide. modified: its time."""
     buffer = io.BytesIO()
     with Image.open(path) as picture:
         picture.thumbnail((side, 4 * side))
-        picture.save(buffer, "PNG", optimize=True)
-        kind = "png"
-        if buffer.tell() > 300_000:  # photographs; the report stays small
-            buffer = io.BytesIO()
-            picture.convert("RGB").save(buffer, "JPEG", quality=90)
-            kind = "jpeg"
+        # a PNG keeps the edges of digits, but one of photographs would be large
+        kind = "png" if picture.getcolors(2**15) else "jpeg"
+        options: Any = {"optimize": True} if kind == "png" else {"quality": 90}
+        picture.convert("RGB").save(buffer, kind, **options)
     data = base64.b64encode(buffer.getvalue()).decode()
     step = int(path.stem.split("-")[1])
     caption = f"step {step}" if step else "step 0, before training"
@@ -513,10 +513,14 @@ def make_report(output_dir: str | Path) -> None:
     first, last = paths[:-1][:1], paths[-1:]
     if first and first[0].stem != "step-0000000" and "init_from" not in settings:
         first = []
-    pair = "".join(embed_picture(path, 1100) for path in first + last)
     between = paths[len(first) : -1]
-    chosen = np.linspace(0, len(between) - 1, min(6, len(between)))
-    strip = "".join(embed_picture(between[round(i)], 400) for i in chosen)
+    stride = 1  # a power of two, so that a report has mostly the pictures of the one before
+    while len(between) > 6 * stride:
+        stride *= 2
+    pair, strip = (
+        "".join(embed_picture(path, side, path.stat().st_mtime_ns) for path in chosen)
+        for chosen, side in ((first + last, 1100), (between[::stride], 400))
+    )
     step = about["step"]
     count = 0
     skipped = {}

@@ -199,7 +199,7 @@ def open_turbo(launch: Launch, base: Base, data: Data, model: Any, args: Namespa
     Of a transformer in one file, as ComfyUI has it, the other parts are the base's.
     """
     name = args.validation_base
-    if name.endswith(".safetensors") and base.family.folder == "transformer":
+    if name.endswith((".safetensors", ".gguf")) and base.family.folder == "transformer":
         from diffusion_training.families.transformer_file import unpack_transformer
 
         return replace(base, name=name, transformer=unpack_transformer(name, base, args.cache_dir))

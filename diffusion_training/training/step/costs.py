@@ -48,6 +48,14 @@ PEAKS = {
     "GeForce RTX 4090$": (165, 83),
     "GeForce RTX 3090$": (71, 36),
 }
+# {operator of torch: the kernel of attention}. The softmax is of separate products, which torch
+# computes if no kernel takes the shapes, the mask or the precision.
+ATTENTION = {
+    "_scaled_dot_product_cudnn_attention": "cuDNN",
+    "_scaled_dot_product_flash_attention": "FlashAttention",
+    "_scaled_dot_product_efficient_attention": "memory-efficient attention",
+    "_safe_softmax": "separate products, slow and with more memory",
+}
 
 
 class Costs:
@@ -62,6 +70,7 @@ class Costs:
     total_gb: float | None = None  # memory of the device; None for a CPU
     peak: float | None = None  # TFLOP/s of the device; None if unknown
     flops = 0  # per image; 0 if unknown
+    attention: dict[str, int] = {}  # calls of each kernel in the first forward pass
 
     def __init__(
         self,
@@ -129,6 +138,7 @@ class Costs:
                 return objective.compute_loss(own, models, prepared, weight)
             with Counter() as counter:
                 loss = objective.compute_loss(own, models, prepared, weight)
+            self.attention = counter.attention
             if counter.error:
                 report_uncounted(counter.error)
             else:
@@ -152,13 +162,13 @@ class Costs:
         return measured
 
     def describe(self) -> str:
-        """Return a sentence with the measured peak."""
+        """Return a sentence with the measured peak, and on a GPU one with attention's kernels."""
         most, reserved = (count / 1e9 for count in measure_memory(self.device))
         if self.total_gb:
-            return (
-                f"Memory in use: {most:.3g} GB at the peak, {reserved:.3g} reserved, of "
-                f"{self.total_gb:.3g}"
-            )
+            said = f"Memory in use: {most:.3g} GB at the peak, {reserved:.3g} reserved, of "
+            said += f"{self.total_gb:.3g}"
+            calls = ", ".join(f"{name} ({count} x)" for name, count in self.attention.items())
+            return f"{said}\nAttention: {calls}" if calls else said
         return f"Memory in use: {most:.3g} GB, of this process and its data loader"
 
 
@@ -344,10 +354,18 @@ class Counter(TorchDispatchMode):
     total = 0
     error: Exception | None = None  # the first one of torch's formulas
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention: dict[str, int] = {}  # calls of the kernels in `ATTENTION`
+
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
+        name = operator.overloadpacket.__name__
+        if name in ATTENTION:
+            kernel = ATTENTION[name]
+            self.attention[kernel] = self.attention.get(kernel, 0) + 1
         formula = flop_registry.get(operator.overloadpacket)
         if formula:
             try:
@@ -355,7 +373,6 @@ class Counter(TorchDispatchMode):
             except Exception as error:  # of a new version of torch, for example
                 self.error = self.error or error
                 return result
-            name = operator.overloadpacket.__name__
             if "attention" in name:  # the products of queries and keys, and of weights and values
                 query, key, value = (each.requires_grad for each in args[:3])
                 passes = 1 + (query + key + (query or key) + value) / 2

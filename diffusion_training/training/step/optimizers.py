@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained, fail
+from diffusion_training.library_fixes import look_for_lomo_once
 from diffusion_training.models import is_block_matrix, list_parameters
 
 # Options that a resumed run takes from its own flags, if its optimizer has them; all others are
@@ -26,6 +27,7 @@ def make_optimizer(models: Models, args: Namespace) -> torch.optim.Optimizer:
     rate means the same: it is not scaled by the size of each weight. With --full_bf16 the backward
     pass takes its steps.
     """
+    look_for_lomo_once()
     parameters = list_parameters(models)
     if "." in args.optimizer:
         from diffusion_training.training.step.named_optimizers import make_named_optimizer

@@ -2,8 +2,8 @@
 
 import contextlib
 import itertools
-import json
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diffusion_training.arguments import is_address
-from diffusion_training.files import fits
+from diffusion_training.files import fits, parse_json
 
 NUMBERS = (
     "epoch",
@@ -34,7 +34,8 @@ def is_valid_field(name: str, value: Any) -> bool:
     """Whether a field of a record is a finite number, or a dict in `signs` and `skipped`."""
     if name in ("signs", "skipped"):
         return fits(value, dict)
-    return fits(value, int | float) and math.isfinite(value)
+    # math.isfinite fails for an int that no float can hold
+    return fits(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def iterate_metrics(output_dir: str | Path, last_step: float = math.inf) -> Iterator[dict]:
@@ -49,11 +50,12 @@ def iterate_metrics(output_dir: str | Path, last_step: float = math.inf) -> Iter
     with path.open("rb") as file:
         for line in file:
             with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if fits(record, dict):
-                    record = {key: it for key, it in record.items() if is_valid_field(key, it)}
-                is_record = any(fits(record, fields) for fields in (TRAINED, HELD_OUT, MEASURED))
-                if is_record and record["step"] <= last_step:
+                record = parse_json(line)
+                if not fits(record, dict):
+                    continue
+                record = {key: it for key, it in record.items() if is_valid_field(key, it)}
+                forms = (TRAINED,) if "loss" in record else (HELD_OUT, MEASURED)
+                if fits(record, forms) and record["step"] <= last_step:
                     yield record
 
 
