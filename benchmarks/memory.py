@@ -878,9 +878,10 @@ def list_swappable(name: str, precision: str) -> list[int]:
 
 @functools.cache
 def estimate(name: str, way: Way, images: int = 1) -> Estimate:
-    """What --fit knows before step 1, without VAE and text encoders. The gradients are the step's.
+    """What --fit knows before step 1, without VAE and text encoders.
 
-    With --shard each process holds its share of the gradients all the time.
+    The recipes add up gradients of several images in a step. With --shard each process holds its
+    share of the gradients all the time.
     """
     side = MODELS[name].side // (2 if way.half_side else 1)
     cached = way.num_processes == 1
@@ -890,6 +891,7 @@ def estimate(name: str, way: Way, images: int = 1) -> Estimate:
     if not cached:
         step = replace(step, gradients=0)
     elif not way.full_bf16:
+        step = replace(step, adds_up=True)
         del held["gradients"]
     drawn = count_drawn(name, side, way.is_lora, way.precision, cached)
     can_swap = way.is_lora and not way.base_precision

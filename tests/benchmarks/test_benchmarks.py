@@ -563,8 +563,8 @@ PLANNED = ["SDXL", "FLUX.2 klein 4B", "FLUX.2 klein 9B", "Z-Image", "FLUX.1-dev"
 
 
 def check_plans(said, models):
-    """Check that benchmarks/memory.md has all rows that `memory.py --plans` prints."""
-    page = (ROOT / "benchmarks/memory.md").read_text().splitlines()
+    """Check that docs/memory.md has all rows that `memory.py --plans` prints."""
+    page = (ROOT / "docs/memory.md").read_text().splitlines()
     rows = [line for line in said.splitlines() if " GB | " in line]
     assert len(rows) == 6 * models and [row for row in rows if row not in page] == []
 
