@@ -612,7 +612,7 @@ def main(args: Namespace) -> None:
         models=models, averages=averages, optimizer=optimizer, progress=progress,
         settings=describe_settings(launch, progress, dataset, held_out, args),
     )  # fmt: skip
-    state.load(accelerator, run, plan.state, args)
+    state.load(accelerator, run, plan.saved_state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     # prints the memory that is needed
     costs = Costs(launch, models, averages.models(), objective, args.optimizer, args.allow_tf32)
@@ -683,12 +683,15 @@ def main(args: Namespace) -> None:
     # checkpoint, if a kill has prevented that.
     is_pretrained = args.pretrained_model_name_or_path is not None
     shows_first = run.checkpoint is None and is_pretrained and args.validate_first
-    is_due = progress.is_due(args.validation_steps, args.save_images_epochs)
-    if goes_on() and (shows_first or (is_due and results.lack_samples())):
+    samples_are_due = progress.is_due(args.validation_steps, args.save_images_epochs)
+    if goes_on() and (shows_first or (samples_are_due and results.lack_samples())):
         show()
     if metrics and goes_on():
         if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
             score(metrics)
+
+    checkpoint_epochs = args.checkpointing_epochs
+    checkpoint_steps = None if checkpoint_epochs else args.checkpointing_steps
 
     # The loop. Every process runs every line, and most lines wait for the other processes: put none
     # under `if launch.is_main`. It ends after the last step, or when any process gets a signal.
@@ -703,19 +706,19 @@ def main(args: Namespace) -> None:
         progress.advance(next_step.images, stepped)
         averages.update(progress, next_step.images)  # the rule is `update_ema` in models.py
         if stepped:
-            records.add(sums, next_step, lr_scheduler.get_last_lr()[0])
+            records.add(sums, next_step, lr_scheduler.get_last_lr()[0])  # the rate of this step
             lr_scheduler.step()
         stop_signal.agree()  # on all processes, whether one of them has got a signal
-        asked: list[str] = []
+        requests: list[str] = []
+        # A record comes before what is saved at the same step, since a save takes the same sums.
         if progress.is_due(args.logging_steps):
             records.log()  # waits for the device; means over all processes, for the trackers too
-            asked = results.take_requests()  # `touch OUTPUT_DIR/sample-now`, or save-now
-        # The state is copied. A thread of the first process writes the copy during the next steps.
+            requests = results.take_requests()  # `touch OUTPUT_DIR/sample-now`, or save-now
+        # Snapshots and checkpoints are copied. A thread of the first process writes the copy during
+        # the next steps.
         if args.posthoc_ema and progress.is_due(args.posthoc_ema_steps or args.checkpointing_steps):
             saver.save_snapshot()
-        epochs = args.checkpointing_epochs
-        every = None if epochs else args.checkpointing_steps
-        if progress.is_due(every, epochs) or "save-now" in asked:
+        if progress.is_due(checkpoint_steps, checkpoint_epochs) or "save-now" in requests:
             saver.save_checkpoint()
         # After the last step, these come with the result.
         if progress.is_due(None, args.save_model_epochs) and goes_on():
@@ -723,7 +726,8 @@ def main(args: Namespace) -> None:
         if metrics and progress.is_due(metrics.every) and goes_on():
             score(metrics)
         if goes_on() and (
-            progress.is_due(args.validation_steps, args.save_images_epochs) or "sample-now" in asked
+            progress.is_due(args.validation_steps, args.save_images_epochs)
+            or "sample-now" in requests
         ):
             show()
 

@@ -204,7 +204,7 @@ def main(args):
     progress = plan.progress
     settings = describe_settings(launch, progress, dataset, held_out, args)
     state = TrainState(models, averages, optimizer, progress, settings)
-    state.load(accelerator, run, plan.state, args)
+    state.load(accelerator, run, plan.saved_state, args)
     lr_scheduler = make_lr_scheduler(optimizer, progress.global_step, args)
     costs = Costs(launch, models, averages.models(), objective, args.optimizer, args.allow_tf32)
     if launch.is_main:

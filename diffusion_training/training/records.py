@@ -39,7 +39,7 @@ MEASURED = (*Inputs._fields, "count")
 class Records:
     """Collects and reports how a run is doing.
 
-    `watch`, `measure_inputs` and `add` only collect; only `update` waits for the device.
+    `watch` and `add` only collect, as `measure_inputs` does after the first batch.
 
     models: those that are trained. num_left_out: images that could not be decoded before the run.
     objective: to compare the loss with that of a constant prediction.
@@ -218,10 +218,13 @@ class Records:
         return dict(zip(sums, values, strict=True))
 
     def log(self) -> None:
-        """Write a record of the steps since the last one, for the trackers too."""
+        """Write a record of the steps since the last one, for the trackers too.
+
+        Call it before a save of the same step: afterwards it writes nothing.
+        """
         self.update(log=True)
 
-    def settle(self) -> None:
+    def check_before_saving(self) -> None:
         """Before a save, check the loss. After the last step, write its record."""
         is_last = self.progress.global_step == self.args.max_train_steps
         self.update(log=is_last and self.progress.stepped)

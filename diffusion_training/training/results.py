@@ -79,7 +79,7 @@ class Results:
 
     def write(self) -> None:
         """Write the result for other programs, on the first process."""
-        self.records.settle()
+        self.records.check_before_saving()
         with self.records.timed("result_seconds"):
             result = self.gather_models()
             if self.launch.is_main:

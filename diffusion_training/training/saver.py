@@ -76,7 +76,7 @@ class Saver:
         if self.saved_at == self.progress.data_step:
             return
         self.saved_at = self.progress.data_step
-        self.records.settle()
+        self.records.check_before_saving()
         with self.records.timed("checkpoint_seconds"):
             self.run.writer.wait("checkpoint")  # the one before, whose copy is overwritten
             self.stop_signal.agree()
@@ -130,7 +130,7 @@ class Saver:
         if self.snapshot_at == self.progress.global_step:
             return
         self.snapshot_at = self.progress.global_step
-        self.records.settle()
+        self.records.check_before_saving()
         with self.records.timed("posthoc_seconds"):
             self.run.writer.wait("snapshot")  # the one before, whose copy is overwritten
             self.stop_signal.agree()

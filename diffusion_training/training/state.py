@@ -116,7 +116,7 @@ class TrainState:
         return self.models | self.averages.models()
 
     def describe(self) -> dict[str, Any]:
-        """What trainer_state.json holds. `plan.state` has it in a resumed run."""
+        """What trainer_state.json holds. `plan.saved_state` has it in a resumed run."""
         state = self.progress.state() | {"settings": self.settings}
         if self.averages.posthoc.averages:
             state["posthoc_images"] = self.averages.posthoc.images

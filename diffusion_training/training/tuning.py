@@ -44,7 +44,7 @@ class Plan:
     checkpointing_steps: int  # with --checkpointing_epochs those of so many whole epochs
     is_done: bool  # whether nothing is left to train
     progress: Progress
-    state: dict[str, Any]  # of the checkpoint; see `read_state`
+    saved_state: dict[str, Any]  # of the checkpoint; see `read_state`
     fitted: str | None  # the flags of the plan that --fit has chosen
 
     def settings(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def plan_run(
     fitted = None
     if fit and args.fit:
         batch = make_largest(dataset, train_rows)
-        fitted = fit(launch, models, objective, batch, state["settings"], args)
+        fitted = fit(launch, models, objective, batch, accumulation_steps, state["settings"], args)
     if launch.compile and state["settings"].get("compile"):
         announce_changed_bits(accelerator, state["settings"], vars(args) | {"fitted": fitted})
     max_train_steps = args.max_train_steps or progress.last_step(args.num_train_epochs)
@@ -110,7 +110,7 @@ def plan_run(
         ),
         is_done=progress.global_step > max_train_steps and not args.find_lr,
         progress=progress,
-        state=state,
+        saved_state=state,
         fitted=fitted,
     )
     if plan.is_done:

@@ -120,9 +120,10 @@ def test_each_reason_to_choose_nothing_or_to_stop_has_a_sentence(monkeypatch, ca
     flags |= {"use_ema": False, "latents_dir": None, "cache_latents": None}
     flags |= {"validation_prompts": None, "num_validation_images": 0} | dict.fromkeys(blocks.PLANS)
 
-    def choose(model, launch=launch, **more):
+    def choose(model, launch=launch, accumulation_steps=1, **more):
         args = Namespace(**flags | more)
-        assert fit.fit_models(launch, {"unet": model}, None, {}, {}, args) is None
+        given = {"unet": model}, None, {}, accumulation_steps, {}, args
+        assert fit.fit_models(launch, *given) is None
         return capsys.readouterr().out
 
     for name in blocks.PLANS:
@@ -143,6 +144,10 @@ def test_each_reason_to_choose_nothing_or_to_stop_has_a_sentence(monkeypatch, ca
         "0 GB of the host's memory. It would need 1.11e-06 GB with --optimizer adamw8bit, "
         "1.04e-06 GB with half the --resolution"
     )
+    estimate = make_estimate(gradients=100)  # which later micro-batches find
+    for steps, least in {1: 1.15, 2: 1.25}.items():
+        with pytest.raises(SystemExit, match=f"at least {least}e-06 GB in a step"):
+            choose(model, accumulation_steps=steps, fit=1e-6)
 
     def fail(*given):
         raise torch.OutOfMemoryError
@@ -252,14 +257,16 @@ def test_no_encoder_waits_on_the_device_while_steps_run_from_a_cache(
 
     monkeypatch.setattr(fit, "choose_plan", choose)
     take_for_a_gpu(monkeypatch, 1e9)
-    FLOW(*list_flags(base, "--fit=auto"), f"--output_dir={tmp_path / 'fitted'}")
+    two = ["--train_batch_size=1", "--gradient_accumulation_steps=2"]
+    FLOW(*list_flags(base, "--fit=auto", *two), f"--output_dir={tmp_path / 'fitted'}")
     (cached,) = estimates
-    assert cached.encoders == 0
+    assert cached.encoders == 0 and cached.step.adds_up
     images = [base[0], f"--train_data_dir={base[1].split('=')[1]}/../images", "--resolution=64"]
     counts.clear()
     FLOW(*list_flags(images, "--fit=auto"), f"--output_dir={tmp_path / 'images'}")
     assert counts == [2, 2]
     alone, without = estimates[1:3]
+    assert not alone.step.adds_up
     folder = Path(base[0].split("=")[1])
     files = [*folder.glob("vae/*.safetensors"), *folder.glob("text_encoder/*.safetensors")]
     assert alone.encoders == pytest.approx(sum(file.stat().st_size for file in files), rel=0.05)

@@ -91,12 +91,14 @@ def fit_models(
     models: Models,
     objective: Objective,
     batch: Batch,
+    accumulation_steps: int,
     before: dict[str, Any],
     args: Namespace,
 ) -> str | None:
     """Choose a plan by one step, change the models to it, and print it. On all processes.
 
-    batch: one image of the largest size. before: the settings of a checkpoint.
+    batch: one image of the largest size. accumulation_steps: micro-batches in a step. before: the
+    settings of a checkpoint.
 
     Returns the flags that give the plan without --fit; None if nothing is chosen. Stops with an
     error if no plan fits.
@@ -117,6 +119,8 @@ def fit_models(
     room = measure_room(launch, args.fit)
     try:
         estimate = estimate_run(launch, models, objective, batch, draws, args)
+        step = replace(estimate.step, adds_up=accumulation_steps > 1)
+        estimate = replace(estimate, step=step)
     except torch.OutOfMemoryError:
         fail(
             f"--fit {args.fit}: the model does not fit, even if one block computes at a time: "

@@ -82,11 +82,13 @@ class StepMemory:
     released: int  # since the last segment, when the backward pass comes to it
     gradients: int  # of all weights; 0 if they are freed as soon as they are used
     operations: int  # of the forward pass
+    adds_up: bool = False  # the gradients of several micro-batches
 
     def count(self, plan: MemoryPlan) -> int:
         """Return the most bytes of activations and gradients at one time.
 
-        A checkpointed segment needs most in the backward pass, when it has a graph.
+        A checkpointed segment needs most in the backward pass, when it has a graph. From the second
+        micro-batch on, all gradients are there in the forward pass too.
         """
         in_forward = most = 0
         in_backward = -self.released
@@ -97,7 +99,7 @@ class StepMemory:
             in_backward += each.between
             # the gradients of the segments behind it, and its own within `backward`
             later -= each.gradients
-            behind = later if self.gradients else 0
+            behind = later if self.gradients and not self.adds_up else 0
             most = max(most, in_backward + each.backward + behind)
             if is_checkpointed:
                 kept = each.result + each.attention * plan.keeps_attention
@@ -107,7 +109,8 @@ class StepMemory:
                 most = max(most, in_forward + each.forward)
             in_forward += kept
             in_backward += kept
-        return max(most, in_forward + self.end, self.gradients)
+        most = max(most, in_forward + self.end)
+        return most + self.gradients if self.adds_up else max(most, self.gradients)
 
     def share_repeated(self, plan: MemoryPlan) -> float:
         """Return the operations that are computed twice, as a share of the whole step.
