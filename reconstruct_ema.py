@@ -21,6 +21,7 @@ except ModuleNotFoundError:
     ) from None
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
+import importlib
 import json
 import shutil
 from argparse import Namespace
@@ -54,10 +55,17 @@ if __name__ == "__main__":
     args = parse_args()
 
 import diffusers
+import torch
 
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.files import check_output_dir, saving
-from diffusion_training.models import NOT_FINITE, is_component, is_finite, raise_for_keys
+from diffusion_training.models import (
+    NOT_FINITE,
+    is_component,
+    is_finite,
+    load_weights,
+    raise_for_keys,
+)
 from diffusion_training.training.keeping.posthoc import (
     SnapshotFile,
     list_snapshots,
@@ -65,6 +73,20 @@ from diffusion_training.training.keeping.posthoc import (
     read_step,
     reconstruct,
 )
+
+
+def check_part(folder: Path, library: str, class_name: str) -> None:
+    """Stop with an error if a part of the run's pipeline, which is copied, can't be opened."""
+    with explained(
+        f"{folder} is damaged: the run's command with --resume_from_checkpoint latest writes it "
+        "again"
+    ):
+        if not folder.is_dir():
+            raise ValueError("it is not a folder")
+        if library in ("diffusers", "transformers"):  # else a class of the pipeline's own code
+            kind = getattr(importlib.import_module(library), class_name)
+            is_model = issubclass(kind, torch.nn.Module)
+            load_weights(kind, str(folder)) if is_model else kind.from_pretrained(folder)
 
 
 def write_pipeline(
@@ -77,12 +99,14 @@ def write_pipeline(
         parts = {
             name: entry
             for name, entry in index.items()
-            if is_component(entry) and Path(name).name == name and (run_dir / name).is_dir()
+            if is_component(entry) and Path(name).name == name
         }
     trained = {snapshot.model for snapshot in snapshots}
-    models = trained & parts.keys()
+    models = {name for name in trained & parts.keys() if (run_dir / name).is_dir()}
     if not models:
         fail(f"{run_dir} has snapshots of {', '.join(trained)}, and its pipeline has none of these")
+    for name in sorted(parts.keys() - models):
+        check_part(run_dir / name, *parts[name])
     if output_dir.exists() and not (output_dir / "model_index.json").is_file():
         fail(f"{output_dir} is not a pipeline, and would be replaced: choose another --output_dir")
     with saving(output_dir.parent, output_dir) as unfinished:

@@ -775,16 +775,37 @@ def keep_runs(folder: Path) -> None:
         path.write_text("".join(runs.values()))
 
 
+def make_ratios(names: list[str]) -> list[list[str]]:
+    """T-LoRA divided by the ordinary LoRA of the same pictures and seed, over files of RUNS."""
+    pairs = []
+    for name in names:
+        runs = {(run["setting"], run["seed"]): run for run in read_runs(RUNS / f"{name}.jsonl")}
+        for (setting, seed), run in runs.items():
+            if "masked" in run:
+                pairs.append((run, runs[setting.removesuffix(", T-LoRA"), seed]))
+    rows = [["T-LoRA / ordinary LoRA", "pairs", "held-out loss", "subject", "prior"]]
+    for title, masked in (("as other programs load it", False), ("with its mask", True)):
+        row = [title, str(len(pairs))]
+        for name in ("held_out_loss", "subject", "prior"):
+            ratios = [
+                (run["masked"] if masked else run)[name] / ordinary[name] for run, ordinary in pairs
+            ]
+            row.append(mean_with_interval(ratios, 2))
+        rows.append(row)
+    return rows
+
+
 def fill_tables(page: str) -> str:
     """Put the tables of the runs in RUNS between their marks in a page."""
+    tables = {mark: [HEADER] for mark in TABLES} | {"ratios": make_ratios(TABLES["few"])}
     for mark, names in TABLES.items():
-        rows = [HEADER]
         for name in names:
             task, _, few = name.partition("-")
             for setting, *figures in make_table(TASKS[task], read_runs(RUNS / f"{name}.jsonl")):
-                rows.append([f"from {few}: {setting}" if few else setting, *figures])
+                tables[mark].append([f"from {few}: {setting}" if few else setting, *figures])
+    for mark, rows in tables.items():
         lines = [f"| {' | '.join(row)} |" for row in rows]
-        table = "\n".join([lines[0], "|---" * len(HEADER) + "|", *lines[1:], ""])
+        table = "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:], ""])
         place = rf"(?<=<!-- speedrun {mark} -->\n).*?(?=<!-- end -->)"
         page = re.sub(place, lambda _, table=table: table, page, count=1, flags=re.S)
     return page

@@ -4,7 +4,9 @@ import contextlib
 import fnmatch
 import os
 import re
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,13 +18,30 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from diffusion_training.arguments import is_address
-from diffusion_training.errors.faults import explain, is_a
+from diffusion_training.errors.faults import explain, is_a, is_web_page
 from diffusion_training.errors.sentences import fail, name_command
 from diffusion_training.files import name_unfinished, write_out
 
 Result = TypeVar("Result")
 # seconds between tries: a run survives if a bucket is unavailable for a minute
 WAITS = (0.5, 1, 2, 4, 8, 16, 32)
+SILENCE = 10.0  # seconds until a run prints which address it waits for
+
+
+@contextlib.contextmanager
+def naming_silence(address: str) -> Iterator[None]:
+    """Print that the run waits for an address if the block takes long.
+
+    The libraries of some stores try for many minutes before they raise an error.
+    """
+    sentence = f"Waiting for {address}, which has not answered for {SILENCE:g} s"
+    timer = threading.Timer(SILENCE, print, [sentence], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def remove(path: str) -> None:
@@ -161,7 +180,8 @@ def read_bytes(path: str) -> bytes:
         return Path(path).read_bytes()
     # a retry does not help against these errors
     hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
-    return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
+    with naming_silence(path):
+        return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
 
 
 def find_hub_fault(address: str) -> str | None:
@@ -195,7 +215,8 @@ def persist(
         except Exception as error:
             if "FileNotFoundError" in hopeless and isinstance(error, FileNotFoundError):
                 raise FileNotFoundError(None, "no such file", path) from error
-            if wait is None or is_a(error, "ImportError", *hopeless):
+            is_hopeless = is_a(error, "ImportError", *hopeless) and not is_web_page(error)
+            if wait is None or is_hopeless:
                 fail(
                     f"{path} can't be read ({explain(error)}): saved files are complete; when it "
                     f"can be read, {name_command()} continues",

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,11 @@ def explain_hub(error: BaseException) -> str | None:
     if is_a(error, "TransportError"):  # of httpx, which no other library here uses
         reason = str(error) or type(error).__name__
         return f"the hub can't be reached ({reason}): check the network, then run it again"
+    if is_web_page(error):
+        return (
+            "the hub's answer is not JSON; perhaps it is the login page of a proxy: open the hub "
+            "in a browser, then run it again"
+        )
     if is_a(error, "DatasetNotFoundError"):  # `datasets` has dropped the hub's own error
         match = re.match(r"Dataset '([^']+)' (is a gated|doesn't exist)(.*)", str(error))
         if not match:
@@ -117,6 +123,17 @@ def explain_hub(error: BaseException) -> str | None:
     if status >= 500:
         return f"the hub has a fault ({status} {said}): run it again later"
     return f"{response.request.url.host} refuses the request ({status} {said}): run it again later"
+
+
+def is_web_page(error: BaseException) -> bool:
+    """Whether the hub's client got a text that is not JSON, such as the login page of a proxy.
+
+    The error is the one that a damaged file on this disk raises, too, but it passes httpx, which
+    has the name httpx2 in newer releases of the client.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_client = any(frame.f_globals["__name__"].startswith("httpx") for frame in frames)
+    return is_of_client and is_a(error, "JSONDecodeError")
 
 
 def is_refused_by_storage(error: BaseException) -> bool:
@@ -172,9 +189,9 @@ def is_machines_fault(error: BaseException) -> bool:
     A bad row is skipped and listed. A fault of the machine ends the run or the task, and the same
     command tries the row again.
     """
-    if lacks_memory(error) or is_a(
-        error, "TimeoutError", "ConnectionError", "TransportError", "LocalEntryNotFoundError"
-    ):
+    if is_a(error, "TimeoutError", "ConnectionError", "TransportError", "LocalEntryNotFoundError"):
+        return True
+    if lacks_memory(error) or is_web_page(error):
         return True
     if is_a(error, "HfHubHTTPError"):  # the hub, or the right to read it, unless a file is missing
         return not is_a(error, "EntryNotFoundError")

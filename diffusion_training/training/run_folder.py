@@ -34,6 +34,7 @@ from diffusion_training.training.keeping.checkpoints import (
     read_start,
     read_state,
 )
+from diffusion_training.training.keeping.posthoc import FOLDER as SNAPSHOTS
 from diffusion_training.training.keeping.posthoc import prune_snapshots
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.showing.hub import make_repository, upload_run
@@ -119,6 +120,10 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
                 fail(
                     f"--save_best would replace {best}, which is not from a run: rename that folder"
                 )
+        for name in ("samples", SNAPSHOTS):
+            path = output_dir / name
+            if os.path.lexists(path) and not path.is_dir():
+                fail(f"{path} is not a folder, and the run needs one there: rename this file")
         with explained(f"--output_dir {output_dir} can't be written to"):
             clean(output_dir)
         # it marks the folder as a run's, before anything is fetched into it

@@ -83,20 +83,31 @@ def test_the_page_has_the_tables_of_the_runs_that_are_kept(monkeypatch, tmp_path
     monkeypatch.setattr(speedrun, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(speedrun, "TABLES", {"ducks": ["ducks"], "few": ["ducks-3"]})
     speedrun.RUNS.mkdir()
-    for name, loss in (("ducks", 0.1234567), ("ducks-3", 0.2)):
+    few = [make_run(REFERENCE, seed, 0.2 + seed / 5) for seed in range(3)]  # one without a pair
+    masked = {"held_out_loss": 0.4, "subject": 0.5, "copy": 0.0, "prior": 1.0}
+    few += [make_run(f"{REFERENCE}, T-LoRA", seed, 0.8, masked=masked) for seed in range(2)]
+    ducks = [make_run(REFERENCE, 0, 0.1234567, machine="mine")]
+    for name, runs in (("ducks", ducks), ("ducks-3", few)):
         log = tmp_path / "out" / name / "results.jsonl"
         log.parent.mkdir(parents=True)
-        log.write_text(json.dumps(make_run(REFERENCE, 0, loss, machine="mine")) + "\n")
-    marks = "<!-- speedrun few -->\n<!-- end -->\n<!-- speedrun ducks -->\nold\n<!-- end -->\n"
+        log.write_text("".join(json.dumps(run) + "\n" for run in runs))
+    marks = "".join(
+        f"<!-- speedrun {mark} -->\nold\n<!-- end -->\n" for mark in ("few", "ducks", "ratios")
+    )
     speedrun.PAGE.write_text(marks)
     speedrun.main(["--page", f"--output_dir={tmp_path / 'out'}"])
     (kept,) = speedrun.read_runs(speedrun.RUNS / "ducks.jsonl")
     assert kept["held_out_loss"] == 0.12346 and "machine" not in kept
     written = speedrun.PAGE.read_text()
-    few, ducks = (part.splitlines() for part in written.split("<!-- end -->\n")[:2])
-    assert few[3].startswith(f"| from 3: {REFERENCE} (reference) | 1 | 1,000 | 0.2000 | 1.00 |")
+    few, ducks, ratios = (part.splitlines() for part in written.split("<!-- end -->\n")[:3])
+    assert few[3].startswith(f"| from 3: {REFERENCE} (reference) | 3 | 1,000 | 0.4000 ± 0.4969 |")
     assert ducks[3].startswith(f"| {REFERENCE} (reference) | 1 | 1,000 | 0.1235 | 1.00 |")
     assert len(ducks) == 4 and "old" not in written
+    # 0.8 / 0.2 and 0.8 / 0.4, with 12.71 standard errors
+    assert ratios[3:] == [
+        "| as other programs load it | 2 | 3.00 ± 12.71 | 1.00 ± 0.00 | 1.00 ± 0.00 |",
+        "| with its mask | 2 | 1.50 ± 6.36 | 0.50 ± 0.00 | 0.50 ± 0.00 |",
+    ]
     # a second folder adds to them, and the last of two equal runs counts
     log = tmp_path / "again/ducks/results.jsonl"
     log.parent.mkdir(parents=True)

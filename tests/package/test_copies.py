@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import xxhash
 from conftest import patch, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 
+from diffusion_training import remote
 from diffusion_training.files import checksum_files
 from diffusion_training.training.keeping.checkpoints import find_checkpoints
 from diffusion_training.training.keeping.copies import (
@@ -536,3 +538,20 @@ def test_an_unusable_address_stops_with_one_error_sentence(tmp_path):
     for bad in (tmp_path / "file/folder", "nowhere://bucket/run"):
         with pytest.raises(SystemExit, match=f"--checkpoints_to {bad} can't be written to"):
             Copies(str(bad), tmp_path / "out", None).open()
+
+
+def test_a_store_that_does_not_answer_is_named(url, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(remote, "SILENCE", 0.05)
+    said = f"Waiting for {url}, which has not answered for 0.05 s"
+    write, heard = Address.write, []
+
+    def write_late(*args):
+        wait_until(lambda: heard.append(capsys.readouterr().err) or said in heard[-1], 10)
+        write(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Address, "write", write_late)
+        Copies(url, tmp_path / "out", None).open()
+    Copies(url, tmp_path / "out", None).open()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""  # it answered at once

@@ -94,6 +94,11 @@ def test_errors_of_the_hub_are_told_apart(hub, monkeypatch):
     assert said.startswith("127.0.0.1 refuses the request (418 no coffee!") and len(said) < 300
     assert is_machines
     hub.faults.clear()
+    hub.fail("*", status=200)  # in place of JSON a page, here an empty one
+    page = "the hub's answer is not JSON; perhaps it is the login page of a proxy: open the hub in"
+    said, is_machines = fault_of(huggingface_hub.repo_info, "org/open")
+    assert said.startswith(page) and is_machines
+    assert fault_of(json.loads, "") == ("Expecting value: line 1 column 1 (char 0)", False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     said, _ = fault_of(download, "org/open", "vae/config.json")
     assert said.startswith("vae/config.json of org/open is neither in a folder here nor in the ")
@@ -156,7 +161,7 @@ def test_a_push_is_tried_again_where_the_hub_has_a_fault(hub, tmp_path, monkeypa
         hub.fail("*/commit/*", method="POST", status=status, times=2)
         upload_run("me/run", str(tmp_path), [])
         assert hub.files("me/run")["loss.png"] == f"step {step}".encode()
-    for status in (408, 504):  # before anything is uploaded
+    for status in (408, 504, 200):  # before anything is uploaded; 200: a page, which is not JSON
         (tmp_path / "loss.png").write_text(f"{status}")
         hub.fail("*/paths-info/*", method="POST", status=status, times=3)
         upload_run("me/run", str(tmp_path), [])

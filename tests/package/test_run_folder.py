@@ -126,6 +126,19 @@ def test_output_dirs_with_foreign_files_are_refused_and_unchanged(tmp_path, args
         use_folder(args(f"--output_dir={tmp_path / 'copied'}", "--resume_from_checkpoint=latest"))
 
 
+@pytest.mark.parametrize("name", ["samples", "posthoc_ema"])
+def test_a_file_in_the_place_of_a_folder_of_the_run_is_refused_at_its_start(tmp_path, args, name):
+    use_folder(args())
+    path = tmp_path / "out" / name
+    for make in (path.touch, lambda: path.symlink_to("nowhere")):
+        make()
+        with pytest.raises(SystemExit, match=f"out/{name} is not a folder, and the run needs one"):
+            use_folder(args("--resume_from_checkpoint=latest"))
+        path.unlink()
+    path.symlink_to(tmp_path / "images")  # on another disk, for example
+    use_folder(args("--resume_from_checkpoint=latest"))
+
+
 def test_two_runs_can_not_use_one_output_dir(tmp_path, args):
     def hold():
         held = open_folder(args())

@@ -199,6 +199,24 @@ def test_a_run_without_what_a_pipeline_needs_is_refused(tmp_path, whole):
     assert "the snapshots are of another unet" in said
 
 
+def test_damaged_parts_of_a_run_are_not_copied(tmp_path, inputs, whole):
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(whole, run)
+    path = run / "scheduler/scheduler_config.json"
+    for text in path.read_text()[:40], "{}x", "[]":
+        path.write_text(text)
+        said = reconstruct.refused(run, f"--output_dir={out}", "--sigma_rel=0.06")
+        assert f"{run}/scheduler is damaged: the run's command with --resume_from" in said
+    shutil.rmtree(path.parent)
+    said = reconstruct.refused(run, f"--output_dir={out}", "--sigma_rel=0.06")
+    assert f"{run}/scheduler is damaged" in said and "(it is not a folder)" in said
+    assert not [*out.iterdir()]
+    train(*list_flags(inputs, run, "--resume_from_checkpoint=latest"))
+    reconstruct(run, f"--output_dir={out}", "--sigma_rel=0.06")
+    name = "scheduler/scheduler_config.json"
+    assert (out / "sigma_rel-0.06" / name).read_bytes() == (whole / name).read_bytes()
+
+
 def test_no_name_in_a_runs_model_index_leads_out_of_its_folder(tmp_path, whole):
     run = tmp_path / "run"
     shutil.copytree(whole, run)

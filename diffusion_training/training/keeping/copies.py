@@ -27,7 +27,7 @@ from tqdm import tqdm
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command
 from diffusion_training.files import checksum_file, delete, saving
-from diffusion_training.remote import persist, writing
+from diffusion_training.remote import naming_silence, persist, writing
 from diffusion_training.training.keeping.best import read_best
 from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,
@@ -157,7 +157,10 @@ class Copies:
 
     def open(self) -> None:
         """List the address. Stops with an error if it holds no run, or can't be written to."""
-        with explained(f"--checkpoints_to {self.url} can't be written to"):
+        with (
+            explained(f"--checkpoints_to {self.url} can't be written to"),
+            naming_silence(self.url),
+        ):
             self.address = Address(self.url)
             self.address.write(".tmp-trial", b"")
             names = self.address.list()

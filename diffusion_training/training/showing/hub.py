@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import create_repo, get_paths_info, repo_info, upload_folder
 
-from diffusion_training.errors.faults import is_a, is_refused_by_storage
+from diffusion_training.errors.faults import is_a, is_refused_by_storage, is_web_page
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.training.showing.pipelines import name_source
 
@@ -50,7 +50,7 @@ def upload_run(repository: str | None, output_dir: str, files: list[str]) -> Non
             except Exception as error:
                 status = getattr(getattr(error, "response", None), "status_code", 0)
                 is_passing = status >= 500 or status in PASSING or is_a(error, "TransportError")
-                is_passing |= is_refused_by_storage(error)
+                is_passing |= is_refused_by_storage(error) or is_web_page(error)
                 if wait is None or not is_passing:
                     raise
                 time.sleep(wait)
