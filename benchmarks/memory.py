@@ -281,7 +281,7 @@ MODELS = {
     "Qwen-Image 2.1": Published("qwen-image-2.1", {}, QWEN_2_1_KL, (QWEN3_VL,), 1024, 512),
     "Wan 2.1 1.3B": Published("wan", WAN_1_3B, WAN_KL, (UMT5,), 640, 512),
     "Wan 2.1 14B": Published("wan", {}, WAN_KL, (UMT5,), 640, 512),
-    "Wan 2.2 5B": Published("wan-2.2-5b", WAN_5B, WAN_2_2_KL, (UMT5,), 960, 512),
+    "Wan 2.2 TI2V 5B": Published("wan-2.2-5b", WAN_5B, WAN_2_2_KL, (UMT5,), 960, 512),
 }
 
 

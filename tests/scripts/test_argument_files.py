@@ -164,7 +164,8 @@ def test_what_the_table_of_cards_names_fits_by_the_steps_of_each_model():
         for card, cell in list(row.items())[1:]:
             if cell == "no":
                 continue
-            way, _, other = re.sub("(, E)?( \\*)?$", "", cell).partition(" or ")
+            way, _, other = re.sub("(, half the side)?(, E)?( \\*)?$", "", cell).partition(" or ")
+            half = ", half the side" if "half the side" in cell else ""
             way, held = re.subn(r"swap (\d+) GB", "swap", way)
             if held:
                 base = float(host[model]["base of a LoRA, 16 bits"])
@@ -172,8 +173,8 @@ def test_what_the_table_of_cards_names_fits_by_the_steps_of_each_model():
             way = re.sub(r"^GC \d+ %", "GC", way)
             names = {"plain": "bf16", "int8": "bf16, GC, int8", "nf4": "bf16, GC, nf4"}
             for each in filter(None, (way, other)):
-                column = names.get(each, f"bf16, {each}")
-                needed = float(steps[model][column]) + more
+                column = names.get(each, f"bf16, {each}") + half
+                needed = float(steps[model][column]) + (more / 4 if half else more)
                 assert needed <= 0.9 * int(card.split()[0]) * 2**30 / 1e9 + 0.1, (title, card, each)
 
 
