@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                       # some minutes, on any machine, without a GPU
     python benchmarks/memory.py --models SDXL         # within two minutes of processor time
+    python benchmarks/memory.py --plans --models SDXL Z-Image  # what --fit chooses on each card
     python benchmarks/memory.py --models my/unet/config.json  # a model of your own
 
 Prints tables, for one process unless a table names several GPUs. GB is 1e9 bytes. No weights are
@@ -9,6 +10,8 @@ loaded:
 
 1. Cards: the first way to train a whole model, in the order of the tables, that fits into a card;
    and what `--fit auto` chooses for the recipe of a LoRA, or the flags to add to the recipe.
+   Then the plans of `--fit auto` with their estimates: GB in a step, GB while samples are drawn
+   without the VAE, GB of the host, and the share of a step's operations that are computed twice.
 2. A training step with one image: memory of the device, in each way to train, and with `--shard` on
    several GPUs.
 3. Memory that each further image adds to a step.
@@ -25,10 +28,10 @@ A LoRA has the layers that --lora_layers chooses by default, and the rank of
 diffusion_training/families/lora_settings.py, or 16 where that file has no model.
 
 Weights, gradients, moments and EMA weights are counted by the code that prints them before step 1.
-Activations are counted in a forward pass under autocast, on a simulated GPU, with tensors that have
-shapes only. Attention is one fused kernel. With `--gradient_checkpointing` the inputs of blocks are
-kept, and one block is computed again. A GPU needs some memory for itself and for gaps between
-tensors, so a tenth of a card stays free.
+Activations are counted as `--fit` counts them before step 1, block by block, under autocast, but on
+a simulated GPU with tensors that have shapes only. Of blocks that are alike, one is computed.
+Attention is one fused kernel. A GPU needs some memory for itself and for gaps between tensors, so a
+tenth of a card stays free.
 """
 
 import argparse
@@ -37,8 +40,7 @@ import copy
 import functools
 import json
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,10 +53,9 @@ import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
-from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers import UNet2DModel
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,7 +63,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import train_text_to_image
 import train_unconditional
 from diffusion_training.batches import Prepared
-from diffusion_training.blocks import compute_in_float32, list_outer_blocks, list_segments
+from diffusion_training.blocks import compute_in_float32, list_outer_blocks
 from diffusion_training.families.base import Family, Prompts
 from diffusion_training.families.known import load_family
 from diffusion_training.families.lora_layers import COMMON, LAYERS
@@ -72,7 +73,18 @@ from diffusion_training.models import cast_weights, start_average
 from diffusion_training.training.lora.block_swap import BlockSwap
 from diffusion_training.training.lora.lora import add_lora
 from diffusion_training.training.lora.quantization import BLOCK, list_quantizable
+from diffusion_training.training.step import plans
 from diffusion_training.training.step.costs import count_disk, count_flops, count_memory
+from diffusion_training.training.step.fit import Estimate, choose_plan
+from diffusion_training.training.step.plans import (
+    ALL,
+    MemoryPlan,
+    Meter,
+    Recorder,
+    Segment,
+    StepMemory,
+    record_step,
+)
 from diffusion_training.training.step.sharding import share_memory
 
 ROOT = Path(__file__).parent.parent
@@ -182,8 +194,9 @@ SD3_MEDIUM = SD3_LARGE | {
     "dual_attention_layers": tuple(range(13)),
 }
 COSMOS_2B = {"num_attention_heads": 16, "extra_pos_embed_type": None, "rope_scale": (1.0, 4.0, 4.0)}
-RANKS = {settings.title: settings.rank for settings in SETTINGS.values()}
+RANKS = {each.title.removesuffix(" (stills)"): each.rank for each in SETTINGS.values()}
 CARDS = (8, 12, 16, 24, 48, 80)  # GB as they are sold, which are 2**30 bytes
+PLAN_CARDS = (8, 12, 16, 24, 32, 80)
 
 
 @dataclass(frozen=True)
@@ -268,7 +281,7 @@ MODELS = {
     "Qwen-Image 2.1": Published("qwen-image-2.1", {}, QWEN_2_1_KL, (QWEN3_VL,), 1024, 512),
     "Wan 2.1 1.3B": Published("wan", WAN_1_3B, WAN_KL, (UMT5,), 640, 512),
     "Wan 2.1 14B": Published("wan", {}, WAN_KL, (UMT5,), 640, 512),
-    "Wan 2.2 5B": Published("wan-2.2-5b", WAN_5B, WAN_2_2_KL, (UMT5,), 960, 512),
+    "Wan 2.2 TI2V 5B": Published("wan-2.2-5b", WAN_5B, WAN_2_2_KL, (UMT5,), 960, 512),
 }
 
 
@@ -292,6 +305,12 @@ class Way:
     def precision(self) -> str:
         """That of the weights, as of --mixed_precision."""
         return self.mixed_precision if self.is_lora or self.full_bf16 else "no"
+
+    @property
+    def plan(self) -> MemoryPlan:
+        if self.swaps_blocks:
+            return replace(ALL, swapped=sys.maxsize)
+        return ALL if self.gradient_checkpointing else MemoryPlan()
 
 
 FULL = (
@@ -654,9 +673,6 @@ def count_held_in(name: str, way: Way) -> dict[str, int]:
         layers = []
         if way.base_precision:
             layers = [denoiser.get_submodule(layer) for layer in list_quantizable(denoiser)]
-        if way.swaps_blocks:
-            denoiser = prepare_denoiser.__wrapped__(name, way.is_lora, way.mixed_precision)
-            BlockSwap(denoiser, "all", torch.device("meta"))
         averaged = prepare_average(denoiser) if way.use_ema else {}
         held = count_memory({"model": denoiser}, averaged, [], 1, way.optimizer)
         if way.num_processes > 1:
@@ -675,75 +691,35 @@ def count_held_in(name: str, way: Way) -> dict[str, int]:
 # activations
 
 
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors that exist. peak: the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = 0
-        self.peak = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
-                self.note(value.untyped_storage())
-        return result
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self.known:
-            self.known.add(key)
-            self.held += storage.nbytes()
-            self.peak = max(self.peak, self.held)
-            weakref.finalize(storage, self.free, key, storage.nbytes())
-
-    def free(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.held -= size
-
-
-class OneKernel(torch.autograd.Function):
-    """Attention that keeps the same tensors as a fused kernel; shapes only."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        result = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, result)
-        return result
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
-) -> torch.Tensor:
-    if torch.is_autocast_enabled("cuda"):
-        query, key, value = (each.bfloat16() for each in (query, key, value))
-    return OneKernel.apply(query, key, value)
-
-
 FAKES = FakeTensorMode(allow_non_fake_inputs=True)
+# A GPU's autocast computes these in float32, and a CPU's does not
+IN_FLOAT32 = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "softmax.int", "rsqrt")
+IN_FLOAT32 += ("pow.Tensor_Scalar", "exp", "sum.dim_IntList", "linalg_vector_norm")
 
 
 @contextlib.contextmanager
-def fake_gpu() -> Iterator[PeakMemory]:
-    """Simulate a GPU with tensors that have shapes only. autocast must not notice its absence."""
-    with (
-        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
-        patch("torch.cuda.is_bf16_supported", lambda *args, **options: True),
-        patch("torch.nn.functional.scaled_dot_product_attention", attend),
-        FAKES,
-        torch.device("cuda"),
-        PeakMemory() as memory,
-    ):
-        yield memory
+def fake_device() -> Iterator[Meter]:
+    """Compute with tensors that have shapes only, on a CPU whose autocast is that of a GPU.
+
+    Without a GPU, torch computes no backward pass of such tensors on one.
+    """
+
+    def widen(operator: Any, *args: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return operator(*tree_map_only(torch.Tensor, torch.Tensor.float, args), **options)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in IN_FLOAT32:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, partial(widen, operator), "AutocastCPU")
+        with FAKES, torch.device("cpu"), Meter(torch.device("cpu")) as meter:
+            yield meter
 
 
 @functools.lru_cache(maxsize=3)
-def put_on_gpu(denoiser: Any) -> dict[str, torch.Tensor]:
-    """Make weights on the GPU of `fake_gpu` for a model of `prepare_denoiser`: {name: weight}."""
+def make_weights(denoiser: Any) -> dict[str, torch.Tensor]:
+    """Weights on the device of `fake_device` for a model of `prepare_denoiser`: {name: weight}."""
     named = [*denoiser.named_parameters(remove_duplicate=False)]
     named += denoiser.named_buffers(remove_duplicate=False)
     moved: dict[int, Any] = {}
@@ -754,88 +730,6 @@ def put_on_gpu(denoiser: Any) -> dict[str, torch.Tensor]:
                 copied = torch.nn.Parameter(copied, weight.requires_grad)
             moved[id(weight)] = copied
     return {key: moved[id(weight)] for key, weight in named}
-
-
-@contextlib.contextmanager
-def on_gpu(memory: PeakMemory, name: str, is_lora: bool, precision: str) -> Iterator[Any]:
-    """The trained model with its weights on the GPU of `fake_gpu`, where `add_lora` would fail."""
-    with unset_fake_temporarily(), torch.device("cpu"):
-        denoiser = prepare_denoiser(name, is_lora, precision)
-    weights = put_on_gpu(denoiser)
-    for weight in weights.values():
-        memory.note(weight.untyped_storage())
-    if not isinstance(denoiser, UNet2DConditionModel):
-        # Transformers keep tensors that they have computed. The copy has the same weights.
-        shared = [*denoiser.parameters(), *denoiser.buffers()]
-        with unset_fake_temporarily():
-            denoiser = copy.deepcopy(denoiser, {id(weight): weight for weight in shared})
-    with _reparametrize_module(denoiser, weights):
-        yield denoiser
-
-
-class Blocks:
-    """Calls the blocks of a model, and notes what each adds to the memory.
-
-    alike: whether blocks with weights and inputs of equal shapes add the same, as those of U-Nets
-    do, except in training a LoRA. Then only the first one is called.
-    """
-
-    def __init__(self, memory: PeakMemory, alike: bool) -> None:
-        self.memory = memory
-        self.alike = alike
-        # {shapes: (the result, bytes that stay besides it, the most, the most with its graph)}
-        self.known: dict[Any, tuple[Any, int, int, int]] = {}
-        self.inputs: list[Any] = []
-        self.largest = 0  # bytes that a block keeps for its backward pass
-
-    @contextlib.contextmanager
-    def calling(self, model: torch.nn.Module, checkpointed: bool) -> Iterator[None]:
-        """Let `model` call its blocks by this object.
-
-        checkpointed: as with gradient checkpointing, or without a graph, for samples.
-        """
-        call = self.checkpoint if checkpointed else self.call
-        with contextlib.ExitStack() as stack:
-            for block in list_segments(model).values() if checkpointed or self.alike else ():
-                forward = partial(call, block, block.forward)
-                stack.enter_context(patch.object(block, "forward", forward))
-            yield
-
-    def checkpoint(
-        self, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        """Replaces torch's checkpoint: keeps the inputs of a block."""
-        self.inputs.append((args, options))
-        return self.call(block, forward, *args, **options)
-
-    def call(
-        self, block: torch.nn.Module, forward: Callable[..., Any], *args: Any, **options: Any
-    ) -> Any:
-        shapes = [weight.shape for weight in block.parameters()]
-        shapes += [x.shape for x in tree_leaves((args, options)) if isinstance(x, torch.Tensor)]
-        key = type(block), *shapes
-        before, peak = self.memory.held, self.memory.peak
-        if self.alike and key in self.known:
-            like, stays, most, with_graph = self.known[key]
-            result = tree_map(lambda make: make().requires_grad_(), like)
-            self.memory.held += stays
-        else:
-            self.memory.peak = before
-            graph = forward(*args, **options)
-            most, with_graph = self.memory.peak - before, self.memory.held - before
-            # without its graph, so that the block's activations are freed
-            result = tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(), graph)
-            del graph
-            tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-            new = {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
-            stays = self.memory.held - before - sum(each.nbytes() for each in new.values())
-            like = tree_map_only(
-                torch.Tensor, lambda x: partial(torch.empty, x.shape, dtype=x.dtype), result
-            )
-            self.known[key] = like, stays, most, with_graph
-        self.largest = max(self.largest, with_graph)
-        self.memory.peak = max(peak, before + most)
-        return result
 
 
 def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[Any, Any, Any]:
@@ -859,86 +753,163 @@ def make_inputs(model: Published, config: Any, side: int, images: int) -> tuple[
     return torch.zeros(images, channels, side, side), torch.zeros(images), prompts
 
 
+def copy_later(value: Any) -> Any:
+    """A function that makes a tensor like the given one, or returns the value that it is."""
+    if not torch.is_tensor(value):
+        return lambda: value
+    shape, options = value.shape, {"dtype": value.dtype, "requires_grad": value.requires_grad}
+    return lambda: torch.empty(shape, **options)
+
+
+class FirstOfEqual(Recorder):
+    """Calls only the first of segments whose weights and inputs are alike, and counts all."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.known: dict[Any, tuple[Segment, Any]] = {}  # and functions that make its result
+        self.copies: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        with super().calling():
+            yield
+        self.copies.clear()  # as autocast frees them
+
+    def call(
+        self, segment: torch.nn.Module, place: int, forward: Any, *args: Any, **options: Any
+    ) -> Any:
+        leaves = [*segment.parameters(), *tree_leaves((args, options))]
+        facts = [
+            (each.shape, each.dtype, each.requires_grad) if torch.is_tensor(each) else repr(each)
+            for each in leaves
+        ]
+        key = type(segment), *facts
+        meter = self.meter
+        if key in self.known:
+            like, make = self.known[key]
+            between = meter.held - self.last
+            self.inputs.append((args, options))
+            result = tree_map(lambda each: each(), make)
+            self.copies.append(torch.empty(like.copies, dtype=torch.uint8))
+            meter.operations += like.operations
+            self.segments.append(replace(like, place=place, between=between))
+            self.last = meter.peak = meter.held
+        else:
+            result = super().call(segment, place, forward, *args, **options)
+            make = tree_map(copy_later, result)
+            self.known[key] = self.segments[-1], make
+        if not torch.is_grad_enabled():  # no graph keeps them
+            self.inputs.clear()
+        return result
+
+
 @functools.cache
-def count_activations(
+def record(
     name: str,
     side: int,
     is_lora: bool,
     mixed_precision: str,
-    gradient_checkpointing: bool,
     images: int,
     precision: str,
     cache_enabled: bool = True,
-) -> int:
-    """Count the most bytes that a step holds besides weights, gradients, moments and EMA weights.
+    draws: bool = False,
+) -> StepMemory:
+    """Compute a step block by block, as --fit does.
 
-    The forward pass keeps them, with autocast's copies of trained weights. precision: of the
-    weights. cache_enabled: autocast keeps its copies even with gradient checkpointing; with --shard
-    it does not.
+    precision: of the weights. cache_enabled: autocast keeps its copies of weights while the model
+    computes; with --shard it does not. draws: compute a sample instead, without a backward pass.
     """
     model = MODELS[name]
     family = find_family(model.family)
-    with fake_gpu() as memory, on_gpu(memory, name, is_lora, precision) as denoiser:
-        denoiser.train()
-        alike = isinstance(denoiser, UNet2DConditionModel) and not is_lora
-        blocks = Blocks(memory, alike)
-        memory.peak = before = memory.held
-        latents, times, prompts = make_inputs(model, denoiser.config, side, images)
+    denoiser = prepare_denoiser(name, is_lora, precision)
+    with fake_device() as meter, patch.object(plans, "Recorder", FirstOfEqual):
+        weights = make_weights(denoiser)
+        # Transformers keep tensors that they have computed. The copy has the same weights.
+        shared = [*denoiser.parameters(), *denoiser.buffers()]
+        with unset_fake_temporarily():
+            denoiser = copy.deepcopy(denoiser, {id(weight): weight for weight in shared})
+        denoiser.train(not draws)
         autocast = torch.autocast(
-            "cuda", torch.bfloat16, mixed_precision == "bf16", cache_enabled=cache_enabled
+            "cpu", torch.bfloat16, mixed_precision == "bf16", cache_enabled=cache_enabled
         )
-        is_called = blocks.calling(denoiser, True)
-        with autocast, is_called if gradient_checkpointing else contextlib.nullcontext():
-            prediction = predict(family, denoiser, latents, times, prompts)
-        in_backward = memory.held + blocks.largest
-        assert prediction.requires_grad
-        return max(memory.peak, in_backward) - before
+        inputs = make_inputs(model, denoiser.config, side, images)
+
+        def compute() -> torch.Tensor:
+            with autocast:
+                prediction = predict(family, denoiser, *inputs)
+            return prediction.square().mean()
+
+        with _reparametrize_module(denoiser, weights), torch.set_grad_enabled(not draws):
+            frees_gradients = not is_lora and precision == "bf16"
+            return record_step({family.folder: denoiser}, compute, meter, frees_gradients)
 
 
 @functools.cache
-def count_samples(
-    name: str, side: int, is_lora: bool, precision: str = "bf16", cache_enabled: bool = True
-) -> tuple[int, int, int]:
-    """Count the bytes on the device while samples are drawn: (the VAE, drawing, decoding).
+def count_drawn(
+    name: str, side: int, is_lora: bool, precision: str, cache_enabled: bool = True
+) -> int:
+    """Count the bytes that drawing a sample adds. For guidance two images pass the denoiser."""
+    step = record(name, side, is_lora, "bf16", 2, precision, cache_enabled, draws=True)
+    return replace(step, gradients=0).count(MemoryPlan())
 
-    For guidance two images pass through the denoiser. The VAE decodes one at a time, in float32.
-    """
+
+@functools.cache
+def count_decoding(name: str, side: int) -> tuple[int, int]:
+    """Count the bytes of (the VAE, decoding one image), in float32."""
     model = MODELS[name]
     family = find_family(model.family)
-    with fake_gpu() as memory, torch.no_grad():
-        with on_gpu(memory, name, is_lora, precision) as denoiser:
-            denoiser.eval()
-            memory.peak = before = memory.held
-            latents, times, prompts = make_inputs(model, denoiser.config, side, 2)
-            autocast = torch.autocast("cuda", torch.bfloat16, cache_enabled=cache_enabled)
-            alike = isinstance(denoiser, UNet2DConditionModel)
-            with autocast, Blocks(memory, alike).calling(denoiser, False):
-                predict(family, denoiser, latents, times, prompts)
-            most = memory.peak - before
+    with fake_device() as meter, torch.no_grad():
         vae = make_vae(model).eval()
-        memory.peak = before = memory.held
-        family.decode(vae, latents[:1])
-        return 4 * count_numbers(vae), most, memory.peak - before
+        _, channels = family.count_channels(vae)
+        side //= family.downscale(vae)
+        before = meter.peak = meter.held
+        family.decode(vae, torch.zeros(1, channels, side, side))
+        return 4 * count_numbers(vae), meter.peak - before
+
+
+@functools.cache
+def list_swappable(name: str, precision: str) -> list[int]:
+    """The bytes of each segment of a LoRA's base that can be on the host."""
+    denoiser = prepare_denoiser.__wrapped__(name, True, precision)
+    with torch.device("meta"):
+        BlockSwap(denoiser, "all", torch.device("meta"))
+    return denoiser.block_swap.list_sizes()
+
+
+@functools.cache
+def estimate(name: str, way: Way, images: int = 1) -> Estimate:
+    """What --fit knows before step 1, without VAE and text encoders.
+
+    The recipes add up gradients of several images in a step. With --shard each process holds its
+    share of the gradients all the time.
+    """
+    side = MODELS[name].side // (2 if way.half_side else 1)
+    cached = way.num_processes == 1
+    given = way.mixed_precision, images, way.precision, cached
+    step = record(name, side, way.is_lora, *given)
+    held = count_held(name, way)
+    if not cached:
+        step = replace(step, gradients=0)
+    elif not way.full_bf16:
+        step = replace(step, adds_up=True)
+        del held["gradients"]
+    drawn = count_drawn(name, side, way.is_lora, way.precision, cached)
+    can_swap = way.is_lora and not way.base_precision
+    swappable = list_swappable(name, way.precision) if can_swap else []
+    return Estimate(step, sum(held.values()) - sum(swappable), 0, drawn, swappable, 0)
 
 
 def count_step(name: str, way: Way, images: int = 1) -> int:
     """Count all bytes of a training step with some images."""
-    side = MODELS[name].side // (2 if way.half_side else 1)
-    activations = count_activations(
-        name, side, way.is_lora, way.mixed_precision, way.gradient_checkpointing, images,
-        way.precision, way.num_processes == 1,
-    )  # fmt: skip
-    return sum(count_held(name, way).values()) + activations
+    return estimate(name, way, images).count_step(way.plan)
 
 
-def count_drawing(name: str, way: Way, with_vae: bool = True) -> int:
-    """Count all bytes on the device while samples are drawn. Then there are no gradients."""
-    held = count_held(name, way)
-    side = MODELS[name].side // (2 if way.half_side else 1)
-    precision = "bf16" if way.is_lora else way.precision
-    vae, most, decoding = count_samples(name, side, way.is_lora, precision, way.num_processes == 1)
-    drawing = vae + max(most, decoding) if with_vae else most
-    return sum(held.values()) - held["gradients"] + drawing
+def count_drawing(name: str, way: Way, plan: MemoryPlan | None = None) -> int:
+    """Count all bytes on the device while samples are drawn and decoded."""
+    known = estimate(name, way)
+    vae, decoding = count_decoding(name, MODELS[name].side // (2 if way.half_side else 1))
+    more = vae + max(0, decoding - known.drawn)
+    return known.count_drawing(plan or way.plan) + more
 
 
 # -------------------------------------------------------------------------------------------------
@@ -972,7 +943,7 @@ def make_unet(name: str) -> UNet2DModel:
 @functools.cache
 def count_kept(name: str, side: int) -> int:
     """Count the bytes of activations per image of a model in KEPT."""
-    with torch.device("meta"):
+    with fake_device():
         if name in MODELS:
             model = MODELS[name]
             unet = make_denoiser(model)
@@ -993,9 +964,8 @@ def count_kept(name: str, side: int) -> int:
                 kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
             return tensor
 
-        with patch("torch.nn.functional.scaled_dot_product_attention", attend):
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                result = call(latents, times, prompts)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = call(latents, times, prompts)
     assert result.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -1039,6 +1009,14 @@ def list_cards(names: list[str]) -> Iterator[list[str]]:
         yield [name, *(choose_way(name, card) for card in CARDS)]
 
 
+def describe_choice(known: Estimate, plan: MemoryPlan) -> str:
+    """What --fit chooses, in a cell."""
+    if plan.swapped:
+        return f"swap {known.count_swapped(plan)[1] / 1e9:.0f} GB"
+    share = known.step.share_repeated(plan)
+    return f"GC {100 * share:.0f} %" if plan.checkpointed else "plain"
+
+
 def choose_flags(name: str, images: int, card: int) -> str:
     """What --fit chooses for a LoRA on a card, else the first flags that make it fit.
 
@@ -1046,28 +1024,42 @@ def choose_flags(name: str, images: int, card: int) -> str:
     fit besides 2 GB for the VAE and its activations.
     """
     room = 0.9 * card * 2**30
+    _, way, _, *quantized, _, small_quantized, small = LORA
     fitting = [
-        way
-        for way in LORA[1:]
-        if count_step(name, way, images) <= room and count_drawing(name, way, False) <= room
+        (way, plan)
+        for way in (way, *quantized, small, small_quantized)
+        if (plan := choose_plan(estimate(name, way, images), room))
     ]
-    chosen = next((way for way in fitting if way.base_precision is None), None)
-    quantized = next((way for way in fitting if way.base_precision and not way.half_side), None)
-    if chosen is None or chosen.half_side and quantized:
-        chosen = quantized or next(iter(fitting), None)
-    if chosen is None:
+    if not fitting:
         return "no"
-    cell = chosen.name.removeprefix("bf16").removeprefix(", ") or "plain"
-    if chosen.swaps_blocks:
-        base = 2 * count_numbers(prepare_denoiser(name, False, "bf16"))
-        cell = cell.replace("swap", f"swap {base / 1e9:.0f} GB")
-    if chosen.base_precision:
-        cell = cell.removeprefix("GC, ")
-    elif chosen.swaps_blocks and quantized:
-        cell += f" or {quantized.base_precision}"
+    way, plan = fitting[0]
+    cell = describe_choice(estimate(name, way, images), plan)
+    if way.base_precision:
+        cell = way.base_precision
+    elif plan.swapped and len(fitting) > 1 and (other := fitting[1][0].base_precision):
+        cell += f" or {other}"
+    cell += ", half the side" * way.half_side
     with torch.device("meta"):
         encoders = sum(map(count_numbers, make_encoders(MODELS[name])))
-    return cell + ", E" * (2 * encoders + 2e9 > room) + " *" * (count_drawing(name, chosen) > room)
+    decodes = count_drawing(name, way, plan) <= room
+    return cell + ", E" * (2 * encoders + 2e9 > room) + " *" * (not decodes)
+
+
+def list_choices(names: list[str]) -> Iterator[list[str]]:
+    """The plan of --fit auto for a LoRA on each card, with its estimate."""
+    for name in names:
+        known = estimate(name, LORA[1])
+        for card in PLAN_CARDS:
+            plan = choose_plan(known, 0.9 * card * 2**30)
+            cells = ["nothing fits", *[""] * 4]
+            if plan:
+                sizes = known.count_step(plan), known.count_drawing(plan)
+                cells = [
+                    plan.describe(),
+                    *map(gigabytes, (*sizes, known.count_swapped(plan)[1])),
+                    f"{100 * known.step.share_repeated(plan):.0f} %",
+                ]
+            yield [name, f"{card} GB", *cells]
 
 
 def list_recipes(names: list[str]) -> Iterator[list[str]]:
@@ -1107,8 +1099,9 @@ def list_images(names: list[str]) -> Iterator[list[str]]:
 def list_samples(names: list[str]) -> Iterator[list[str]]:
     for name in names:
         for side in (MODELS[name].side // 2, MODELS[name].side):
-            vae, *activations = count_samples(name, side, True)
-            yield [name, str(side), gigabytes(vae), gigabytes(max(activations))]
+            vae, decoding = count_decoding(name, side)
+            most = max(decoding, count_drawn(name, side, True, "bf16"))
+            yield [name, str(side), gigabytes(vae), gigabytes(most)]
 
 
 def list_parts(names: list[str]) -> Iterator[list[str]]:
@@ -1258,7 +1251,11 @@ def main(argv: list[str] | None = None) -> None:
         default=every,
         help=f"some of {', '.join(every)}, or JSON files: configs of your own models",
     )
-    given = parser.parse_args(argv).models
+    parser.add_argument(
+        "--plans", action="store_true", help="print only what --fit auto chooses for LoRAs"
+    )
+    args = parser.parse_args(argv)
+    given = args.models
     for i, name in enumerate(given):
         if name not in every:
             try:
@@ -1267,11 +1264,16 @@ def main(argv: list[str] | None = None) -> None:
                 parser.error(f"--models {name}: {error}")
     names = [name for name in given if name in MODELS]
     unets = [name for name in given if name not in MODELS]
+    planned = ["model", "card", "plan", "a step", "samples", "of the host", "computed twice"]
+    if args.plans:
+        print_table("Plans of --fit auto", planned, list_choices(names))
+        return
     cards = [f"{card} GB" for card in CARDS]
     # hardly anybody trains in float32, or a whole model at half the side
     full, lora = FULL[1:-1], LORA[1:]
     print_table("Cards: the whole model", ["model", *cards], list_cards(names))
     print_table("Cards: a LoRA", ["model", *cards], list_recipes(names))
+    print_table("Plans of --fit auto", planned, list_choices(names))
     columns = ["model", *(way.name for way in SHARDED)]
     print_table("A step, the whole model with --shard", columns, list_sharded(names))
     for title, ways in (("the whole model", full), ("a LoRA", lora)):

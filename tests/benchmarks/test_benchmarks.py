@@ -58,6 +58,7 @@ from diffusion_training.families.names import FACTS
 from diffusion_training.latents.reader import CachedLatents, load_cache
 from diffusion_training.training.step import costs
 from diffusion_training.training.step.costs import count_moments
+from diffusion_training.training.step.plans import ALL, MemoryPlan, Recorder
 
 TOY = ["--size=toy", "--steps=6", "--rounds=1", "--resolution=64"]
 
@@ -430,7 +431,6 @@ def test_blocks_of_qwen_image_2_1_are_called_like_its_model(tmp_path):
     assert torch.equal(found, whole[:, 5:].transpose(1, 2).reshape(noisy.shape))
 
 
-@pytest.mark.long
 def test_counted_activations_equal_saved_tensors(monkeypatch):
     """torch's hooks count the same in float32. In 16 bits norms still compute in float32."""
     small = {**memory.SD2, "block_out_channels": [64, 64], "attention_head_dim": 8}
@@ -438,18 +438,28 @@ def test_counted_activations_equal_saved_tensors(monkeypatch):
         small[name] = sorted(small[name][:2])
     model = dataclasses.replace(memory.MODELS["Stable Diffusion 2"], config=small)
     monkeypatch.setitem(memory.MODELS, "small", model)
-    count = lambda is_lora, *way: memory.count_activations(
-        "small", 256, is_lora, *way, "bf16" if is_lora else "no"
-    )
-    kept = memory.count_kept("small", 256)
-    exact = count(False, "no", False, 1)
-    half = count(False, "bf16", False, 1)
-    checkpointed = count(False, "no", True, 1)
-    # with the image, and the prediction
-    assert kept < exact < 1.02 * kept
-    assert 0.5 < half / exact < 0.95 and checkpointed < 0.7 * exact
-    assert count(False, "no", False, 2) == pytest.approx(2 * exact, rel=0.02)
-    assert count(True, "bf16", False, 1) < half
+
+    def record(is_lora, mixed_precision, images=1):
+        precision = "bf16" if is_lora else "no"
+        step = memory.record.__wrapped__("small", 256, is_lora, mixed_precision, images, precision)
+        kept = sum(each.between + each.graph for each in step.segments)
+        return dataclasses.replace(step, gradients=0), kept
+
+    exact, kept = record(False, "no")
+    # besides the first and the last convolution
+    assert kept == pytest.approx(memory.count_kept("small", 256), rel=0.03)
+    half, twice = record(False, "bf16"), record(False, "no", 2)
+    assert 0.5 < half[1] / kept < 0.95 and twice[1] == pytest.approx(2 * kept, rel=0.02)
+    assert exact.count(ALL) < 0.7 * exact.count(MemoryPlan())
+    lora, _ = record(True, "bf16")
+    assert lora.count(MemoryPlan()) < half[0].count(MemoryPlan())
+    # segments that are alike are computed once
+    monkeypatch.setattr(memory, "FirstOfEqual", Recorder)
+    every, _ = record(True, "bf16")
+    assert len(every.segments) == len(lora.segments)
+    for plan in (MemoryPlan(), MemoryPlan(3), MemoryPlan(3, True), ALL):
+        assert lora.count(plan) == pytest.approx(every.count(plan), rel=0.01), plan
+        assert lora.share_repeated(plan) == every.share_repeated(plan) >= 0
 
 
 @pytest.fixture
@@ -538,18 +548,39 @@ def test_memory_estimates_a_model_of_ones_own(tmp_path, capsys, monkeypatch):
     assert "_class_name is VQModel" in capsys.readouterr().err
 
 
+def test_plans_of_one_model_match_the_page(capsys):
+    memory.main(["--plans", "--models", "FLUX.2 klein 4B"])
+    check_plans(capsys.readouterr().out, 1)
+
+
+@pytest.mark.long
+def test_plans_of_all_models_match_the_page(capsys):
+    memory.main(["--plans", "--models", *PLANNED])
+    check_plans(capsys.readouterr().out, len(PLANNED))
+
+
+PLANNED = ["SDXL", "FLUX.2 klein 4B", "FLUX.2 klein 9B", "Z-Image", "FLUX.1-dev", "Qwen-Image"]
+
+
+def check_plans(said, models):
+    """Check that docs/memory.md has all rows that `memory.py --plans` prints."""
+    page = (ROOT / "docs/memory.md").read_text().splitlines()
+    rows = [line for line in said.splitlines() if " GB | " in line]
+    assert len(rows) == 6 * models and [row for row in rows if row not in page] == []
+
+
 @pytest.mark.long
 def test_memory_of_one_model_matches_the_pages(capsys, monkeypatch):
     monkeypatch.setattr(memory, "KEPT", {})
     memory.main(["--models", "PRX 163M"])
-    assert len(compare_with_pages(capsys.readouterr().out)) == 11  # the others are of U-Nets
+    assert len(compare_with_pages(capsys.readouterr().out)) == 12  # the others are of U-Nets
 
 
 @pytest.mark.long
 def test_memory_of_all_models_matches_the_pages(capsys):
     memory.main([])
     tables = compare_with_pages(capsys.readouterr().out)
-    assert len(tables) == 14
+    assert len(tables) == 15
     page = (ROOT / "docs/training.md").read_text()
     for name, side, count, _ in tables["Activations in float32"]:
         if name == f"unet_{side}.json":
@@ -565,12 +596,14 @@ def test_memory_of_all_models_matches_the_pages(capsys):
     )
     assert memory.count_flops_of("SDXL", 1024) / 3 - products == pytest.approx(5979.1e9, rel=0.01)
     # the table of lora.md
-    step = lambda way: f"{memory.count_step('SDXL', way) / 1e9:.1f} GB in a step"
-    _, plain, saving, quantized, *_ = memory.LORA
+    plans = {row[1]: row[2:] for row in tables["Plans of --fit auto"] if row[0] == "SDXL"}
+    said = [f"| 16 GB and more | none: {plans['16 GB'][1]} GB in a step"]
+    for card in ("8 GB", "12 GB"):
+        plan, step, *_ = plans[card]
+        number = re.fullmatch(r"--checkpoint_blocks (\d+) --keep_attention", plan)[1]
+        said.append(f"| {card} | {number} blocks are computed twice: {step} GB in a step")
+    said.append(f"less room: {memory.count_step('SDXL', memory.LORA[3]) / 1e9:.1f} GB in a step |")
     page = (ROOT / "docs/lora.md").read_text()
-    said = [f"twice: {step(saving)}; samples", f"less room: {step(quantized)} |"]
-    # measured with attention alone, 10.9 GB, and 16 bytes for each further weight
-    said += [f"{step(saving)} with all, 11.2 GB for samples |", f"none: {step(plain)}, which"]
     assert [part for part in said if part not in page] == []
     page = " ".join((ROOT / "docs/latent-cache.md").read_text().split())
     for name, _, size, shares in tables["Text encoders"][1:3]:

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import sys
 import weakref
 
 import pytest
@@ -27,9 +26,7 @@ from diffusion_training.training.keeping.checkpoints import find_checkpoints
 from diffusion_training.training.step.costs import count_memory
 from diffusion_training.training.step.full_bf16 import FullBf16Adafactor, round_randomly
 from diffusion_training.training.step.optimizers import make_optimizer
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import memory
+from diffusion_training.training.step.plans import Meter
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 FLOW, TEXT = Script("train_flow"), Script("train_text_to_image")
@@ -194,7 +191,7 @@ def test_a_backward_pass_holds_one_gradient_at_a_time(gradients):
     """By the bytes that torch has allocated, also in the engine and for the update."""
     many, width = 30, 128
     options = {"relative_step": False, "scale_parameter": False}
-    with memory.PeakMemory() as counter:
+    with Meter(torch.device("cpu")) as counter:
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(many)]).to(BF16)
         optimizer = FullBf16Adafactor({"one": model}, 0, lr=1e-3, **options)
         for _ in range(2):  # the first makes the moments
