@@ -292,6 +292,7 @@ from diffusion_training.memory import move
 from diffusion_training.models import compile_model, freeze_on_device, freeze_unreached
 from diffusion_training.order import Order, seed_generators, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
@@ -577,6 +578,7 @@ def log_validation(
     bases: Sequence[SampleBase],
     step: int,
     stop_signal: StopSignal,
+    writer: Writer,
     args: Namespace,
 ) -> None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
@@ -586,7 +588,7 @@ def log_validation(
     inputs of the pipelines are passed as draw_prompts(..., name=value).
     """
     per_call = 1 if data.family.samples_one_by_one else args.train_batch_size
-    draw_prompts(launch, pipeline, data, bases, per_call, step, stop_signal, args)
+    draw_prompts(launch, pipeline, data, bases, per_call, step, stop_signal, writer, args)
 
 
 def describe_model(
@@ -762,7 +764,7 @@ def main(args: Namespace) -> None:
                 averaged = averages.get_model("transformer")
                 pipeline = make_pipeline(base, averaged, sampler, args.resolution)
                 step = progress.global_step
-                log_validation(launch, pipeline, data, bases, step, stop_signal, args)
+                log_validation(launch, pipeline, data, bases, step, stop_signal, run.writer, args)
         results.report()
 
     def score(metrics: Metrics) -> None:

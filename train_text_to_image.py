@@ -215,6 +215,7 @@ from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
 from diffusion_training.order import Order, seed_generators, step_batches, step_seed
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
@@ -483,6 +484,7 @@ def log_validation(
     bases: Sequence[SampleBase],
     step: int,
     stop_signal: StopSignal,
+    writer: Writer,
     args: Namespace,
 ) -> None:
     """Draw --num_validation_images per prompt into samples/step-N.png and the trackers.
@@ -492,7 +494,7 @@ def log_validation(
     inputs of the pipelines are passed as draw_prompts(..., name=value).
     """
     per_call = args.train_batch_size
-    draw_prompts(launch, pipeline, data, bases, per_call, step, stop_signal, args)
+    draw_prompts(launch, pipeline, data, bases, per_call, step, stop_signal, writer, args)
 
 
 def describe_model(
@@ -655,7 +657,7 @@ def main(args: Namespace) -> None:
             with records.timed("samples_seconds"):  # in the next record
                 pipeline = make_pipeline(base, averages.get_model("unet"), sampler)
                 step = progress.global_step
-                log_validation(launch, pipeline, data, bases, step, stop_signal, args)
+                log_validation(launch, pipeline, data, bases, step, stop_signal, run.writer, args)
         results.report()
 
     def score(metrics: Metrics) -> None:

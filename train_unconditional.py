@@ -188,6 +188,7 @@ from diffusion_training.order import (
 from diffusion_training.repositories import fetch_model
 from diffusion_training.shapes import check_shapes
 from diffusion_training.training.held_out import hold_out
+from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results
@@ -481,7 +482,12 @@ def draw_images(
 
 
 def log_validation(
-    launch: Launch, pipeline: DiffusionPipeline, step: int, stop_signal: StopSignal, args: Namespace
+    launch: Launch,
+    pipeline: DiffusionPipeline,
+    step: int,
+    stop_signal: StopSignal,
+    writer: Writer,
+    args: Namespace,
 ) -> None:
     """Draw --eval_batch_size images into samples/step-N.png and the trackers.
 
@@ -502,7 +508,7 @@ def log_validation(
     scale = max(1, 512 // picture.width)  # to show digits of 8 px
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.NEAREST)
     write = partial(save_samples, launch.accelerator, picture, args.output_dir, step)
-    stop_signal.writer.begin("samples", write)  # a PNG takes time, and the training goes on
+    writer.begin("samples", write)  # in its thread: a PNG takes time, and the training goes on
 
 
 def draw_rows(
@@ -664,7 +670,7 @@ def main(args: Namespace) -> None:
         results.measure_held_out()
         results.keep_best()  # --save_best
         with records.timed("samples_seconds"):  # in the next record
-            log_validation(launch, pipeline, progress.global_step, stop_signal, args)
+            log_validation(launch, pipeline, progress.global_step, stop_signal, run.writer, args)
         results.report()
 
     def score(metrics: Metrics) -> None:

@@ -100,7 +100,7 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None, part: str =
     check_weights(misfit, names, shapes, convert)
 
     def read() -> Callable[[Path], None]:
-        found = convert(Checkpoint(read_weights(path, names, scales)))
+        found = convert(Checkpoint(read_tensors(path, names, scales)))
         broken = [name for name in shapes if not is_finite(widen(found[name]))]
         raise_for_keys(NOT_FINITE, broken)
         return partial(save_denoiser, {name: found[name] for name in shapes}, config)
@@ -138,7 +138,7 @@ def unpack_text_encoder(path: str, base: Base, cache_dir: str | None) -> dict[st
     misfit = f"{path} does not fit the {kind.__name__} of {base.source}"
 
     def read() -> Callable[[Path], None]:
-        return partial(save_text_encoder, read_weights(path, names, scales), text, kind, misfit)
+        return partial(save_text_encoder, read_tensors(path, names, scales), text, kind, misfit)
 
     with explained(misfit):
         return {part: unpack_once(path, base.source, [part, text], cache_dir, read)}
@@ -165,7 +165,7 @@ def read_gguf(tensor: Any) -> torch.Tensor:
     return weight if tensor.tensor_type.name in ("F32", "F16") else weight.bfloat16()
 
 
-def read_weights(
+def read_tensors(
     path: str, names: dict[str, tuple[str, list[int]]], scales: dict[str, str]
 ) -> dict[str, torch.Tensor]:
     """The weights in a file, multiplied by their scales. names, scales: see `check_header`."""

@@ -286,10 +286,10 @@ class CachedLatents(torch.utils.data.Dataset):
             if self.caption_weights:
                 lengths = views["prompt_lengths"][index]
                 caption = draw_caption(self.seed, epoch, number, self.caption_weights, lengths >= 0)
-            for every, numbers_of_rows in values.items():
-                column = self.columns_of[part].get(every.name)
+            for wanted, numbers_of_rows in values.items():
+                column = self.columns_of[part].get(wanted.name)
                 if column is None:  # a cache without masks: its images count everywhere
-                    numbers_of_rows.append(np.full(math.prod(size), 255, every.dtype))
+                    numbers_of_rows.append(np.full(math.prod(size), 255, wanted.dtype))
                     continue
                 name = column.mirrored if flip and column.mirrored else column.name
                 numbers = views[name][index]

@@ -251,6 +251,8 @@ class Records:
         self.any_decoded = self.any_decoded or sums["weight"] > 0
         if self.accelerator.is_main_process and not self.has_printed_memory:
             self.bar.write(self.costs.describe())
+            if said := self.costs.describe_attention():
+                self.bar.write(said)
             self.has_printed_memory = True
         self.check(step, sums, last)
         if not log or sums["weight"] == 0:

@@ -19,7 +19,7 @@ from diffusion_training.errors.sentences import fail
 from diffusion_training.launch import Launch, StopSignal, end_stopped
 from diffusion_training.training.held_out import log_held_out_loss, measure_held_out_losses
 from diffusion_training.training.keeping.best import keep_best
-from diffusion_training.training.keeping.posthoc import WIDTHS, write_losses
+from diffusion_training.training.keeping.posthoc import WIDTHS, list_snapshots, write_losses
 from diffusion_training.training.progress import format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.run_folder import RunFolder, end_run, take_requests
@@ -122,9 +122,11 @@ class Results:
             return
         losses = {}
         folder = Path(self.args.output_dir)
+        posthoc, is_main = self.state.averages.posthoc, self.launch.is_main
         with self.records.timed("posthoc_seconds"):
+            snapshots = list_snapshots(folder) if is_main else []  # checks them, once
             for width in WIDTHS:
-                models = self.state.averages.posthoc.reconstruct(folder, width, self.launch.is_main)
+                models = posthoc.reconstruct(snapshots, width, is_main)
                 measured = measure_held_out_losses(
                     self.launch, self.records, self.dataset, self.held_out, {"": models},
                     self.objective, self.stop_signal,
@@ -132,7 +134,7 @@ class Results:
                 if measured is None:  # a signal has come
                     return
                 losses[width] = sum(measured[""]) / 9
-            if self.launch.is_main:
+            if is_main:
                 best = write_losses(folder, self.step, losses)
                 print(
                     f"\nPost-hoc EMA: of {len(losses)} widths, sigma_rel {best:g} has the lowest "

@@ -101,7 +101,7 @@ def test_snapshots_make_the_average_that_training_with_the_width_would_have(widt
     (found,) = [weight for _, weight in reconstruct(list_snapshots(tmp_path), "unet", width)]
     spread = (model.weight - expected).norm()
     assert (found - expected).norm() < most * spread
-    averages = posthoc.reconstruct(tmp_path, width, True)
+    averages = posthoc.reconstruct(list_snapshots(tmp_path), width, True)
     assert torch.equal(averages["unet"].weight, found) and torch.equal(model.bias, bias)
 
 

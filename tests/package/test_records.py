@@ -41,7 +41,7 @@ def run(tmp_path):
         accelerator = Accelerator(cpu=True)
         checkpoint = tmp_path / "out/checkpoint-3" if global_step else None
         settings = argparse.Namespace(**vars(args), tracker_id="of-the-run")
-        costs = argparse.Namespace(describe=str, measure=lambda speed: {})
+        costs = argparse.Namespace(describe=str, describe_attention=str, measure=lambda speed: {})
         state = {"global_step": global_step, "data_step": global_step, "images_seen": 0}
         reached = global_step if checkpoint else -1
         folder = RunFolder("train.py", None, checkpoint, {}, None, checkpoint_step=reached)

@@ -819,7 +819,7 @@ def test_flow_samples_are_drawn_one_at_a_time(monkeypatch):
     monkeypatch.setattr(script, "draw_prompts", lambda *given: counts.append(given[4]))
     for family in families:
         data, settings = Namespace(family=family), Namespace(train_batch_size=4)
-        script.log_validation(None, None, data, [], 0, None, settings)
+        script.log_validation(None, None, data, [], 0, None, None, settings)
     assert counts == [1] * len(families)
 
 

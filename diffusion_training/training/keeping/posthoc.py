@@ -154,17 +154,18 @@ class PosthocEma:
 
         return list_copied()
 
-    def reconstruct(self, output_dir: Path, width: float, is_main: bool) -> Models:
+    def reconstruct(self, snapshots: list["SnapshotFile"], width: float, is_main: bool) -> Models:
         """The average of any width at the end of the run, on all processes.
 
-        It takes the place of one of the averages, which are saved by then. The first process reads
-        the snapshots.
+        It takes the place of one of the averages, which are saved by then.
+
+        snapshots: see `list_snapshots`. Only the first process reads them.
         """
         averages = next(iter(self.averages.values()))
         for name, model in averages.items():
             weights: dict[str, torch.Tensor] = {}
             if is_main:
-                weights = dict(reconstruct(list_snapshots(output_dir), name, width))
+                weights = dict(reconstruct(snapshots, name, width))
             for key in self.trained[name]:
                 weight = model.get_parameter(key).data
                 if is_main:

@@ -26,6 +26,7 @@ from diffusion_training.launch import Launch, StopSignal
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import place_decoder
 from diffusion_training.order import step_seed
+from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.showing.samples import draw_grid, save_samples
 
@@ -78,6 +79,7 @@ def draw_prompts(
     per_call: int,
     step: int,
     stop_signal: StopSignal,
+    writer: Writer,
     args: Namespace,
     **inputs: Any,
 ) -> None:
@@ -133,7 +135,7 @@ def draw_prompts(
         return
     # takes seconds, during which the training goes on
     write = partial(save_grid, launch, data, bases, parts, step, args)
-    stop_signal.writer.begin("samples", write)
+    writer.begin("samples", write)
 
 
 def save_grid(

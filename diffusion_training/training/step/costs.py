@@ -162,14 +162,19 @@ class Costs:
         return measured
 
     def describe(self) -> str:
-        """Return a sentence with the measured peak, and on a GPU one with attention's kernels."""
+        """Return a sentence with the measured peak."""
         most, reserved = (count / 1e9 for count in measure_memory(self.device))
         if self.total_gb:
-            said = f"Memory in use: {most:.3g} GB at the peak, {reserved:.3g} reserved, of "
-            said += f"{self.total_gb:.3g}"
-            calls = ", ".join(f"{name} ({count} x)" for name, count in self.attention.items())
-            return f"{said}\nAttention: {calls}" if calls else said
+            return (
+                f"Memory in use: {most:.3g} GB at the peak, {reserved:.3g} reserved, of "
+                f"{self.total_gb:.3g}"
+            )
         return f"Memory in use: {most:.3g} GB, of this process and its data loader"
+
+    def describe_attention(self) -> str:
+        """Return a sentence with the kernels of attention; "" on a CPU, or if none was seen."""
+        calls = ", ".join(f"{name} ({count} x)" for name, count in self.attention.items())
+        return f"Attention: {calls}" if self.total_gb and calls else ""
 
 
 def describe_trained(models: Models) -> str:
