@@ -584,9 +584,8 @@ def main(args: Namespace) -> None:
     lora_metadata = metadata if args.output_kohya_format else None
     # What the steps change: weights, their averages, optimizer, learning rate, position.
     check_free_space(launch, models, args)
-    averages = place_models(
-        launch, models, args
-    )  # on the device (--shard: a part of them); with averages of --use_ema
+    # on the device (--shard: a part of them); with averages of --use_ema
+    averages = place_models(launch, models, args)
     optimizer = make_optimizer(models, args)
     progress = plan.progress
     # All that a checkpoint holds. A resumed run gets it back here.
