@@ -41,7 +41,8 @@ import pyarrow as pa
 
 ROWS = 1000  # per shard
 PROCESSES = 2  # that run the stubs of encoders
-STUB = b"a stub"
+KEYS = pa.schema({"key": pa.string()})
+STUB = KEYS.serialize().to_pybytes()  # an Arrow stream, which a restart can read, without rows
 SHARD = {"sha256": hashlib.sha256(STUB).hexdigest()}
 
 
@@ -80,6 +81,9 @@ class Rows:
 
     def __len__(self):
         return self.count
+
+    def name_rows(self, numbers):
+        return [f"row {number}" for number in numbers]
 
 
 def timed(seconds, name, function):
