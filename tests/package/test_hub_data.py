@@ -148,8 +148,8 @@ def read(*flags):
     found = []
     for item in opened.rows:
         images = (each for each in item.values() if isinstance(each, dict))
-        pixels = [decode_image(each, 3).numpy().tobytes() for each in images]
-        found.append((item[args.caption_column], pixels))
+        decoded = (decode_image(each, 3, allowed=opened.allowed) for each in images)
+        found.append((item[args.caption_column], [image.numpy().tobytes() for image in decoded]))
     return sorted(found)
 
 

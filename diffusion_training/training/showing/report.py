@@ -432,13 +432,14 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
 @functools.lru_cache(16)  # most were in the report before, and take half a second each
 def embed_picture(path: Path, side: int, modified: int) -> str:
     """Return a picture of samples as an <img>, at most `side` pixels wide. modified: its time."""
-    buffer = io.BytesIO()
+    buffer, kind = io.BytesIO(), "png"  # it keeps the edges of digits
     with Image.open(path) as picture:
         picture.thumbnail((side, 4 * side))
-        # a PNG keeps the edges of digits, but one of photographs would be large
-        kind = "png" if picture.getcolors(2**15) else "jpeg"
-        options: Any = {"optimize": True} if kind == "png" else {"quality": 90}
-        picture.convert("RGB").save(buffer, kind, **options)
+        if picture.getcolors(2**15):  # a PNG of photographs would take seconds
+            picture.save(buffer, kind, optimize=True)
+        if not 0 < buffer.tell() < 300_000:  # photographs, perhaps in black and white
+            buffer, kind = io.BytesIO(), "jpeg"
+            picture.convert("RGB").save(buffer, kind, quality=90)
     data = base64.b64encode(buffer.getvalue()).decode()
     step = int(path.stem.split("-")[1])
     caption = f"step {step}" if step else "step 0, before training"
