@@ -157,7 +157,7 @@ from diffusion_training.latents.columns import (
     group_by_checksum,
 )
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
-from diffusion_training.latents.plan import PlannedCache, plan_caches
+from diffusion_training.latents.plan import PlannedCache, find_old_hashes, plan_caches
 from diffusion_training.latents.published import (
     check_published,
     name_published,
@@ -283,7 +283,7 @@ def describe_encoders(
     settings = {
         "format_version": FORMAT_VERSION,
         "keys": KEYS,
-        **describe_models(encoders),
+        **describe_models(encoders, with_old=find_old_hashes(args)),
         "latents": args.latents or ("moments" if has_moments else "sample"),
         "latents_shape": None,  # `plan_caches` fills it in, for each --resolution
         **describe_prompts(encoders, empty_prompt),

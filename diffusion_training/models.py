@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained
-from diffusion_training.files import read_shard_names
+from diffusion_training.files import NARROW, read_shard_names
 from diffusion_training.library_fixes import raise_recompile_limit
 from diffusion_training.memory import is_gpu
 
@@ -106,16 +107,40 @@ def find_weight_files(
     return [os.path.join(source, subfolder, name) for name in sorted(names)]
 
 
-def hash_weights(model: torch.nn.Module) -> str:
-    """SHA-256 of the values and shapes of a model's weights, without their names."""
+def hash_weights(model: torch.nn.Module, with_old: bool = False) -> str:
+    """SHA-256 of the values and shapes of a model's weights, without their names.
+
+    with_old: with the hash of older versions, as a second word.
+    """
     with ThreadPoolExecutor() as pool:  # gigabytes, and hashing releases the GIL
-        return combine_hashes(pool.map(hash_weight, model.parameters()))
+        return combine_hashes(pool.map(partial(hash_weight, with_old=with_old), model.parameters()))
 
 
-def hash_weight(weight: torch.Tensor) -> str:
-    digest = hashlib.sha256(str(tuple(weight.shape)).encode())
-    for part in weight.detach().flatten().split(2**20):  # a copy of all would take memory
-        digest.update(part.float().cpu().numpy())
+def hash_weight(weight: torch.Tensor, with_old: bool = False) -> list[str]:
+    """The hash of a weight and, `with_old`, that of older versions, which is of float32.
+
+    A weight is hashed in the first of three precisions that holds its values. So 16-bit weights are
+    hashed as they are stored, and have the same hash if they are loaded as float32.
+    """
+    flat = weight.detach().flatten()
+    # A few numbers show that a precision is too low. A copy of all would take memory.
+    parts = [flat[:1024], *flat[1024:].split(2**19)]
+    shape = str(tuple(weight.shape))
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    digests = [next(filter(None, (hash_as(kind, parts, f"{kind} {shape}") for kind in kinds)))]
+    if with_old:
+        digests.append(hash_as(torch.float32, parts, shape))
+    return digests
+
+
+def hash_as(dtype: torch.dtype, parts: list[torch.Tensor], start: str) -> str:
+    """The hash of numbers in a precision; "" if it would round them. float32 always has one."""
+    digest = hashlib.sha256(start.encode())
+    for part in parts:
+        cast = part.to(dtype)
+        if dtype not in (part.dtype, torch.float32) and not torch.equal(cast.float(), part.float()):
+            return ""
+        digest.update(cast.cpu().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -133,9 +158,10 @@ def hash_rules(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
 
-def combine_hashes(digests: Iterable[str]) -> str:
-    """Return the hash of a model from the hashes of its weights, in any order."""
-    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+def combine_hashes(digests: Iterable[list[str]]) -> str:
+    """Return the hash of a model from those of its weights, in any order; see `hash_weight`."""
+    columns = ["".join(sorted(column)) for column in zip(*digests, strict=True)]
+    return NARROW + " ".join(hashlib.sha256(each.encode()).hexdigest() for each in columns)
 
 
 def take_shapes(condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

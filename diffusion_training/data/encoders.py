@@ -265,13 +265,16 @@ def describe_tokenizer(tokenizer: Any, text: str) -> dict[str, Any]:
     return {"sha256": digest, "model_max_length": tokenizer.model_max_length}
 
 
-def describe_models(encoders: Encoders) -> dict[str, Any]:
-    """Describe the models. Two caches, or a cache and its trainer, must agree on this."""
+def describe_models(encoders: Encoders, with_old: bool = False) -> dict[str, Any]:
+    """Describe the models. Two caches, or a cache and its trainer, must agree on this.
+
+    with_old: see `hash_weights`.
+    """
     family = encoders.family
     vae = encoders.vae
     described: dict[str, Any] = {
         "model_family": family.name,
-        "vae": {"class": type(vae).__name__, "sha256": hash_weights(vae)}
+        "vae": {"class": type(vae).__name__, "sha256": hash_weights(vae, with_old)}
         | family.describe_scale(vae),
     }
     clip_skip = {"clip_skip": encoders.clip_skip} if encoders.clip_skip else {}
@@ -282,7 +285,7 @@ def describe_models(encoders: Encoders) -> dict[str, Any]:
     for suffix, text_encoder, tokenizer in parts:
         described[f"text_encoder{suffix}"] = {
             "class": type(text_encoder).__name__,
-            "sha256": hash_weights(text_encoder),
+            "sha256": hash_weights(text_encoder, with_old),
         } | clip_skip
         described[f"tokenizer{suffix}"] = describe_tokenizer(tokenizer, text)
         rules[f"tokenizer{suffix}"] = hash_rules(tokenizer)

@@ -1,5 +1,6 @@
 """The plan of latent caches: their settings, shards and size."""
 
+import contextlib
 import shlex
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -19,9 +20,10 @@ from diffusion_training.data.rows import ImageRows
 from diffusion_training.data.transform_settings import Transform, make_transform
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Encoders, Family
+from diffusion_training.files import is_old_hash, parse_json
 from diffusion_training.latents.columns import EXTRA_COLUMNS, Column, list_columns, name_feature
 from diffusion_training.latents.settings import name_shard
-from diffusion_training.remote import has_file
+from diffusion_training.remote import has_file, read_bytes
 
 # The caches of the demos, which the trainers' demos use without flags
 DEMO_CACHES = ("latents-animals", "latents-digits-flow")
@@ -196,6 +198,16 @@ def plan_caches(
             )
         )
     return caches
+
+
+def find_old_hashes(args: Namespace) -> bool:
+    """Whether an older version has begun one of the caches, so that its hashes are compared."""
+    folder = args.output_dir.rstrip("/")
+    for place in (folder, *(f"{folder}/{side}" for side in list_values(args.resolution))):
+        with contextlib.suppress(Exception):  # there is none, or `open_cache` says what is wrong
+            if is_old_hash(parse_json(read_bytes(f"{place}/cache.json"))["vae"]["sha256"]):
+                return True
+    return False
 
 
 def check_references(

@@ -32,6 +32,7 @@ from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.names import FACTS
 from diffusion_training.families.opening import refuse_references
+from diffusion_training.files import is_old_hash
 from diffusion_training.latents.reader import Cache, CachedLatents, load_cache
 from diffusion_training.latents.settings import compare_settings, describe_prompts
 from diffusion_training.latents.shards import FOLLOWED, Shards, name_repair
@@ -264,7 +265,8 @@ def load_matching_encoders(
     try_encoders(encoders)
     # --clip_skip does not change a cache of ids, which the trainer encodes
     compared = replace(encoders, clip_skip=0) if first["text_cache"] == "ids" else encoders
-    described = describe_models(compared)
+    with_old = any(is_old_hash(cache.settings["vae"].get("sha256")) for cache in caches.values())
+    described = describe_models(compared, with_old)
     resolution = first["transform"]["resolution"]
     latents = describe_latents(base.family, encoders.vae, resolution, first["latents"])
     described["latents"] = latents.kind

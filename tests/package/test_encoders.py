@@ -1,7 +1,9 @@
 """A tiny VAE, text encoder and tokenizer: loaded completely or refused, tried and hashed."""
 
+import copy
 import hashlib
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import diffusers
 import pytest
 import torch
 import transformers
-from conftest import MODELS, Script, make_captioned, make_sdxl, make_z_image
+from conftest import MODELS, Script, hash_as_before, make_captioned, make_sdxl, make_z_image
 from diffusers import AutoencoderKL, AutoencoderTiny, UNet2DModel
 from original_layout import to_published
 from safetensors.torch import load_file, save_file
@@ -23,7 +25,7 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.settings import compare_settings
-from diffusion_training.models import EXACT, hash_rules
+from diffusion_training.models import EXACT, hash_rules, hash_weights
 
 # ------------------------------------------------------------------- a file of one part
 
@@ -332,10 +334,37 @@ def test_hash_weights_depends_on_values_and_not_on_names(tmp_path):
     with torch.no_grad():
         next(again.parameters()).view(-1)[0] += 1e-4
     assert module.hash_weights(again) != digest
-    assert len(digest) == len(hashlib.sha256().hexdigest())
+    assert re.fullmatch("narrow:[0-9a-f]{64}", digest)
     wide, tall = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 3, bias=False)
     tall.weight.data = wide.weight.data.view(3, 2)
     assert module.hash_weights(wide) != module.hash_weights(tall)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equal_weights_have_one_hash_in_every_precision(dtype):
+    """Hashed as they are stored. The second word is the hash of older versions."""
+    model = torch.nn.Sequential(torch.nn.Linear(1500, 1500), torch.nn.LayerNorm(3)).to(dtype)
+    model[0].weight.data.mul_(1e3)  # beyond the range of float16's numbers below 1
+    model[0].weight.data = model[0].weight.data.t()  # not contiguous
+    model[0].bias.data[:1024] = 0  # the numbers that are tried first fit any precision
+    digest = hash_weights(model)
+    digests, columns = hash_weights(model, with_old=True).split(), []
+    assert digests == [digest, hash_as_before(model)]
+    for weight in model.parameters():
+        exact = torch.bfloat16 if weight.dim() == 1 and len(weight) == 3 else dtype
+        stored = weight.detach().contiguous().to(exact).flatten().view(torch.uint8).numpy()
+        start = f"{exact} {tuple(weight.shape)}"
+        columns.append(hashlib.sha256(start.encode() + stored.tobytes()).hexdigest())
+    assert digest == f"narrow:{hashlib.sha256(''.join(sorted(columns)).encode()).hexdigest()}"
+    assert hash_weights(copy.deepcopy(model).float()) == digest
+    assert hash_weights(copy.deepcopy(model).double()) == digest
+    other = copy.deepcopy(model).float()
+    other[0].weight.data[-1, -1] += 2**-10
+    assert hash_weights(other) != digest
+    if dtype == torch.bfloat16:  # the same bytes
+        other = copy.deepcopy(model)
+        other[0].weight.data = other[0].weight.data.contiguous().view(torch.float16)
+        assert hash_weights(other) != digest
 
 
 def test_describe_models_shows_every_difference():

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import xxhash
-from conftest import MODELS, replace
+from conftest import MODELS, hash_as_before, patch, replace
 from test_cache import LATENTS, NUM_ROWS, make_args, make_cache
 
 from diffusion_training.data.encoders import describe_latents, describe_models, load_encoders
@@ -26,6 +26,7 @@ from diffusion_training.latents.source import (
     load_matching_encoders,
     sample_cached_captions,
 )
+from diffusion_training.models import hash_weights
 
 KEYS = [4, 0, 5, 2, 2, 1]  # rows in no order, one of them twice
 
@@ -618,7 +619,7 @@ def describe(encoders, **more):
     return module.Cache({**content, **more}, {}, None)
 
 
-def test_a_cache_of_other_models_or_settings_is_refused(capsys):
+def test_a_cache_of_other_models_or_settings_is_refused(capsys, monkeypatch):
     def check(*found, argv=()):
         args = read_args(*argv)
         load_matching_encoders(dict(zip("ab", found, strict=False)), open_base(args), None, args)
@@ -628,6 +629,12 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
     assert describe_latents(load_family("sd"), models.vae, 16, "moments").shape == (8, 8, 8)
     assert describe_latents(load_family("sd"), models.vae, 32, "sample").shape == (4, 16, 16)
     check(good, good)
+    with monkeypatch.context() as before:
+        patch(before, "hash_weights", hash_as_before)
+        older = describe(models)
+    assert older.settings["vae"]["sha256"] not in good.settings["vae"]["sha256"]
+    check(good, older)
+    check(older, good)
     assert capsys.readouterr().out == ""
     check(describe(models, captions_cut=3))
     assert (
@@ -651,13 +658,17 @@ def test_a_cache_of_other_models_or_settings_is_refused(capsys):
                 encoders.text_encoders[0].final_layer_norm.bias[0] += 1e-3
             else:
                 encoders.tokenizers[0].add_tokens(["<another>"])
-        with pytest.raises(SystemExit) as stop:
-            check(describe(encoders))
-        assert str(stop.value).startswith(
-            f"a does not fit these models or the first cache ({said}"
-        ), stop.value
-        # a new token is in the vocabulary and has rules of its own
-        assert str(stop.value).count(" -> ") == 1 + (change == "tokens")
+        for hash_function in (hash_weights, hash_as_before):
+            with monkeypatch.context() as before:
+                patch(before, "hash_weights", hash_function)
+                cache = describe(encoders)
+            with pytest.raises(SystemExit) as stop:
+                check(cache)
+            assert str(stop.value).startswith(
+                f"a does not fit these models or the first cache ({said}"
+            ), stop.value
+            # a new token is in the vocabulary and has rules of its own
+            assert str(stop.value).count(" -> ") == 1 + (change == "tokens")
     for second, said in {
         "model_family": ("sdxl", "model_family sdxl -> sd"),
         "latents": ("sample", "latents sample -> moments"),

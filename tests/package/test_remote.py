@@ -5,7 +5,9 @@ The address is in memory, so there is no server and no thread.
 
 import argparse
 import asyncio
+import json
 import os
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -13,7 +15,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from diffusion_training import remote as module
-from diffusion_training.latents.plan import check_not_cache
+from diffusion_training.latents.plan import check_not_cache, find_old_hashes
 from diffusion_training.web.tables import list_tables
 
 
@@ -234,3 +236,26 @@ def test_what_can_not_be_looked_up_is_not_taken_for_missing(folder, monkeypatch)
         with pytest.raises(SystemExit) as stop:
             check()
         assert said in str(stop.value)
+
+
+def test_caches_of_older_versions_are_found_by_their_hashes(folder):
+    url, _ = folder
+    fs, root = module.fsspec.url_to_fs(url)
+
+    def find(resolution=16):
+        return find_old_hashes(SimpleNamespace(output_dir=f"{url}/", resolution=resolution))
+
+    def write(name, digest):
+        fs.pipe(f"{root}/{name}", json.dumps({"vae": {"sha256": digest}}).encode())
+
+    assert not find() and not find(None)
+    for place in ("", "32/"):
+        fs.makedirs(f"{root}/{place}", exist_ok=True)
+        write(f"{place}cache.json", "0" * 64)
+        assert find([16, 32]) and find() == (place == "")
+        write(f"{place}cache.json", f"narrow:{'0' * 64}")
+        assert not find([16, 32])
+    fs.pipe(f"{root}/cache.json", b"[1]")  # damaged, which `open_cache` reports
+    assert not find([16, 32])
+    write("32/cache.json", "0" * 64)
+    assert find([16, 32])

@@ -25,6 +25,7 @@ from conftest import (
     Script,
     copy_shard,
     finish,
+    hash_as_before,
     kill,
     launch,
     make_captioned,
@@ -44,7 +45,7 @@ from diffusion_training.data.encoders import encode_images, encode_prompts
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.errors.stop_signals import SIGNALS
 from diffusion_training.latents.reader import load_cache
-from diffusion_training.models import EXACT
+from diffusion_training.models import EXACT, hash_weight, hash_weights
 from diffusion_training.order import draw_choices
 
 precompute = Script("precompute_latents")
@@ -513,6 +514,46 @@ def test_cache_refuses_other_models_data_and_precision(tmp_path, flags):
     now = read_files(tmp_path / "out")
     assert str(tmp_path / "models") in now["run.args"].decode()  # the last command
     assert now | {"run.args": b""} == whole | {"run.args": b""}
+
+
+def test_a_cache_that_an_older_version_began_is_resumed_and_keeps_its_hashes(
+    tmp_path, flags, monkeypatch
+):
+    """Also beside a new one of another --resolution. Another VAE is refused as before."""
+    out = tmp_path / "out"
+    both = [*flags, "--resolution", "16", "32"]
+    precompute(*both)
+    whole = {name: data for name, data in read_files(out).items() if name.endswith(".arrow")}
+    shutil.rmtree(out)
+    vae, *_ = load_models()
+    new, old = hash_weights(vae), hash_as_before(vae)
+    with monkeypatch.context() as before:
+        patch(before, "hash_weights", hash_as_before)
+        precompute(*flags, f"--output_dir={out / '16'}")
+    (out / "16/data-00003-of-00004.arrow").unlink()
+    with_old = []
+
+    def watch(weight, **more):
+        with_old.append(more["with_old"])
+        return hash_weight(weight, **more)
+
+    patch(monkeypatch, "hash_weight", watch)
+    for _ in range(2):  # the second run has nothing to do
+        precompute(*both)
+        files = read_files(out)
+        assert {name: files[name] for name in whole} == whole
+        found = [json.loads(files[f"{side}/cache.json"])["vae"]["sha256"] for side in (16, 32)]
+        assert found == [old, f"{new} {old}"]
+    assert load_cache(out / "16") and all(with_old)
+    with torch.no_grad():
+        vae.encoder.conv_in.bias[0] += 1e-3
+    vae.save_pretrained(tmp_path / "vae")
+    error = precompute.refused(*both, f"--vae_name_or_path={tmp_path / 'vae'}")
+    assert "/16 holds another cache (" in error and f"vae.sha256 {old} -> narrow:" in error
+    shutil.rmtree(out / "16")
+    with_old.clear()
+    precompute(*both)  # hashes of the older version are not computed any more
+    assert with_old and not any(with_old)
 
 
 @pytest.mark.long

@@ -24,6 +24,7 @@ from conftest import (
     ROOT,
     Script,
     checkpoints,
+    hash_as_before,
     launch,
     list_sd_flags,
     metrics,
@@ -35,14 +36,16 @@ from diffusers import StableDiffusionPipeline
 from other_programs import comfy_names, list_applied
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 import train_text_to_image as script
 from diffusion_training.families.opening import open_base
+from diffusion_training.models import hash_weights
 from diffusion_training.order import step_seed
 from diffusion_training.training.lora.lora_flags import read_settings
 from diffusion_training.training.showing.report import name_run
+from diffusion_training.training.step import denoiser
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
@@ -241,6 +244,42 @@ def test_lora_resumes_in_any_precision_but_only_on_its_own_base(tmp_path, flags,
     train(*whole[:-1], "--max_train_steps=2", f"--output_dir={tmp_path / 'full'}")
     error = train.refused(*again, f"--output_dir={tmp_path / 'full'}")
     assert "checkpoint-2/unet is a whole model, but --rank trains a LoRA: keep" in error
+
+
+def test_equal_bases_of_other_precision_and_checkpoints_of_older_versions_resume(
+    tmp_path, flags, inputs, monkeypatch
+):
+    file = "unet/diffusion_pytorch_model.safetensors"
+    weights = load_file(inputs / "sd" / file)
+    for name in ("bf16", "float32"):
+        shutil.copytree(inputs / "sd", tmp_path / name)
+        weights = {key: weight.bfloat16() for key, weight in weights.items()}
+        if name == "float32":  # the same values in twice the bytes
+            weights = {key: weight.float() for key, weight in weights.items()}
+        save_file(weights, tmp_path / name / file, metadata={"format": "pt"})
+    half, equal, other = (
+        f"--pretrained_model_name_or_path={folder}"
+        for folder in (tmp_path / "bf16", tmp_path / "float32", inputs / "sd")
+    )
+    unet = open_pipeline(tmp_path / "bf16").unet
+    new, old = hash_weights(unet), hash_as_before(unet)
+
+    def read_hashes(step):
+        files = tmp_path.glob(f"out/checkpoint-{step}/*/adapter_config.json")
+        return [json.loads(path.read_text())["base_sha256"] for path in files]
+
+    with monkeypatch.context() as before:
+        before.setattr(denoiser, "hash_weights", hash_as_before)
+        train(*flags, half, "--max_train_steps=1")
+    assert read_hashes(1) == [old] * 2  # also of the average
+    again = [*flags, "--resume_from_checkpoint=latest", "--checkpointing_steps=1"]
+    assert "is of another LoRA (another base): keep" in train.refused(*again, other)
+    train(*again, equal, "--max_train_steps=2")
+    assert read_hashes(2) == [f"{new} {old}"] * 2
+    train(*again, half, "--max_train_steps=3")
+    assert read_hashes(3) == [new] * 2  # the older hash is not computed any more
+    train(*again, equal, "--max_train_steps=4")
+    assert "is of another LoRA (another base): keep" in train.refused(*again, other)
 
 
 @pytest.mark.long

@@ -92,12 +92,14 @@ def load_quantized(
     subfolder: str = "",
     variant: str | None = None,
     merge: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    with_old: bool = False,
 ) -> tuple[torch.nn.Module, str]:
     """Load a pretrained model with the layers of `list_quantizable` quantized, on `device`.
 
     Weights are read, hashed and quantized a few at a time, so memory never holds the complete model
     in the precision of its files. The hash is that of the exact weights. Raises ValueError as
     `load_weights` does. merge: changes the weights before that, see `read_training_adapter`.
+    with_old: see `hash_weights`.
     """
     config = model_class.load_config(source, subfolder=subfolder)
     with no_init_weights(), init_empty_weights():
@@ -115,7 +117,7 @@ def load_quantized(
     parameters = {name for name, _ in model.named_parameters()}
     mismatched: list[str] = []
     broken: list[str] = []
-    digests: list[str] = []
+    digests: list[list[str]] = []
 
     def place(name: str, value: torch.Tensor) -> None:
         if value.shape != shapes[name]:
@@ -128,7 +130,7 @@ def load_quantized(
         if not is_finite(value):
             broken.append(name)
         if name in parameters:
-            digests.append(hash_weight(value))
+            digests.append(hash_weight(value, with_old))
             if attribute == "weight" and layer_name in layers:
                 quantize(layer, value.to(device), dtype)
                 return

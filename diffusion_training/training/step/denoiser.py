@@ -14,6 +14,7 @@ from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.lora_layers import COMMON, LAYER_SETS, LAYERS
+from diffusion_training.files import is_old_hash
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import cast_weights, hash_weights, load_weights, read_precision
@@ -47,6 +48,7 @@ def load_denoiser(
     Returns (the denoiser, where it is from, the hash of its weights if --rank is given).
     """
     folder = base.family.folder
+    with_old = is_old_hash(read_begun(configs, folder).get("base_sha256"))
     if configs and not config_source and not args.rank:
         config_source = configs / folder
     source = str(config_source or base.transformer or base.source)
@@ -82,11 +84,19 @@ def load_denoiser(
                     args.training_adapter, kind, source, base.family, **options
                 )
             model, base_hash = load_base(
-                kind, source, args.base_precision, device, launch.dtype, merge, **options
+                kind, source, args.base_precision, device, launch.dtype, merge, with_old, **options
             )
             return model, source, base_hash
         dtype = torch.bfloat16 if args.full_bf16 else None
         return load_weights(kind, source, dtype, **options), source, ""
+
+
+def read_begun(configs: Path | None, folder: str) -> dict[str, Any]:
+    """The settings of the LoRA in a checkpoint, {} without one. Stops if they are damaged."""
+    if configs is None:
+        return {}
+    with explained(f"{configs} is damaged; resume from another or choose a new --output_dir"):
+        return read_settings(configs / folder)
 
 
 def adapt_denoiser(
@@ -106,10 +116,7 @@ def adapt_denoiser(
     family = base.family
     network = args.network_weights
     which = args.lora_layers or LAYERS.get(type(model).__name__, COMMON).default
-    before: dict[str, Any] = {}
-    if configs:
-        with explained(f"{configs} is damaged; resume from another or choose a new --output_dir"):
-            before = read_settings(configs / family.folder)
+    before = read_begun(configs, family.folder)
     begun: list[str] = before.get("target_modules", [])
     if network and not before and (which == "all" or not args.lora_layers):
         with explained(f"--network_weights {network} can't be used"):
@@ -238,23 +245,25 @@ def load_base(
     device: torch.device,
     dtype: torch.dtype,
     merge: Merge | None = None,
+    with_old: bool = False,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
     """Load the base of a LoRA. Returns (model, `hash_weights` of it).
 
     base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
     quantized layers. dtype: that of the computation. merge: changes the weights, see
-    `read_training_adapter`. options: subfolder and variant.
+    `read_training_adapter`. with_old: see `hash_weights`. options: subfolder and variant.
     """
     if base_precision:
         from diffusion_training.training.lora.quantization import load_quantized
 
         return load_quantized(
-            model_class, source, base_precision, device, dtype, merge=merge, **options
-        )
+            model_class, source, base_precision, device, dtype, merge=merge, with_old=with_old,
+            **options,
+        )  # fmt: skip
     precision = read_precision(source, **options)
     model = load_weights(model_class, source, **options, torch_dtype=precision)
     if merge:
         for name, weight in model.named_parameters():
             weight.data = merge(name, weight.data).to(weight.dtype)
-    return model, hash_weights(model)
+    return model, hash_weights(model, with_old)
