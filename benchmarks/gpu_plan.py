@@ -22,8 +22,8 @@ slows all of them:
 - encode: precompute_latents.py, also compiled and in either layout
 - large_model: Qwen-Image with gradient checkpointing
 - whole: Stable Diffusion 2 against a bare loop and, with --diffusers, against diffusers' script
-- bucketed: twelve shapes of images and lengths of captions, with the kernels of attention that
-  torch may take; cuDNN makes a plan for each new shape
+- bucketed: twelve shapes of images and lengths of captions, with cuDNN's kernels of attention,
+  which need a plan for each new shape, with plans that lengths share, and with FlashAttention
 - ways: the models of desk in int8 and nf4, and with all blocks swapped
 - layout, attention, compile, norms: settings without a flag, see gpu_settings.py
 - large: twice the batch size
@@ -108,7 +108,7 @@ WAYS = {
     "nf4": ["--base_precision=nf4"],
     "all blocks swapped": ["--blocks_to_swap=all"],
 }
-ATTENTION = ("torch's attention", "cuDNN's attention", "flash attention")
+ATTENTION = ("cuDNN's attention", "cuDNN's, shared plans", "flash attention")
 
 
 @dataclass(frozen=True)

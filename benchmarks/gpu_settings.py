@@ -66,24 +66,21 @@ def use_channels_last():
     models.choose_layout = lambda device: torch.channels_last
 
 
-def keep_attention():
-    """Leave attention to torch's first choice. Trainers try cuDNN's first on Hopper."""
-    import contextlib
-
-    from diffusion_training import launch
-
-    launch.choose_attention = lambda device: contextlib.nullcontext()
-
-
 def prefer_attention(*first):
-    """Try these kernels of attention first on any GPU, also with `--deterministic`."""
+    """Try these kernels of attention first. torch's choice is cuDNN's on H100, H200 and B200."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from diffusion_training import launch
+    from diffusion_training.errors.sentences import CHANGED
 
     names = dict.fromkeys([*first, "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
     backends = [getattr(SDPBackend, name) for name in names]
-    launch.choose_attention = lambda device: sdpa_kernel(backends, set_priority=True)
+    CHANGED.enter_context(sdpa_kernel(backends, set_priority=True))  # until the script ends
+
+
+def share_plans():
+    """Let one plan of cuDNN's attention serve several lengths, where there is no mask."""
+    os.environ["TORCH_CUDNN_SDPA_AVOID_RECOMPILE"] = "1"  # experimental in torch 2.15
+    prefer_attention("CUDNN_ATTENTION")
 
 
 def norm_in_bf16():
@@ -124,8 +121,8 @@ def compile_in(mode):
 SETTINGS = {
     "torch's memory layout": keep_layout,
     "channels_last": use_channels_last,
-    "torch's attention": keep_attention,
     "cuDNN's attention": functools.partial(prefer_attention, "CUDNN_ATTENTION"),
+    "cuDNN's, shared plans": share_plans,
     "flash attention": functools.partial(prefer_attention, "FLASH_ATTENTION"),
     "norms in bf16": norm_in_bf16,
     "cudnn.benchmark": choose_convolutions,

@@ -1,61 +1,77 @@
 """What do a LoRA's layers cost the host? Times steps of an SDXL U-Net with its true layers, narrow.
 
-    python benchmarks/lora_layers.py                # a minute on one core
+    python benchmarks/lora_layers.py                # two minutes on one core
+    python benchmarks/lora_layers.py --compile      # ten: compiled blocks as well
 
 At batch 1, an SDXL LoRA waits for the host on a fast GPU. So the U-Net has SDXL's number of blocks,
-of few channels each, and processor time is measured: a forward pass in bf16, a backward pass, and
-AdamW. The ways take turns, and each is divided by peft's in the same turn:
+of few channels each, and processor time is measured: a forward pass in bf16, a backward pass,
+clipping, and AdamW. The ways take turns, and each is divided by peft's in the same turn:
 
 - frozen: without a LoRA. The backward pass goes to the U-Net's input.
 - peft: the layers that peft makes
 - no cast: peft's own switch, `cast_input_dtype_enabled = False`. peft casts each input to float32,
   and autocast casts the copy back.
-- lean: two products and a sum in one function, for one adapter with alpha = rank
-- lean, inline: the same with the frozen product, too
+- lean: `LeanLinear` below
+- compiled: the same with torch.compile, one transformer block at a time
 
-Prints whether the loss and the gradients have peft's bits after the steps.
+Prints whether the loss and the weights have peft's bits after the steps.
 """
 
 import argparse
-import contextlib
 import statistics
 import time
-import types
 
 import bench
 import memory
 import torch
 import torch.nn.functional as F
 from diffusers import UNet2DConditionModel
+from peft.tuners.lora.layer import Linear
 
+from diffusion_training.blocks import list_blocks
 from diffusion_training.families.lora_layers import LAYERS
+from diffusion_training.library_fixes import raise_recompile_limit
 
 
-def add_lean(layer, inputs):
-    result = layer.base_layer(inputs)
-    a, b = layer.lora_A.default.weight, layer.lora_B.default.weight
-    return result + F.linear(F.linear(inputs, a), b)
+class LeanLinear(Linear):
+    """A layer of peft without its casts, its product with a scale of 1, and two modules' calls.
+
+    Only for what most runs have: one LoRA under autocast, without DoRA and dropout.
+    """
+
+    def forward(self, inputs):
+        is_plain = self.scaling == {"default": 1} and not (self.disable_adapters or self.merged)
+        if inputs.is_meta or not is_plain or not torch.is_autocast_enabled(inputs.device.type):
+            return super().forward(inputs)
+        result = self.base_layer(inputs)
+        for part in (self.lora_A, self.lora_B):
+            inputs = F.linear(inputs, part["default"].weight)
+        return result + inputs
 
 
-def add_inline(layer, inputs):
-    base = layer.base_layer
-    result = F.linear(inputs, base.weight, base.bias)
-    a, b = layer.lora_A.default.weight, layer.lora_B.default.weight
-    return result + F.linear(F.linear(inputs, a), b)
+class Ways:
+    """The ways in which the layers of a LoRA compute."""
 
+    def __init__(self, unet):
+        self.layers = [each for each in unet.modules() if isinstance(each, Linear)]
+        self.blocks = [*list_blocks(unet).values()]
+        self.compiled = {}  # {kind of layer: how the blocks are called}
+        raise_recompile_limit(2 * len(self.blocks))
 
-@contextlib.contextmanager
-def computing(layers, way):
-    """Let the layers of a LoRA compute in one of the ways in the block."""
-    forward = {"lean": add_lean, "lean, inline": add_inline}.get(way)
-    for layer in layers:
-        if forward:
-            layer.forward = types.MethodType(forward, layer)
-        layer.cast_input_dtype_enabled = way == "peft"
-        layer._disable_adapters = way == "frozen"
-    yield
-    for layer in layers:
-        vars(layer).pop("forward", None)
+    def take(self, way):
+        way, *compiled = way.split(", ")
+        kind = LeanLinear if way == "lean" else Linear
+        for layer in self.layers:
+            layer.__class__ = kind
+            layer.cast_input_dtype_enabled = way != "no cast"
+            layer._disable_adapters = way == "frozen"
+        if compiled and kind not in self.compiled:
+            for block in self.blocks:
+                block.compile()
+            self.compiled[kind] = [block._compiled_call_impl for block in self.blocks]
+        calls = self.compiled[kind] if compiled else [None] * len(self.blocks)
+        for block, call in zip(self.blocks, calls, strict=True):
+            block._compiled_call_impl = call
 
 
 def make_unet(channels, rank):
@@ -88,7 +104,10 @@ def take_step(unet, optimizer, channels):
         prediction = unet(latents, torch.tensor([500]), texts, added_cond_kwargs=added).sample
     loss = prediction.float().square().mean()
     loss.backward()
+    weights = optimizer.param_groups[0]["params"]
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
     optimizer.step()
+    optimizer.zero_grad()
     return loss.item()
 
 
@@ -96,31 +115,35 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (("rounds", 5), ("steps", 3), ("channels", 32), ("rank", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--compile", action="store_true", help="compiled blocks as well")
     cli = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(bench.machine())
     unet = make_unet(cli.channels, cli.rank)
-    layers = [each for each in unet.modules() if hasattr(each, "base_layer")]
+    ways = Ways(unet)
     trained = [weight for weight in unet.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in trained]
     ends = {}
 
     def measure(way):
+        ways.take(way)
         with torch.no_grad():
             for weight, value in zip(trained, before, strict=True):
                 weight.copy_(value)
-                weight.grad = None
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-        with computing(layers, way):
-            take_step(unet, optimizer, cli.channels)
-            begun = time.process_time()
-            losses = [take_step(unet, optimizer, cli.channels) for _ in range(cli.steps)]
-            seconds = time.process_time() - begun
+        take_step(unet, optimizer, cli.channels)
+        begun = time.process_time()
+        losses = [take_step(unet, optimizer, cli.channels) for _ in range(cli.steps)]
+        seconds = time.process_time() - begun
         ends[way] = [torch.tensor(losses), *(each.detach().clone() for each in trained)]
         return seconds / cli.steps
 
-    ways = ("frozen", "peft", "no cast", "lean", "lean, inline")
-    found = bench.interleaved({way: (lambda way=way: measure(way)) for way in ways}, cli.rounds)
+    names = ["frozen", "peft", "no cast", "lean"]
+    if cli.compile:
+        names += ["peft, compiled", "lean, compiled"]
+        for name in names[-2:]:
+            measure(name)
+    found = bench.interleaved({way: (lambda way=way: measure(way)) for way in names}, cli.rounds)
     rows = []
     for way, seconds in found.items():
         pairs = zip(seconds, found["peft"], strict=True)
@@ -128,7 +151,9 @@ def main(argv=None):
         ratio = bench.spread([one / other for one, other in pairs])
         rows.append([way, f"{1000 * statistics.median(seconds):.0f}", ratio, equal])
     header = ["", "CPU ms a step", "of peft's", "bits of peft's"]
-    bench.show(f"{len(layers)} layers of rank {cli.rank}, {cli.channels} channels", header, rows)
+    bench.show(
+        f"{len(ways.layers)} layers of rank {cli.rank}, {cli.channels} channels", header, rows
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 from huggingface_hub.constants import HF_HOME
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount
@@ -231,8 +230,6 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
         keep_memory()
         if threads_are_default():
             torch.set_num_threads(cores)
-    if "deterministic" in args and not args.deterministic:  # only trainers have this flag
-        CHANGED.enter_context(choose_attention(device))
     shard = shard and accelerator.num_processes > 1
     launch = Launch(accelerator, cores, precision, backend, accumulation_steps, shard)
     loaders = ""
@@ -289,27 +286,6 @@ def keep_compiled(cache_dir: str | None) -> None:
     if name not in os.environ:
         os.environ[name] = str(Path(cache_dir or HF_HOME, "diffusion_training", "inductor"))
         CHANGED.callback(os.environ.pop, name, None)
-
-
-def choose_attention(device: torch.device) -> contextlib.AbstractContextManager:
-    """Let torch try the kernels of attention in the order of their speed in the block.
-
-    On Hopper (compute capability 9) cuDNN's is 1.7 to 2.3 times as fast as torch's first choice,
-    for shapes of training (transformers PR 48163). Other GPUs keep torch's order: cuDNN's is
-    slower there.
-    """
-    if not is_gpu(device):
-        return contextlib.nullcontext()
-    major, _ = torch.get_device_module(device).get_device_capability(device)
-    if major != 9:
-        return contextlib.nullcontext()
-    kernels = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return sdpa_kernel(kernels, set_priority=True)
 
 
 @contextlib.contextmanager

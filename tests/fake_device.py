@@ -441,7 +441,6 @@ class GpuModule:
     Stream = Stream
     forbids_waits = False
     norms_keep_layout = True  # False: as on CUDA before torch 2.15
-    capability = (8, 0)
     BFloat16Tensor = HalfTensor = FloatTensor = torch.Tensor
 
     def is_available(self):
@@ -521,9 +520,6 @@ class GpuModule:
 
     def get_device_name(self, device=None):
         return "Imitated GPU"
-
-    def get_device_capability(self, device=None):
-        return self.capability
 
     def get_device_properties(self, device=None):
         return SimpleNamespace(name="Imitated GPU", total_memory=16 * 10**9)

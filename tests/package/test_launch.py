@@ -15,10 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config import config_args
 from conftest import finish, free_port, kill, patch, reset, start, wait_until
-from fake_device import GpuModule, forked
 from filelock import FileLock
 from huggingface_hub.constants import HF_HOME
-from torch.nn.attention import SDPBackend
 
 import train_unconditional
 from diffusion_training.arguments import Flags
@@ -108,33 +106,6 @@ def test_compiled_code_is_kept_with_the_downloads_unless_a_variable_names_a_fold
     with CHANGED:
         make(compile="inductor", cache_dir="cache")
     assert os.environ[name] == "own"
-
-
-def name_kernels():
-    """The kernels of attention in the order in which torch tries them, those that it may use."""
-    order = [SDPBackend(number).name for number in torch._C._get_sdp_priority_order()]
-    return order[:4] if torch.backends.cuda.cudnn_sdp_enabled() else []
-
-
-@forked
-def test_attention_is_cudnns_first_on_hopper_until_the_run_ends():
-    """Only there, and not with --deterministic, nor in scripts that do not train."""
-    usual = name_kernels()
-    assert usual[0] == "FLASH_ATTENTION"
-    hopper = ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"]
-    train = {"report_to": "none", "output_dir": ".", "logging_dir": ".", "allow_tf32": False}
-    for capability, flags, expected in (
-        ((9, 0), train | {"deterministic": False}, hopper),
-        ((9, 0), train | {"deterministic": True}, usual),
-        ((9, 0), {}, usual),
-        ((8, 0), train | {"deterministic": False}, usual),
-        ((10, 0), train | {"deterministic": False}, usual),
-    ):
-        GpuModule.capability = capability
-        with CHANGED:
-            make(**flags)
-            assert name_kernels() == expected, (capability, flags)
-        assert name_kernels() == usual
 
 
 def test_make_launch_refuses_unsupported_settings(monkeypatch):
