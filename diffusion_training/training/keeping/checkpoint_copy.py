@@ -53,9 +53,9 @@ class CheckpointCopy:
         With --shard, the other processes call `give_parts` at the same time.
         """
         is_async = is_gpu(self.device)
-        for holder, key, copy in self.places:
+        for holder, key, place in self.places:
             # contiguous, as safetensors needs it; a GPU is faster at this than the host
-            copy.copy_(whole(holder[key].detach()).contiguous(), non_blocking=is_async)
+            place.copy_(whole(holder[key].detach()).contiguous(), non_blocking=is_async)
         copies: dict[int, torch.Tensor] = {}  # parameters may share a tensor, as in bitsandbytes
 
         def copy_once(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,9 +105,8 @@ def hold_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> to
     return held
 
 
-def count_copy(saved: Models, models: Models, optimizer: str) -> int:
-    """Return the bytes of a `CheckpointCopy`. models: the trained ones among `saved`."""
-    _, moments = count_trained(models, optimizer)
+def count_copy(saved: Models, moments: int) -> int:
+    """Return the bytes of a `CheckpointCopy`. moments: those of the optimizer's."""
     weights = [value.nbytes for model in saved.values() for value in list_saved(model).values()]
     return sum(weights) + moments
 
@@ -123,10 +122,11 @@ def make_checkpoint_copy(
     due = (step // args.checkpointing_steps + 1) * args.checkpointing_steps
     if not launch.is_main or args.find_lr or due >= args.max_train_steps:
         return None
-    needed = count_copy(saved, models, args.optimizer)
+    gradients, moments = count_trained(models, args.optimizer)  # gradients are as large as weights
+    needed = count_copy(saved, moments)
     free = measure_free()
     if launch.device.type == "cpu":  # the first step will take gradients and moments from the same
-        free -= sum(count_trained(models, args.optimizer))
+        free -= gradients + moments
     reason = f"{max(0, free) / 1e9:.3g} GB are free"
     if needed < 0.9 * free:
         try:
