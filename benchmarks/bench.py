@@ -458,7 +458,9 @@ def child(log, steps, forbid_syncs, script, *argv):
     def note(module, args):
         if torch.is_grad_enabled() and isinstance(module, ModelMixin):
             trained = [weight for weight in module.parameters() if weight.requires_grad]
-            if trained and trained[0].device.type != "meta":
+            tensors = [*trained[:1], *(each for each in args if torch.is_tensor(each))]
+            # calls on the meta device only look at shapes
+            if trained and all(each.device.type != "meta" for each in tensors):
                 marks["forward"] = time.process_time()
                 hook.remove()
 
