@@ -299,7 +299,8 @@ def make_unet(
     # pipeline replaces sizes below 64 in configs of old versions.
     side = data.latents.shape[1]
     unet.register_to_config(sample_size=side, _diffusers_version=diffusers.__version__)
-    check_denoiser({"unet": unet}, predict_noise, "U-Net", source, data)
+    is_own = source == str(base.source)
+    check_denoiser({"unet": unet}, predict_noise, "U-Net", source, data, is_own=is_own)
     if args.rank:
         adapt_denoiser(unet, base, base_hash, configs, launch, args)
     return unet

@@ -138,6 +138,21 @@ def make_sdxl(folder, size):
     return Path(folder)
 
 
+def make_transformer_pipeline(folder, name, **layers):
+    """Make the tests' tiny pipeline of this name, but with these numbers of layers."""
+    import diffusers
+
+    sys.path.append(str(ROOT / "tests"))
+    import tiny_pipelines
+
+    tiny_pipelines.MAKE[name](folder)
+    model = diffusers.AutoModel.from_pretrained(str(folder), subfolder="transformer")
+    model = type(model).from_config({**model.config, **layers})
+    tiny_pipelines.randomize(model)
+    model.save_pretrained(folder / "transformer")
+    return folder
+
+
 def make_unet_config(path, widths, side, layers=1):
     """Write the config of a U-Net without attention, for the unconditional trainers."""
     config = {"_class_name": "UNet2DModel", "sample_size": side, "block_out_channels": widths}
@@ -304,14 +319,16 @@ def run(script, argv, steps=None, forbid_syncs=False, limit=None):
 
     Returns {"first": seconds from the start of the process to the end of step 1, "step": mean
     seconds per step after the third, "first_cpu" and "cpu": the same in processor time, without
-    loader processes, "rss": peak memory in MiB, "gpu": peak GPU memory in GiB}.
+    loader processes, "start_cpu" and "forward_cpu": processor time from the end of the imports to
+    the end of step 1 and to the first call of the trained model, "rss": peak memory in MiB, "gpu":
+    peak GPU memory in GiB}.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, begin = Path(folder, "steps"), time.time()
         usage = call(script, argv, limit, log, steps, forbid_syncs)
         if not log.exists():
             sys.exit(f"{script} took no step")
-        times, used, peaks = zip(
+        times, used, peaks, imports, forwards = zip(
             *(map(float, line.split()) for line in log.read_text().splitlines()), strict=True
         )
     warm = min(3, len(times) - 1)
@@ -319,6 +336,8 @@ def run(script, argv, steps=None, forbid_syncs=False, limit=None):
     return {
         "first": times[0] - begin,
         "first_cpu": used[0],
+        "start_cpu": used[0] - imports[0],
+        "forward_cpu": forwards[0] - imports[0],
         "step": (times[-1] - times[warm]) / steps,
         "cpu": (used[-1] - used[warm]) / steps,
         "rss": usage.ru_maxrss / 1024,
@@ -425,8 +444,28 @@ def make_parser(doc, **defaults):
 def child(log, steps, forbid_syncs, script, *argv):
     """Run a script as `python script argv` does, and log the time of each optimizer step."""
     import torch
+    from accelerate import Accelerator
+    from diffusers import ModelMixin
 
     last = 0 if steps == "None" else int(steps)
+    begin = Accelerator.__init__
+    marks = {}  # processor time at the end of the imports, and at the first call of the model
+
+    def begin_main(self, *args, **options):  # `main` of all scripts begins with it
+        marks.setdefault("imports", time.process_time())
+        begin(self, *args, **options)
+
+    def note(module, args):
+        if torch.is_grad_enabled() and isinstance(module, ModelMixin):
+            trained = [weight for weight in module.parameters() if weight.requires_grad]
+            tensors = [*trained[:1], *(each for each in args if torch.is_tensor(each))]
+            # calls on the meta device only look at shapes
+            if trained and all(each.device.type != "meta" for each in tensors):
+                marks["forward"] = time.process_time()
+                hook.remove()
+
+    Accelerator.__init__ = begin_main
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
     step, count, gpu = torch.optim.AdamW.step, itertools.count(1), find_gpu()
 
     def timed(self, *args, **options):
@@ -436,7 +475,8 @@ def child(log, steps, forbid_syncs, script, *argv):
             gpu.synchronize()
         with open(log, "a") as file:
             peak = gpu.max_memory_allocated() / 2**30 if gpu else math.nan
-            file.write(f"{time.time()} {time.process_time()} {peak}\n")
+            marked = f"{marks.get('imports', math.nan)} {marks.get('forward', math.nan)}"
+            file.write(f"{time.time()} {time.process_time()} {peak} {marked}\n")
         if gpu and forbid_syncs == "True":
             gpu.set_sync_debug_mode("error" if 5 <= number < 9 else "default")
         if number == last:

@@ -5,7 +5,7 @@
     python benchmarks/peers.py --diffusers path/to/diffusers --size sd2 --mixed_precision bf16 \\
         --batch_size 32 --resolution 512 --steps 40             # on a GPU
 
-Prints the speed and the processor time to the end of step 1, imports included. All train the same
+Prints the speed and the processor time of the start, with and without imports. All train the same
 model from the same random weights, with the same images, batch size and precision, and with EMA.
 The LoRA for SDXL trains without EMA, because diffusers' script has none. The scripts run as `python
 script flags`, in turns.
@@ -26,8 +26,19 @@ TRAINERS = {
     "train_text_to_image": ("text_to_image", "train_text_to_image.py"),
     "train_unconditional": ("unconditional_image_generation", "train_unconditional.py"),
     "sdxl_lora": ("text_to_image", "train_text_to_image_lora_sdxl.py"),
+    "z_image_lora": ("dreambooth", "train_dreambooth_lora_z_image.py"),
+    "qwen_image_lora": ("dreambooth", "train_dreambooth_lora_qwen_image.py"),
 }
-NAMES = {"sdxl_lora": "a LoRA for SDXL"}
+NAMES = {
+    "sdxl_lora": "a LoRA for SDXL",
+    "z_image_lora": "a LoRA for Z-Image",
+    "qwen_image_lora": "a LoRA for Qwen-Image",
+}
+# the numbers of layers of the published models; all else is tiny
+LAYERS = {
+    "z_image_lora": {"n_layers": 30, "n_refiner_layers": 2},
+    "qwen_image_lora": {"num_layers": 60},
+}
 
 
 def count_flops(models, resolution):
@@ -73,6 +84,10 @@ def make_flags(folder, cli):
     images = bench.make_images(
         folder / "images", 8 * cli.batch_size * cli.steps, bench.make_pictures(cli.resolution)
     )
+    photos = folder / "photos"
+    photos.mkdir()
+    for path in images.glob("*.jpg"):
+        (photos / path.name).symlink_to(path)
     widths = {"tenth": [32, 64, 128], "sd2": [128, 128, 256, 256, 512, 512]}.get(cli.size, [8, 16])
     unet = bench.make_unet_config(folder / "unet.json", widths, side, 2 if cli.size == "sd2" else 1)
     common = [f"--mixed_precision={cli.mixed_precision}", "--checkpointing_steps=1000000"]
@@ -99,9 +114,27 @@ def make_flags(folder, cli):
     for name in cli.trainers:
         # own: flags that diffusers' script lacks
         ours, ways, own = bench.ROOT / "train_text_to_image.py", {}, []
-        if name == "train_unconditional":
+        theirs = []
+        if name in LAYERS:
+            ours = bench.ROOT / "train_flow.py"
+            made = bench.make_transformer_pipeline(
+                folder / name, name.removesuffix("_lora"), **LAYERS[name]
+            )
+            pixels = [
+                *common,
+                f"--pretrained_model_name_or_path={made}",
+                f"--train_batch_size={cli.batch_size}",
+                f"--max_train_steps={cli.steps}",
+                f"--resolution={cli.resolution}",
+                "--rank=4",
+            ]
+            # as in diffusers' scripts, which read each file of a folder as an image
+            own = [*data, "--no-use_ema", "--lora_layers=to_k,to_q,to_v,to_out.0"]
+            theirs = [f"--instance_data_dir={photos}", "--instance_prompt=a digit"]
+        elif name == "train_unconditional":
             ours, pixels = bench.ROOT / "train_unconditional.py", small
         else:
+            made = models
             text = [
                 *common,
                 f"--train_batch_size={cli.batch_size}",
@@ -109,13 +142,13 @@ def make_flags(folder, cli):
                 "--use_ema",
             ]
             if name == "sdxl_lora":
-                models, own = bench.make_sdxl(folder / "sdxl", cli.size), ["--no-use_ema"]
-                text[-1:] = ["--rank=4", "--lora_layers=attention"]  # as in diffusers' script
-            text += [f"--pretrained_model_name_or_path={models}"]
+                made, text[-1] = bench.make_sdxl(folder / "sdxl", cli.size), "--rank=4"
+                own = ["--no-use_ema", "--lora_layers=attention"]  # as in diffusers' script
+            text += [f"--pretrained_model_name_or_path={made}"]
             for way, kind in {"from a cache": "embeddings", "from a cache of ids": "ids"}.items():
                 rows = cli.batch_size * cli.steps
                 cache = bench.make_cache(
-                    folder / f"{name}-{kind}", models, rows, cli.resolution, kind
+                    folder / f"{name}-{kind}", made, rows, cli.resolution, kind
                 )
                 ways[way] = [*text, f"--latents_dir={cache}"]
             pixels = [*text, *data, f"--resolution={cli.resolution}"]
@@ -124,7 +157,10 @@ def make_flags(folder, cli):
             way: (ours, [*flags, *own, "--report_to=none"]) for way, flags in ways.items()
         }
         if cli.diffusers:
-            found[name]["diffusers"] = Path(cli.diffusers, "examples", *TRAINERS[name]), pixels
+            found[name]["diffusers"] = (
+                Path(cli.diffusers, "examples", *TRAINERS[name]),
+                pixels + theirs,
+            )
     return found
 
 
@@ -136,12 +172,14 @@ def main(argv=None):
         default=256,
         help="pixels of text to image; unconditional uses a quarter",
     )
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=[*TRAINERS])
+    three = [name for name in TRAINERS if name not in LAYERS]
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=three)
+    parser.add_argument("--ways", nargs="+", help="such as diffusers; default: all")
     parser.add_argument("--diffusers", help="checkout of diffusers, to compare with its scripts")
     cli = parser.parse_args(argv)
     print(bench.machine())
     with tempfile.TemporaryDirectory() as folder:
-        folder, number, rows = Path(folder), itertools.count(), []
+        folder, number = Path(folder), itertools.count()
         flags = make_flags(folder, cli)
         train, vae, text = count_flops(folder / "sd", cli.resolution)
         print(
@@ -155,46 +193,56 @@ def main(argv=None):
                 script, [*argv, f"--output_dir={folder}/out-{next(number)}"], cli.steps
             )
 
-        for name, ways in flags.items():
-            runs = {way: functools.partial(time_it, *how) for way, how in ways.items()}
-            results = bench.interleaved(runs, cli.rounds)
-            first, size = (
-                next(iter(results.values())),
-                cli.batch_size * (8 if name == "train_unconditional" else 1),
-            )
-            costs = {"from a cache": train, "from a cache of ids": train + text}
-            for way, found in results.items():
-                ideal = (
-                    f"{train / costs.get(way, train + vae + text):.2f}"
-                    if name == "train_text_to_image"
-                    else ""
+        def compare():
+            for name, ways in flags.items():
+                runs = {
+                    way: functools.partial(time_it, *how)
+                    for way, how in ways.items()
+                    if not cli.ways or way in cli.ways
+                }
+                results = bench.interleaved(runs, cli.rounds)
+                first, size = (
+                    next(iter(results.values())),
+                    cli.batch_size * (8 if name == "train_unconditional" else 1),
                 )
-                turns = zip(first, found, strict=True)
-                rows.append(
-                    [
+                costs = {"from a cache": train, "from a cache of ids": train + text}
+                for way, found in results.items():
+                    ideal = (
+                        f"{train / costs.get(way, train + vae + text):.2f}"
+                        if name == "train_text_to_image"
+                        else ""
+                    )
+                    turns = zip(first, found, strict=True)
+                    yield [
                         NAMES.get(name, f"`{name}.py`"),
                         way,
                         bench.spread([size / one["step"] for one in found]),
                         bench.spread([one["step"] / other["step"] for one, other in turns]),
                         ideal,
                         bench.spread([one["first_cpu"] for one in found], "{:.1f}"),
+                        bench.spread([one["forward_cpu"] for one in found]),
+                        bench.spread([one["start_cpu"] for one in found]),
                     ]
-                )
-    title = (
-        f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} "
-        f"(unconditional: {cli.resolution // 4} px, 8 x"
-    )
-    header = [
-        "",
-        "",
-        "images/s",
-        "relative to the first, in the same turn",
-        "by operations alone",
-        "s of processor time to the end of step 1",
-    ]
-    bench.show(
-        f"{title} as many), {cli.mixed_precision}, with EMA except for the LoRA", header, rows
-    )
+
+        title = (
+            f"{cli.size}, {cli.resolution} px, batch {cli.batch_size} "
+            f"(unconditional: {cli.resolution // 4} px, 8 x"
+        )
+        header = [
+            "",
+            "",
+            "images/s",
+            "relative to the first, in the same turn",
+            "by operations alone",
+            "s of processor time to the end of step 1",
+            "from the end of the imports to the first call of the model",
+            "and to the end of step 1",
+        ]
+        bench.show(
+            f"{title} as many), {cli.mixed_precision}, with EMA except for the LoRA",
+            header,
+            compare(),
+        )
 
 
 if __name__ == "__main__":

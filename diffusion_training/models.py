@@ -5,12 +5,13 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ def cast_weights(model: torch.nn.Module, dtype: torch.dtype, trained: bool) -> N
 
 def is_finite(weight: torch.Tensor) -> bool:
     """Whether all numbers of a tensor are finite, in one pass and without a copy."""
-    return weight.numel() == 0 or all(bound.isfinite() for bound in weight.aminmax())
+    return weight.numel() == 0 or all(map(math.isfinite, weight.detach().aminmax()))
 
 
 def raise_for_keys(what: str, keys: Collection[Any]) -> None:
@@ -112,8 +113,12 @@ def hash_weights(model: torch.nn.Module, with_old: bool = False) -> str:
 
     with_old: with the hash of older versions, as a second word.
     """
-    with ThreadPoolExecutor() as pool:  # gigabytes, and hashing releases the GIL
-        return combine_hashes(pool.map(partial(hash_weight, with_old=with_old), model.parameters()))
+    weights = [*model.parameters()]
+    # gigabytes, and hashing releases the GIL; a task for each of the small ones takes longer
+    parts = [weights[start::64] for start in range(64)]
+    with ThreadPoolExecutor() as pool:
+        hashes = pool.map(lambda part: [hash_weight(each, with_old) for each in part], parts)
+        return combine_hashes(itertools.chain(*hashes))
 
 
 def hash_weight(weight: torch.Tensor, with_old: bool = False) -> list[str]:
@@ -187,6 +192,27 @@ def name_inputs(model: torch.nn.Module, args: Sequence[Any], options: dict[str, 
     return {name for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
+class Called(Exception):
+    """Ends a call of a model before it computes anything."""
+
+
+def catch_inputs(model: torch.nn.Module, call: Callable[[], Any]) -> set[str]:
+    """The names of the inputs that `call()` gives a model, which computes nothing."""
+    given: set[str] = set()
+
+    def watch(*args: Any, **options: Any) -> None:
+        given.update(name_inputs(model, args, options))
+        raise Called
+
+    model.forward = watch
+    try:
+        with contextlib.suppress(Called):
+            call()
+    finally:
+        del model.forward
+    return given
+
+
 def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:
     """Freeze weights that no loss can change, and their adapters: DDP would wait for them.
 
@@ -218,6 +244,8 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     What --blocks_to_swap keeps in the host's memory stays there.
     """
+    if device.type == "cpu":  # it is there, but torch would visit each weight
+        return model
     layout = choose_layout(device)
     if layout == torch.channels_last and any(weight.dim() == 5 for weight in model.parameters()):
         layout = torch.preserve_format
@@ -287,6 +315,8 @@ def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
 
 def list_quantized(model: torch.nn.Module) -> list[Any]:
     """Return the layers that `load_quantized` keeps in 8 or 4 bits."""
+    if is_adapted(model) and "quantization" not in model.adapter:
+        return []
     modules = model.modules()
     return [each for each in modules if isinstance(each, Linear) and hasattr(each, "quantization")]
 

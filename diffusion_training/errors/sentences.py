@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from diffusion_training.errors.faults import (
     explain,
@@ -34,6 +34,9 @@ UNDO: list[Callable[[], None]] = []  # called if `main` fails before there is an
 # restores the settings of the process that a run changed, when `main` ends or fails
 CHANGED = contextlib.ExitStack()
 WARNINGS: set[str] = set()  # those of `surviving`
+# checks that would take time at the start: if `main` fails with an unexpected error, they are
+# called to find the reason
+CHECKS: list[Callable[[], Any]] = []
 AGAIN: list[str] = []  # what the command lacks to continue this run, see `name_command`
 
 
@@ -104,6 +107,16 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
     return None
 
 
+def find_reason() -> str | None:
+    """The sentence of the first of `CHECKS` that ends the program, or None."""
+    for check in CHECKS:
+        try:
+            check()
+        except Refused as refused:
+            return str(refused)
+    return None
+
+
 def status_of(error: BaseException) -> int:
     """The exit status of a process that ends because of an error."""
     return PEER_ENDED if is_peers_end(error) else 1
@@ -151,6 +164,7 @@ def in_one_sentence(
                 main(args)
                 end_if_stopped()
             UNDO.clear()
+            CHECKS.clear()  # they hold models
             return
         except Refused as refused:
             sentence = str(refused)
@@ -160,7 +174,7 @@ def in_one_sentence(
             if not SIGNALS:  # its message is printed already
                 raise
         except Exception as error:
-            sentence = describe_expected(error, args)
+            sentence = describe_expected(error, args) or find_reason()
             sentence = sentence and shorten(sentence)
             alone = True
             status = status_of(error)
@@ -185,7 +199,7 @@ def in_one_sentence(
 
     @functools.wraps(main)
     def guarded(args: argparse.Namespace) -> None:
-        for notes in (SIGNALS, UNDO, WARNINGS, AGAIN):  # of an earlier run in this process
+        for notes in (SIGNALS, UNDO, WARNINGS, AGAIN, CHECKS):  # of an earlier run in this process
             notes.clear()
         if getattr(args, "resume_from_checkpoint", "latest") != "latest":  # of a trainer
             AGAIN.append("with --resume_from_checkpoint latest")

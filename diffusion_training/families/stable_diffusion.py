@@ -1,6 +1,6 @@
 """Stable Diffusion 1 and 2, and Stable Diffusion XL: U-Nets with CLIP text encoders."""
 
-import contextlib
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from diffusion_training.families.original_layout import (
     merge_vae,
     rename_unet,
 )
-from diffusion_training.models import name_inputs
+from diffusion_training.models import catch_inputs
 
 # {kohya's name of a weight of a LoRA: PEFT's}
 KOHYA_PARTS = {
@@ -27,10 +27,6 @@ KOHYA_PARTS = {
     "lokr_w2_a": "lokr_w2_a",
     "lokr_w2_b": "lokr_w2_b",
 }
-
-
-class Called(Exception):
-    """Ends a pipeline's call where it calls its U-Net."""
 
 
 class Float32(torch.nn.Module):
@@ -113,12 +109,6 @@ class StableDiffusion(Family):
         return super().find_input_fault(config, channels, width)
 
     def list_inputs(self, model: torch.nn.Module, prompts: Prompts) -> set[str]:
-        given: set[str] = set()
-
-        def watch(*args: Any, **options: Any) -> None:
-            given.update(name_inputs(model, args, options))
-            raise Called
-
         base = Base(self, None, None, {})
         scheduler = DDIMScheduler(steps_offset=1, clip_sample=False)  # else there is a warning
         parts = {"unet": model, "vae": None, "scheduler": scheduler}
@@ -129,11 +119,8 @@ class StableDiffusion(Family):
         cpu: Any = {name: embeds.cpu() for name, embeds in dict[str, Any](prompts).items()}
         latents = torch.zeros(1, model.config.in_channels, 8, 8)  # else they are drawn
         asked = self.call_args(cpu, cpu, 1.0) | self.size_args(64, 64)
-        model.forward = watch
-        with contextlib.suppress(Called):
-            pipeline(**asked, latents=latents, num_inference_steps=1)
-        del model.forward
-        return given
+        draw = partial(pipeline, **asked, latents=latents, num_inference_steps=1)
+        return catch_inputs(model, draw)
 
     def usage(self, resolution: int, clip_skip: int | None, max_tokens: int | None) -> str:
         return f", clip_skip={clip_skip}" if clip_skip else ""

@@ -214,7 +214,7 @@ def test_files_of_a_copy_without_base_are_those_of_the_model(tmp_path, base):
         expected.mkdir()
         folder.mkdir()
         save_lora({"unet": unet}, expected, {})
-        memory = HostMemory(count_copy({"unet": unet}, {"unet": unet}, "adamw"), CPU)
+        memory = HostMemory(count_copy({"unet": unet}, 0), CPU)
         copy = CheckpointCopy({"unet": unet}, memory, CPU)
         optimizer = torch.optim.SGD(unet.parameters())
         copy.take(optimizer)

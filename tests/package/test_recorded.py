@@ -20,6 +20,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from test_families import make_prx_pipeline
 
 import precompute_latents
+from diffusion_training.blocks import list_blocks
 from diffusion_training.data.captions import are_cut, measure_captions, tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.errors.sentences import describe_expected
@@ -45,6 +46,7 @@ from diffusion_training.families.recorded.text_tensors import (
     decode_texts,
     describe_result,
 )
+from diffusion_training.families.recorded.trial import make_small
 from diffusion_training.families.recording import record_family
 from diffusion_training.training.step.flow_schedule import compute_mu
 
@@ -55,6 +57,17 @@ CAPTIONS = ["a digit two", "the number three, drawn by hand"]
 def make_prx(folder):
     make_prx_pipeline(folder).save_pretrained(folder / "whole")
     return folder / "whole"
+
+
+@pytest.mark.parametrize("make, name", [
+    (tiny_pipelines.make_z_image_transformer, "n_layers"),
+    (tiny_pipelines.make_qwen_transformer, "num_layers"),
+])  # fmt: skip
+def test_a_denoiser_is_tried_with_few_layers(make, name):
+    """The 30 layers of Z-Image would take 25 GB."""
+    model = make()
+    small = make_small(type(model), {**model.config, name: 30})
+    assert len(list_blocks(small)) <= len(list_blocks(model))
 
 
 def test_modules_that_are_imported_meanwhile_do_not_stop_a_recording():

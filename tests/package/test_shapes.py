@@ -42,7 +42,7 @@ def call_unet(models, noisy, times, condition):
     ("kind", "config", "call", "block", "counts"),
     [
         (QwenImageTransformer2DModel, QWEN, call_qwen, "QwenImageTransformerBlock", (5, 2)),
-        (UNet2DConditionModel, UNET, call_unet, "BasicTransformerBlock", (16, 8)),
+        (UNet2DConditionModel, UNET, call_unet, "BasicTransformerBlock", (16, 2)),
         (CountsItsBlocks, QWEN, call_qwen, "QwenImageTransformerBlock", (5, 5)),
     ],
 )

@@ -4,6 +4,7 @@ A tiny pipeline is really loaded.
 """
 
 import json
+import re
 import shlex
 import shutil
 
@@ -23,11 +24,12 @@ from conftest import (
     metrics,
     patch,
 )
-from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
 
 import precompute_latents
 import train_text_to_image as script
+from diffusion_training import shapes
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.data.images import make_time_ids
@@ -484,6 +486,30 @@ def test_unet_of_another_family_gives_a_one_sentence_error(tmp_path, flags, imag
     assert "takes 4 channels and embeddings of 32, but the data has 4 and 48" in train.refused(
         *images
     )
+
+
+def test_a_pipelines_own_unet_is_checked_only_if_the_run_fails(tmp_path, images, monkeypatch):
+    """Then the sentence says more than the error of torch in the first step."""
+    checked = []
+
+    def note(*args, check_shapes=shapes.check_shapes):
+        checked.append(args)
+        return check_shapes(*args)
+
+    patch(monkeypatch, "check_shapes", note)
+    train(*images, "--max_train_steps=1")
+    assert not checked
+    folder = tmp_path / "sdxl/unet"
+    config = UNet2DConditionModel.load_config(folder)
+    narrow = config | {"projection_class_embeddings_input_dim": 70}
+    UNet2DConditionModel.from_config(narrow).save_pretrained(folder)
+    flags = (*images, "--max_train_steps=1", "--resume_from_checkpoint=latest")
+    said = train.refused(*flags, f"--output_dir={tmp_path / 'new'}")
+    assert re.search(r"the U-Net of \S*sdxl can't be trained here \(.*70", said)
+    assert len(checked) == 1
+    # one channel would fit any number of them, so that torch would only warn
+    UNet2DConditionModel.from_config(config | {"out_channels": 1}).save_pretrained(folder)
+    assert "its prediction has the shape [1, " in train.refused(*flags)
 
 
 def test_sd_and_sdxl_caches_can_not_be_exchanged(tmp_path, flags):

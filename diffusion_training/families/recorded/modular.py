@@ -39,20 +39,17 @@ def get_pipeline_class(index: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def silencing(*modules: str) -> Iterator[None]:
-    """Leave out messages of diffusers, transformers and other modules, also of expected errors.
+def silencing() -> Iterator[None]:
+    """Leave out all messages of loggers, also of expected errors.
 
-    Their warnings would be about our probes, not the user's captions.
+    Warnings of diffusers and transformers would be about our probes, not the user's captions.
     """
-    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers", *modules)]
-    levels = [each.level for each in loggers]
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        for each in loggers:
-            each.setLevel(logging.CRITICAL)
         yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        logging.disable(before)
 
 
 def walk(block: Any) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.modeling_utils import no_init_weights
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 
 from diffusion_training.errors.faults import explain, is_machines_fault
@@ -236,13 +237,16 @@ class PipelineCode:
         self.denoiser_class = getattr(diffusers, index[folder][1])
         self.has = inspect.signature(self.kind.__call__).parameters
         watched = watch_pipeline(self.kind)
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             denoiser = self.denoiser_class.from_config(configs[folder])
             vae_class = getattr(diffusers, configs["vae"]["_class_name"])
             vae = vae_class.from_config(configs["vae"])
         if has_statistics(vae.config):  # a cache has references as they leave these
             vae.bn = torch.nn.BatchNorm2d(vae.bn.num_features, affine=False, device="cpu")
             vae.register_to_config(batch_norm_eps=0.0)
+        # diffusers visits all modules for the answer, and pipelines ask in each run
+        names = {"dtype": denoiser.dtype, "__module__": self.denoiser_class.__module__}
+        denoiser.__class__ = type(self.denoiser_class.__name__, (self.denoiser_class,), names)
         # pipelines move references to the device of their VAE
         vae.__class__ = type(vae_class.__name__, (vae_class,), {"device": torch.device("cpu")})
         self.reference_shapes = ReferenceShapes(vae)
@@ -300,7 +304,7 @@ class PipelineCode:
                 torch.inference_mode(False),
                 torch.device("cpu"),
                 drawing(self.kind, draw),
-                silencing(self.kind.__module__),
+                silencing(),
             ):
                 vae.decode, vae.encode = decode, encode
                 self.pipeline(prompt=list(captions), **asked)  # some write into the list

@@ -64,7 +64,7 @@ def make_small(kind: Any, config: Any) -> torch.nn.Module:
         name: 1
         for name, value in config.items()
         # those of the text encoder are inputs
-        if name.startswith("num_") and name.endswith(ends) and "text" not in name
+        if name.startswith(("num_", "n_")) and name.endswith(ends) and "text" not in name
         if isinstance(value, int) and value > 1
     }
     try:

@@ -1,5 +1,6 @@
 """Copy what a checkpoint holds, so that it can be written while the training goes on."""
 
+import copy
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,8 @@ from diffusion_training.errors.faults import explain
 from diffusion_training.launch import Launch
 from diffusion_training.memory import HostMemory, is_gpu, measure_free
 from diffusion_training.models import is_adapted
-from diffusion_training.training.step.costs import copy_shapes, count_trained
-from diffusion_training.training.step.sharding import whole
+from diffusion_training.training.step.costs import count_trained
+from diffusion_training.training.step.sharding import copy_empty, is_sharded, whole
 
 
 class CheckpointCopy:
@@ -27,21 +28,21 @@ class CheckpointCopy:
     def __init__(self, saved: Models, memory: HostMemory, device: torch.device) -> None:
         self.device = device
         self.memory = memory
-        self.copies = copy_shapes(saved, saved)
+        self.copies: Models = {}
         # (dict of a module that holds a value, its key there, the copy), listed once: all modules
         # of SDXL are visited in 40 ms. A module may replace a value, but not the dict.
         self.places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for name, model in self.copies.items():
-            own = list_saved(saved[name])  # with their precision
-            shapes = {key: x.to(own[key].dtype) for key, x in list_saved(model).items()}
-            weights = {key: self.memory.cut(x) for key, x in shapes.items()}
-            model.load_state_dict(weights, strict=False, assign=True)
-            for key, copy in list_saved(model).items():
+        for name, model in saved.items():
+            weights = {}
+            for key, value in list_saved(model).items():
                 module_name, _, attribute = key.rpartition(".")
-                module = saved[name].get_submodule(module_name)
+                module = model.get_submodule(module_name)
                 is_weight = attribute in module._parameters
                 holder: Any = module._parameters if is_weight else module._buffers
-                self.places.append((holder, attribute, copy))
+                shape = torch.empty(value.shape, dtype=value.dtype, device="meta")  # contiguous
+                weights[key] = self.memory.cut(shape)
+                self.places.append((holder, attribute, weights[key]))
+            self.copies[name] = hold_weights(model, weights)
         self.state: dict[str, Any] = {}  # of the optimizer
         # its tensors, in the order of `state_dict`: to cut them takes a third of a LoRA's pause
         self.state_copies: list[torch.Tensor] = []
@@ -52,9 +53,9 @@ class CheckpointCopy:
         With --shard, the other processes call `give_parts` at the same time.
         """
         is_async = is_gpu(self.device)
-        for holder, key, copy in self.places:
+        for holder, key, place in self.places:
             # contiguous, as safetensors needs it; a GPU is faster at this than the host
-            copy.copy_(whole(holder[key].detach()).contiguous(), non_blocking=is_async)
+            place.copy_(whole(holder[key].detach()).contiguous(), non_blocking=is_async)
         copies: dict[int, torch.Tensor] = {}  # parameters may share a tensor, as in bitsandbytes
 
         def copy_once(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,15 +91,22 @@ def is_alike(copy: torch.Tensor, value: torch.Tensor) -> bool:
 
 def list_saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights and buffers that `save_weights` writes, by their names in the model."""
-    saved = model.state_dict()
     if is_adapted(model):
-        return {name: x for name, x in saved.items() if ".lora_" in name or ".lokr_" in name}
-    return saved
+        weights = model.named_parameters()
+        return {name: x for name, x in weights if ".lora_" in name or ".lokr_" in name}
+    return model.state_dict()
 
 
-def count_copy(saved: Models, models: Models, optimizer: str) -> int:
-    """Return the bytes of a `CheckpointCopy`. models: the trained ones among `saved`."""
-    _, moments = count_trained(models, optimizer)
+def hold_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A model that is saved like another one, but with these weights. Nothing else is copied."""
+    held: Any = copy_empty(model) if is_sharded(model) else copy.copy(model)
+    held.state_dict = lambda: weights
+    held.named_parameters = weights.items
+    return held
+
+
+def count_copy(saved: Models, moments: int) -> int:
+    """Return the bytes of a `CheckpointCopy`. moments: those of the optimizer's."""
     weights = [value.nbytes for model in saved.values() for value in list_saved(model).values()]
     return sum(weights) + moments
 
@@ -114,10 +122,11 @@ def make_checkpoint_copy(
     due = (step // args.checkpointing_steps + 1) * args.checkpointing_steps
     if not launch.is_main or args.find_lr or due >= args.max_train_steps:
         return None
-    needed = count_copy(saved, models, args.optimizer)
+    gradients, moments = count_trained(models, args.optimizer)  # gradients are as large as weights
+    needed = count_copy(saved, moments)
     free = measure_free()
     if launch.device.type == "cpu":  # the first step will take gradients and moments from the same
-        free -= sum(count_trained(models, args.optimizer))
+        free -= gradients + moments
     reason = f"{max(0, free) / 1e9:.3g} GB are free"
     if needed < 0.9 * free:
         try:

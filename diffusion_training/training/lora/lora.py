@@ -91,6 +91,7 @@ def add_lora(
     """
     # here and below, because the import takes a second
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     is_lokr = args.lora_type == "lokr"
     config = {"r": args.rank}
@@ -128,7 +129,7 @@ def add_lora(
         adapted = {
             name: module.base_layer
             for name, module in model.named_modules()
-            if hasattr(module, "base_layer")
+            if isinstance(module, BaseTunerLayer)
         }
         for layer in layers:
             if not any(f".{name}".endswith(f".{layer}") for name in adapted):
