@@ -244,8 +244,6 @@ def put_on_device(model: torch.nn.Module, device: torch.device) -> torch.nn.Modu
     A video VAE keeps its layout, because torch has no layout for both kinds of its convolutions.
     What --blocks_to_swap keeps in the host's memory stays there.
     """
-    if device.type == "cpu":  # it is there, but torch would visit each weight
-        return model
     layout = choose_layout(device)
     if layout == torch.channels_last and any(weight.dim() == 5 for weight in model.parameters()):
         layout = torch.preserve_format
