@@ -361,7 +361,8 @@ def test_sharded_run_killed_100_times_ends_with_the_same_bits(tmp_path, script, 
         "--checkpointing_steps=1",
         "--validation_steps=7",
     ]
-    flags += [f"--max_train_steps={4 * num_kills}", "--checkpoints_total_limit=2"]
+    steps = 4 * num_kills
+    flags += [f"--max_train_steps={steps}", "--checkpoints_total_limit=2"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     random = np.random.default_rng(num_processes)
 
@@ -369,15 +370,17 @@ def test_sharded_run_killed_100_times_ends_with_the_same_bits(tmp_path, script, 
         train(script, *flags, f"--output_dir={output_dir}", "--resume_from_checkpoint=latest")
 
     log = tmp_path / "log"
+    begin = time.monotonic()
     assert set(finish(start(lambda: run(whole), num_processes, log), 3000)) == {0}, log.read_text()
+    seconds = (time.monotonic() - begin) / steps
     for _ in range(num_kills):
         before = list_checkpoints(killed)
         pids = start(lambda: run(killed), num_processes, log)
         wait_until(lambda before=before: list_checkpoints(killed) - before, 100)
-        time.sleep(random.uniform(0, 0.3))
+        time.sleep(random.uniform(0, 2 * seconds))  # not so long that it ends before the last kill
         kill(pids)
     assert set(finish(start(lambda: run(killed), num_processes, log), 3000)) == {0}, log.read_text()
-    last = f"checkpoint-{4 * num_kills}"
+    last = f"checkpoint-{steps}"
     part = PARTS[script]
     for path in (f"{last}/{part}", f"{last}/{part}_ema", part, f"best/{part}"):
         assert_same_weights(whole / path, killed / path)
