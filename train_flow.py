@@ -297,10 +297,9 @@ from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
-from diffusion_training.training.results import Results, draws_samples
+from diffusion_training.training.results import Results, draws_samples, open_metrics
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.saver import Saver, check_free_space
-from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.captioned_card import describe_text_to_image
 from diffusion_training.training.showing.captioned_samples import (
     choose_sample_bases,
@@ -751,7 +750,8 @@ def main(args: Namespace) -> None:
             classes=data.classes,
         ),
         launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
-        objective=objective, dataset=data.dataset, held_out=held_out, args=args,
+        objective=objective, dataset=data.dataset, held_out=held_out, metrics=metrics,
+        args=args,
     )  # fmt: skip
 
     def show() -> None:
@@ -766,7 +766,7 @@ def main(args: Namespace) -> None:
                 log_validation(launch, pipeline, data, bases, step, stop_signal, run.writer, args)
         results.report()
 
-    def score(metrics: Metrics) -> None:
+    def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes.
 
         Further inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
@@ -779,7 +779,7 @@ def main(args: Namespace) -> None:
                 partial(draw_captions, launch, pipeline, data, each, objective, stop_signal, args)
                 for each in bases
             ]
-            results.score(metrics, draws, partial(read_pixels, data, pipeline.vae))
+            results.score(draws, partial(read_pixels, data, pipeline.vae))
         results.keep_best()  # --save_best_metric
         results.report()
 
@@ -796,7 +796,7 @@ def main(args: Namespace) -> None:
         show()
     if metrics and goes_on():
         if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
-            score(metrics)
+            score()
 
     checkpoint_epochs = args.checkpointing_epochs
     checkpoint_steps = None if checkpoint_epochs else args.checkpointing_steps
@@ -837,7 +837,7 @@ def main(args: Namespace) -> None:
             saver.save_checkpoint()
         # After the last step, these come with the result.
         if metrics and progress.is_due(metrics.every) and goes_on():
-            score(metrics)
+            score()
         if goes_on() and (
             progress.is_due(args.validation_steps, args.validation_epochs)
             or "sample-now" in requests
@@ -851,7 +851,7 @@ def main(args: Namespace) -> None:
     if not stop_signal.was_stopped:
         results.write()  # before the samples, so that a kill can't lose it
         if metrics:
-            score(metrics)
+            score()
         show()
         if args.posthoc_ema:
             results.compare_widths()

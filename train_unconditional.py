@@ -191,10 +191,9 @@ from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
-from diffusion_training.training.results import Results
+from diffusion_training.training.results import Results, open_metrics
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.saver import Saver, check_free_space
-from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.pipelines import save_pipeline
 from diffusion_training.training.showing.report import About, Description, write_usage
 from diffusion_training.training.showing.samples import save_samples
@@ -662,7 +661,8 @@ def main(args: Namespace) -> None:
     results = Results(
         name="pipeline", files=["unet/*", "scheduler/*"], write_result=write_result,
         describe=describe_model, launch=launch, run=run, state=state, records=records,
-        stop_signal=stop_signal, objective=objective, dataset=dataset, held_out=held_out, args=args,
+        stop_signal=stop_signal, objective=objective, dataset=dataset, held_out=held_out,
+        metrics=metrics, args=args,
     )  # fmt: skip
 
     def show() -> None:
@@ -673,11 +673,11 @@ def main(args: Namespace) -> None:
             log_validation(launch, pipeline, progress.global_step, stop_signal, run.writer, args)
         results.report()
 
-    def score(metrics: Metrics) -> None:
+    def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes."""
         with records.timed("metrics_seconds"):
             draw_share = partial(draw_rows, launch, pipeline, stop_signal, args)
-            results.score(metrics, [draw_share], read_pixels)
+            results.score([draw_share], read_pixels)
         results.keep_best()  # --save_best_metric
         results.report()
 
@@ -694,7 +694,7 @@ def main(args: Namespace) -> None:
         show()
     if metrics and goes_on():
         if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
-            score(metrics)
+            score()
 
     checkpoint_epochs = args.checkpointing_epochs
     checkpoint_steps = None if checkpoint_epochs else args.checkpointing_steps
@@ -730,7 +730,7 @@ def main(args: Namespace) -> None:
         if progress.is_due(None, args.save_model_epochs) and goes_on():
             results.write()
         if metrics and progress.is_due(metrics.every) and goes_on():
-            score(metrics)
+            score()
         if goes_on() and (
             progress.is_due(args.validation_steps, args.save_images_epochs)
             or "sample-now" in requests
@@ -744,7 +744,7 @@ def main(args: Namespace) -> None:
     if not stop_signal.was_stopped:
         results.write()  # before the samples, so that a kill can't lose it
         if metrics:
-            score(metrics)
+            score()
         show()
         if args.posthoc_ema:
             results.compare_widths()
