@@ -119,7 +119,6 @@ from diffusion_training.data.captions import (
     sample_captions,
     tokenize,
 )
-from diffusion_training.data.class_names import name_classes
 from diffusion_training.data.encoders import (
     describe_models,
     encode_empty_prompt,
@@ -132,7 +131,6 @@ from diffusion_training.data.folders import count_references
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, load_rows, name_rows, read_items
-from diffusion_training.data.streams import StreamedRows
 from diffusion_training.data.transforms import decode_ahead, transform_row
 from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import Refused, explained, fail, in_one_sentence
@@ -714,6 +712,8 @@ def main(args: Namespace) -> None:
         images = load_rows(args, args.streaming, [text_column], add_references=references)
     classes: list[str] = []
     if args.class_column:  # they replace captions and a text encoder
+        from diffusion_training.data.class_names import name_classes  # here: few caches have them
+
         images, classes = name_classes(images, args)
         base = replace(base, classes=tuple(classes))
     base, empty_prompt, described, encoders = load_and_describe(launch, base, images, args)
@@ -761,6 +761,8 @@ def main(args: Namespace) -> None:
     opened = [open_cache(accelerator, cache, empty_prompt) for cache in caches]
     stream = None
     if args.streaming:
+        from diffusion_training.data.streams import StreamedRows  # here: few caches are of streams
+
         _, cache_json, records = opened[0]
         stream = StreamedRows(images.rows, Path(caches[0].output_dir), cache_json, records)
     num_rows = stream.count if stream else len(images.rows)  # of a stream, what was read before

@@ -168,7 +168,6 @@ from tqdm.auto import tqdm
 from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
 from diffusion_training.data.arrays import load_images
 from diffusion_training.data.folders import get_source
-from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, explain_row, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
 from diffusion_training.errors.faults import is_machines_fault
@@ -589,6 +588,8 @@ def main(args: Namespace) -> None:
     images = load_images(args, args.streaming, channels=channels)
     num_left_out = 0
     if args.cache_images:
+        from diffusion_training.data.image_cache import cache_images  # here: few runs need it
+
         workers = min(8, launch.cores)
         rows, num_left_out = cache_images(images.rows, images.column, channels, workers, args)
         images = images._replace(rows=rows)

@@ -15,7 +15,6 @@ import torch
 from diffusion_training.data.captions import tokenize
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
-from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
 from diffusion_training.models import EXACT, compile_model, hash_rules, hash_weights, put_on_device
 
 
@@ -115,6 +114,13 @@ def make_class_encoders(base: Base) -> tuple[torch.nn.ModuleList, Tokenizers]:
         fail(f"{family.title} takes captions, not classes: leave --class_column out")
     if base.text_encoder is not None:
         fail("classes need no text encoder: leave --text_encoder_name_or_path out")
+    # imported here, because few models take classes
+    from diffusion_training.families.class_labels import (
+        list_tokens,
+        make_text_encoder,
+        make_tokenizer,
+    )
+
     tokens = list_tokens(base.classes, partial(family.prepare, None))
     known = {word: own[0] for own in tokens for word in own}
     known = {name: own[0] for name, own in zip(base.classes, tokens, strict=True)} | known
