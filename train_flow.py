@@ -55,12 +55,12 @@ from diffusion_training.arguments import PATH, make_parser, number, parse_demo
 from diffusion_training.data.flags import add_reference_flags, check_reference_flags
 from diffusion_training.data.prompt_file import read_prompt_file
 from diffusion_training.families.flags import (
-    add_device_flags,
     add_encoder_flags,
     add_family_flags,
     add_pipeline_flags,
 )
 from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
+from diffusion_training.flags import add_device_flags
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
     add_fit_flag,

@@ -50,12 +50,9 @@ from functools import partial
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
 from diffusion_training.data.prompt_file import read_prompt_file
-from diffusion_training.families.flags import (
-    add_device_flags,
-    add_encoder_flags,
-    add_pipeline_flags,
-)
+from diffusion_training.families.flags import add_encoder_flags, add_pipeline_flags
 from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
+from diffusion_training.flags import add_device_flags
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
     add_fit_flag,

@@ -53,7 +53,7 @@ from diffusion_training.data.flags import (
     check_source,
     is_array,
 )
-from diffusion_training.families.flags import add_device_flags
+from diffusion_training.flags import add_device_flags
 from diffusion_training.training.flags import (
     add_logging_flags,
     add_noise_flags,

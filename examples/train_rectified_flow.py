@@ -5,7 +5,7 @@ import math
 
 from diffusion_training.arguments import COUNT, PATH, make_parser, number
 from diffusion_training.data.flags import add_source_flags, check_source
-from diffusion_training.families.flags import add_device_flags
+from diffusion_training.flags import add_device_flags
 from diffusion_training.training.flags import (
     add_logging_flags,
     add_optimization_flags,

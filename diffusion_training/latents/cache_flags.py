@@ -15,11 +15,11 @@ from diffusion_training.data.flags import (
     check_source,
 )
 from diffusion_training.families.flags import (
-    add_device_flags,
     add_encoder_flags,
     add_family_flags,
     add_pipeline_flags,
 )
+from diffusion_training.flags import add_device_flags
 
 
 def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False) -> None:

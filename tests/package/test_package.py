@@ -62,7 +62,7 @@ LIMITS = {
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
 NEVER = {
     "train_text_to_image": ["families.recorded", "latents.cache", "latents.plan", "web", "cluster"],
-    "train_unconditional": ["latents", "training.lora", "families.base", "data.references"],
+    "train_unconditional": ["latents", "training.lora", "families", "data.references"],
 }
 # Modules that no script imports at the start, because few runs need them: recorded pipelines,
 # caches that are in a bucket, have billions of rows or are still being made, and the networks that
