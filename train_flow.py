@@ -52,7 +52,7 @@ from functools import partial
 from typing import cast
 
 from diffusion_training.arguments import PATH, make_parser, number, parse_demo
-from diffusion_training.data.flags import add_reference_flags, check_reference_flags
+from diffusion_training.data.captioned_flags import add_reference_flags, check_reference_flags
 from diffusion_training.data.prompt_file import read_prompt_file
 from diffusion_training.families.flags import (
     add_encoder_flags,
@@ -63,16 +63,9 @@ from diffusion_training.families.names import DEFAULT_FLOW_FAMILY, FACTS
 from diffusion_training.flags import add_device_flags
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
-    add_fit_flag,
-    add_full_bf16_flag,
-    add_init_flag,
     add_logging_flags,
     add_optimization_flags,
-    add_prompt_flags,
     add_saving_flags,
-    add_shard_flag,
-    add_timestep_flags,
-    check_timesteps,
     check_training_args,
 )
 from diffusion_training.training.lora.lora_flags import (
@@ -81,6 +74,13 @@ from diffusion_training.training.lora.lora_flags import (
     check_lora_args,
 )
 from diffusion_training.training.scores.metric_flags import add_metric_flags
+from diffusion_training.training.text_to_image_flags import (
+    add_init_flag,
+    add_memory_flags,
+    add_prompt_flags,
+    add_timestep_flags,
+    check_text_to_image_args,
+)
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # distributions of noise levels, by the names that sd-scripts, musubi-tuner and diffusers have
@@ -128,9 +128,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_family_flags(add)
     add_encoder_flags(add)
     add_device_flags(add)
-    add_fit_flag(add)
-    add_shard_flag(add)
-    add_full_bf16_flag(add)
+    add_memory_flags(add)
 
     add = parser.add_argument_group("LoRA").add_argument
     add_lora_flags(add)
@@ -236,7 +234,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     check_data_args(parser, args)
     check_reference_flags(parser, args)
     check_training_args(parser, args)
-    check_timesteps(parser, args)
+    check_text_to_image_args(parser, args)
     check_lora_args(parser, args)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and args.guidance_scale == 1 and "guidance_scale" in parser.own:

@@ -55,17 +55,10 @@ from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
 from diffusion_training.flags import add_device_flags
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
-    add_fit_flag,
-    add_full_bf16_flag,
-    add_init_flag,
     add_logging_flags,
     add_noise_flags,
     add_optimization_flags,
-    add_prompt_flags,
     add_saving_flags,
-    add_shard_flag,
-    add_timestep_flags,
-    check_timesteps,
     check_training_args,
 )
 from diffusion_training.training.lora.lora_flags import (
@@ -74,6 +67,13 @@ from diffusion_training.training.lora.lora_flags import (
     check_lora_args,
 )
 from diffusion_training.training.scores.metric_flags import add_metric_flags
+from diffusion_training.training.text_to_image_flags import (
+    add_init_flag,
+    add_memory_flags,
+    add_prompt_flags,
+    add_timestep_flags,
+    check_text_to_image_args,
+)
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
@@ -119,9 +119,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_init_flag(add)
     add_encoder_flags(add)
     add_device_flags(add)
-    add_fit_flag(add)
-    add_shard_flag(add)
-    add_full_bf16_flag(add)
+    add_memory_flags(add)
 
     add = parser.add_argument_group("LoRA").add_argument
     add_lora_flags(add)
@@ -171,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     read_prompt_file(parser, args)
     check_data_args(parser, args)
     check_training_args(parser, args)
-    check_timesteps(parser, args)
+    check_text_to_image_args(parser, args)
     check_lora_args(parser, args)
     return parser.freeze(args)
 

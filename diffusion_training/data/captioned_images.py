@@ -11,6 +11,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from diffusion_training.batches import CaptionedBatch
 from diffusion_training.data.buckets import choose_sizes
 from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.captioned_flags import weigh_captions
 from diffusion_training.data.captions import (
     are_cut,
     report_cut,
@@ -27,7 +28,6 @@ from diffusion_training.data.encoders import (
     load_encoders,
     try_encoders,
 )
-from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.prompts import encode_class_prompts, encode_validation_prompts
 from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items

@@ -3,15 +3,17 @@
 import argparse
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
-from diffusion_training.data.flags import (
+from diffusion_training.data.captioned_flags import (
     add_bucket_flags,
-    add_flip_flag,
-    add_image_flags,
     add_reference_flags,
-    add_source_flags,
     add_transform_flags,
     check_captions,
     check_reference_flags,
+)
+from diffusion_training.data.flags import (
+    add_flip_flag,
+    add_image_flags,
+    add_source_flags,
     check_source,
 )
 from diffusion_training.families.flags import (
