@@ -41,7 +41,7 @@ from diffusion_training.training.lora.lora_files import (
 from diffusion_training.training.scores.metric_flags import TURBO
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.step.denoiser import load_base
-from diffusion_training.training.step.objective import try_sampler
+from diffusion_training.training.step.samplers import try_sampler
 
 # flags of the base that do not hold for --validation_base
 OF_BASE = (
