@@ -225,7 +225,8 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_prompts,
 )
 from diffusion_training.training.showing.metadata import describe_file
-from diffusion_training.training.showing.pipelines import SINGLE_FILE, list_lora_files, save_whole
+from diffusion_training.training.showing.pipelines import SINGLE_FILE, save_whole
+from diffusion_training.training.showing.readers import advise_copy, list_lora_files, name_readers
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
@@ -641,7 +642,8 @@ def main(args: Namespace) -> None:
         describe=partial(describe_model, base.family, bases=bases),
         launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
         objective=objective, dataset=data.dataset, held_out=held_out, metrics=metrics,
-        args=args,
+        readers=name_readers(args, type(unet).__name__),
+        advice=advise_copy(args, type(unet).__name__), args=args,
     )  # fmt: skip
 
     def show() -> None:

@@ -25,7 +25,6 @@ from diffusion_training.training.records import Records
 from diffusion_training.training.run_folder import RunFolder, end_run, take_requests
 from diffusion_training.training.scores.metric_flags import METRICS, TURBO
 from diffusion_training.training.showing.card import save_model_card
-from diffusion_training.training.showing.pipelines import advise_copy, name_readers
 from diffusion_training.training.showing.report import DescribeModel, save_report
 from diffusion_training.training.showing.samples import samples_path
 from diffusion_training.training.state import TrainState
@@ -91,6 +90,8 @@ class Results:
     stop_signal: StopSignal
     args: Namespace
     metrics: "Metrics | None" = None  # of --validation_metrics
+    readers: str = ""  # a sentence on which program reads which file
+    advice: str = ""  # a sentence on which file to copy to where
     begun_at: float = field(default_factory=time.monotonic)  # in seconds
 
     @property
@@ -261,14 +262,13 @@ class Results:
         duration = format_duration(time.monotonic() - self.begun_at)
         done = f"Done in {duration}: {self.name}, {samples} and report.html are in "
         done += str(args.output_dir)
-        denoiser = type(next(iter(self.state.models.values()))).__name__
-        if readers := name_readers(args, denoiser):
-            done += f". {readers.replace('`', '')}"
+        if self.readers:
+            done += f". {self.readers.replace('`', '')}"
         if self.launch.is_main:
             done += judge_end(read_metrics(args.output_dir))
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {self.name}"
-        if copied := advise_copy(args, denoiser):
-            done += f". {copied}"
+        if self.advice:
+            done += f". {self.advice}"
         end_run(self.launch, self.run, done, self.files, args)

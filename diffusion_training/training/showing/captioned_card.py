@@ -11,7 +11,7 @@ import diffusers
 from diffusion_training.data.prompt_file import split_prompt
 from diffusion_training.families.base import Family
 from diffusion_training.models import DTYPE
-from diffusion_training.training.showing.pipelines import name_readers
+from diffusion_training.training.showing.readers import name_readers
 from diffusion_training.training.showing.report import (
     About,
     Description,
