@@ -196,12 +196,16 @@ from diffusion_training.batches import (
 )
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.data.encoders import encode_images, load_parts
-from diffusion_training.data.images import make_time_ids
 from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.trained import open_trained_base
 from diffusion_training.files import saving
-from diffusion_training.latents.batch_inputs import read_mask, read_pixels, read_prompts
+from diffusion_training.latents.batch_inputs import (
+    make_time_ids,
+    read_mask,
+    read_pixels,
+    read_prompts,
+)
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.shared import cache_latents_once
 from diffusion_training.latents.source import open_data

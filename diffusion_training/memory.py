@@ -5,7 +5,6 @@ import gc
 import math
 import multiprocessing
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,43 +101,6 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
         with contextlib.suppress(psutil.Error):  # the process has just ended
             held += psutil.Process(process).memory_info().rss
     return held, held
-
-
-def place_decoder(vae: Any, device: torch.device) -> None:
-    """Put a VAE on a device. It decodes one image at a time, on the CPU if a GPU lacks the memory.
-
-    A whole batch may need more memory than a training step.
-    """
-    vae.to(device).enable_slicing()
-    decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
-    fits = True
-
-    def decode_rows(
-        vae: Any, latents: torch.Tensor, *times: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor]:
-        if not times:
-            return decode(vae, latents, **options)
-        # sliced by diffusers 0.42, LTX's VAE would get the latents of another image for a time
-        rows = zip(latents.split(1), *(each.split(1) for each in times), strict=True)
-        return (torch.cat([decode(vae, *row, **options)[0] for row in rows]),)
-
-    def decode_where_it_fits(
-        latents: torch.Tensor, *further: torch.Tensor | None, **options: Any
-    ) -> tuple[torch.Tensor]:
-        nonlocal fits
-        held: Any = find()
-        given = [latents, *(each for each in further if each is not None)]
-        options["return_dict"] = False
-        if fits:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                return decode_rows(held, *given, **options)
-            print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
-            fits = False
-        images = decode_rows(held.to("cpu"), *(each.cpu() for each in given), **options)[0]
-        held.to(device)  # a pipeline may choose the device of its next image by the VAE's
-        return (images.to(latents.device),)
-
-    vae.decode = decode_where_it_fits
 
 
 def find_largest(

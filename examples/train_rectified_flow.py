@@ -67,8 +67,9 @@ from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.saver import Saver, check_free_space
+from diffusion_training.training.showing.grid import draw_grid
 from diffusion_training.training.showing.report import Description
-from diffusion_training.training.showing.samples import draw_grid, save_samples
+from diffusion_training.training.showing.samples import save_samples
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer

@@ -32,11 +32,11 @@ import train_text_to_image as script
 from diffusion_training import shapes
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
-from diffusion_training.data.images import make_time_ids
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.data.transforms import transform_row
 from diffusion_training.families.opening import open_base
+from diffusion_training.latents.batch_inputs import make_time_ids
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.latents.settings import fingerprint_cache
 from diffusion_training.latents.source import open_data
