@@ -172,22 +172,6 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
         )
 
 
-def measure_captions(tokenizers: Tokenizers, texts: list[str]) -> dict[str, float]:
-    """{choice of --text_cache: the mean length of captions}, if it is stored without padding.
-
-    Each caption is truncated to the text encoder's limit. Empty without captions.
-    """
-    is_ragged, in_bytes = tokenizers.family.ragged, tokenizers.family.caption_unit != "tokens"
-    if not texts or not (is_ragged or in_bytes):
-        return {}
-    prepared = prepare_captions(tokenizers, texts)
-    lengths = {"ids": [len(ids) for ids in tokenizers[0](prepared, truncation=True).input_ids]}
-    if is_ragged:  # the ids of a recorded pipeline are bytes
-        tokens = [tokenizers[0].count_tokens(text) for text in prepared] if in_bytes else None
-        lengths["embeddings"] = tokens or lengths["ids"]
-    return {kind: sum(each) / len(each) for kind, each in lengths.items()}
-
-
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:
     """Whether each caption, or any in each list, has more tokens than the text encoders take."""
     if texts and isinstance(texts[0], list):
