@@ -127,7 +127,7 @@ def accelerator_options(args: Namespace) -> dict[str, Any]:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
     wait_for_first_machine()
     # autocast would cache its copies of all weights, too many for one process
-    autocast = AutocastKwargs(cache_enabled=not ("shard" in args and args.shard))
+    autocast = AutocastKwargs(cache_enabled=not vars(args).get("shard"))
     options = {
         "mixed_precision": precision,
         # `compile_model` compiles instead, and keeps the names of weights
@@ -185,7 +185,8 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
 
     Stops with an error if the processes do not work together, or a setting is not supported.
     """
-    shard = "shard" in args and args.shard
+    flags = vars(args)  # some scripts lack some of them
+    shard = flags.get("shard", False)
     with explained("the launched processes can't be set up"):
         # fails if the device is busy, missing, too old for this torch, or holds no numbers (meta)
         torch.ones(1, device=accelerator.device).item()
@@ -198,22 +199,22 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     precision = accelerator.mixed_precision
     if precision == "fp16" and device.type == "cpu":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
-    backend = vars(args).get("compile")
+    backend = flags.get("compile")
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
     if backend:
-        keep_compiled(vars(args).get("cache_dir"))
+        keep_compiled(flags.get("cache_dir"))
     if shard and (backend or precision == "fp16"):
         what, flag = ("fp16", "mixed_precision bf16")
         if backend:
             what, flag = ("torch.compile", "no-compile")
         fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
-    if "base_precision" in args and args.base_precision:
+    if flags.get("base_precision"):
         check_quantization(args.base_precision, precision, backend)
-    if vars(args).get("blocks_to_swap") and backend:  # of the launch
+    if flags.get("blocks_to_swap") and backend:  # of the launch
         fail("--blocks_to_swap can't be compiled: add --no-compile")
     accumulation_steps = choose_accumulation(accelerator, args)
-    if vars(args).get("full_bf16"):
+    if flags.get("full_bf16"):
         if precision != "bf16":
             fail("--full_bf16 needs --mixed_precision bf16: add it")
         if backend or accumulation_steps > 1:  # of the launch

@@ -54,10 +54,10 @@ LIMITS = {
     "precompute_latents": (46_700, 70_700),
     "precompute_latents_ray": (54_000, 78_100),
     "reconstruct_ema": (12_900, 14_000),
-    "train_flow": (89_700, 132_400),
+    "train_flow": (89_300, 132_300),
     "train_on_ray": (11_000, 11_000),
-    "train_text_to_image": (90_000, 114_900),
-    "train_unconditional": (54_700, 64_200),
+    "train_text_to_image": (89_600, 114_800),
+    "train_unconditional": (54_500, 64_100),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
 NEVER = {

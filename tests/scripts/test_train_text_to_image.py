@@ -51,6 +51,7 @@ from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
 from diffusion_training.order import step_seed
 from diffusion_training.training.keeping.checkpoints import load_start
+from diffusion_training.training.showing import hub
 from diffusion_training.training.showing.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -302,9 +303,11 @@ def test_text_to_image_output_has_pipeline_card_samples_and_curve(
 
     calls = {}
     monkeypatch.setenv("HF_TOKEN", "secret-3141592653")
-    patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
-    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
-    patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
+    monkeypatch.setattr(
+        hub, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}")
+    )
+    monkeypatch.setattr(hub, "get_paths_info", lambda *args, **options: [])
+    monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     argv = [
         *cached,

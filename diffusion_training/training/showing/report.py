@@ -274,15 +274,11 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
     )
 
 
-def save_loss(output_dir: str | Path) -> float | None:
-    """Plot the losses in metrics.jsonl as loss.png.
-
-    Returns the last training loss, None if none is recorded.
-    """
+def save_loss(output_dir: str | Path) -> None:
+    """Plot the losses in metrics.jsonl as loss.png."""
     records = read_metrics(output_dir)
     if drawn := draw_curves(records, ["loss", "held_out_loss", "held_out_loss_ema"], log=True):
         drawn[0].savefig(Path(output_dir) / "loss.png", dpi=150)
-    return next((record["loss"] for record in reversed(records) if "loss" in record), None)
 
 
 def name_best(output_dir: str | Path) -> str:
