@@ -131,6 +131,7 @@ from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, load_rows, name_rows, read_items
 from diffusion_training.data.transforms import transform_row
+from diffusion_training.draws import KEYS, step_seed
 from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import Refused, explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
@@ -162,7 +163,6 @@ from diffusion_training.launch import Launch, Meeting, accelerator_options, make
 from diffusion_training.loading import load_batches, seconds_between
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES, EXACT
-from diffusion_training.order import KEYS, step_seed
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

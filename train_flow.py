@@ -269,6 +269,7 @@ from diffusion_training.batches import (
 )
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.data.encoders import encode_images, load_parts
+from diffusion_training.draws import seed_generators, step_seed
 from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family, Prompts
 from diffusion_training.families.recording import record_family
@@ -288,7 +289,7 @@ from diffusion_training.launch import Launch, StopSignal, accelerator_options, m
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import move
 from diffusion_training.models import compile_model, freeze_on_device, freeze_unreached
-from diffusion_training.order import Order, seed_generators, step_batches, step_seed
+from diffusion_training.order import Order, step_batches
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.lora.lora import save_lora

@@ -196,6 +196,7 @@ from diffusion_training.batches import (
 )
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.data.encoders import encode_images, load_parts
+from diffusion_training.draws import seed_generators, step_seed
 from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.trained import open_trained_base
@@ -212,7 +213,7 @@ from diffusion_training.latents.source import open_data
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
-from diffusion_training.order import Order, seed_generators, step_batches, step_seed
+from diffusion_training.order import Order, step_batches
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.lora.lora import save_lora

@@ -170,20 +170,14 @@ from diffusion_training.data.arrays import load_images
 from diffusion_training.data.folders import get_source
 from diffusion_training.data.images import decode_image, explain_row, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
+from diffusion_training.draws import Key, draw_choices, seed_generators, step_seed
 from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, load_weights
-from diffusion_training.order import (
-    Key,
-    Order,
-    draw_choices,
-    seed_generators,
-    step_batches,
-    step_seed,
-)
+from diffusion_training.order import Order, step_batches
 from diffusion_training.repositories import fetch_model
 from diffusion_training.shapes import check_shapes
 from diffusion_training.training.held_out import hold_out

@@ -34,10 +34,10 @@ from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_
 from diffusion_training.data.texts import CaptionChoice, choose_caption, choose_captions
 from diffusion_training.data.transform_settings import Transform, make_transform
 from diffusion_training.data.transforms import read_text, transform_row
+from diffusion_training.draws import Key, draw_choices
 from diffusion_training.families.base import Base, Tokenizers
 from diffusion_training.launch import Launch
 from diffusion_training.models import EXACT, put_on_device
-from diffusion_training.order import Key, draw_choices
 
 MIRRORED = {"pixel_values", "mask", "conditioning_pixel_values"}
 

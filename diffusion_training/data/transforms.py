@@ -11,8 +11,8 @@ from diffusion_training.data.images import decode_image, explain_row, name_image
 from diffusion_training.data.references import resize_reference
 from diffusion_training.data.texts import Text, draw_text, list_captions
 from diffusion_training.data.transform_settings import Transform
+from diffusion_training.draws import draw_choices
 from diffusion_training.errors.faults import explain, is_a, is_machines_fault
-from diffusion_training.order import draw_choices
 
 
 def transform_row(

@@ -18,12 +18,12 @@ from diffusion_training.data import transforms
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.texts import CaptionChoice, choose_caption
 from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.draws import draw_choices
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.families.known import load_family
 from diffusion_training.latents import passes
 from diffusion_training.latents.cache_size import measure_captions
 from diffusion_training.latents.passes import decode_ahead
-from diffusion_training.order import draw_choices
 
 TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 TOKENIZERS = Tokenizers([TOKENIZER], load_family("sd"))

@@ -25,7 +25,7 @@ from diffusers import UNet2DConditionModel
 
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
-from diffusion_training.order import step_seed
+from diffusion_training.draws import step_seed
 from diffusion_training.training.held_out import hold_out, log_held_out_loss
 
 pytestmark = pytest.mark.usefixtures("without_figures")

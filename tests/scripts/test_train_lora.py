@@ -39,9 +39,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 import train_text_to_image as script
+from diffusion_training.draws import step_seed
 from diffusion_training.families.opening import open_base
 from diffusion_training.models import hash_weights
-from diffusion_training.order import step_seed
 from diffusion_training.training.lora.lora_flags import read_settings
 from diffusion_training.training.showing import hub
 from diffusion_training.training.showing.report import name_run

@@ -47,9 +47,9 @@ from diffusion_training.data.encoders import Latents, load_text_encoders
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import choose_captions
 from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.draws import step_seed
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
-from diffusion_training.order import step_seed
 from diffusion_training.training.keeping.checkpoints import load_start
 from diffusion_training.training.showing import hub
 from diffusion_training.training.showing.report import draw_curves
