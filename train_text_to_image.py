@@ -210,10 +210,11 @@ from diffusion_training.latents.batch_inputs import (
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.shared import cache_latents_once
 from diffusion_training.latents.source import open_data
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.launch import Launch, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
 from diffusion_training.order import Order, step_batches
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.lora.lora import save_lora

@@ -174,12 +174,13 @@ from diffusion_training.draws import Key, draw_choices, seed_generators, step_se
 from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.launch import Launch, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, load_weights
 from diffusion_training.order import Order, step_batches
 from diffusion_training.repositories import fetch_model
 from diffusion_training.shapes import check_shapes
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.progress import NextStep

@@ -58,10 +58,11 @@ from diffusion_training.data.rows import RowDataset, load_rows, read_items
 from diffusion_training.draws import step_seed
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.files import saving
-from diffusion_training.launch import StopSignal, accelerator_options, make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model
 from diffusion_training.order import Order, step_batches
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.checkpoints import save_weights
 from diffusion_training.training.records import Records

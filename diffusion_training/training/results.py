@@ -16,7 +16,8 @@ from accelerate.utils import gather_object
 from diffusion_training import __version__
 from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors.sentences import fail
-from diffusion_training.launch import Launch, StopSignal, end_stopped
+from diffusion_training.launch import Launch
+from diffusion_training.stopping import StopSignal, end_stopped
 from diffusion_training.training.held_out import log_held_out_loss, measure_held_out_losses
 from diffusion_training.training.keeping.best import keep_best
 from diffusion_training.training.keeping.posthoc import WIDTHS, list_snapshots, write_losses

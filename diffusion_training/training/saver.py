@@ -13,8 +13,9 @@ import torch
 from diffusion_training.batches import Models
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail, name_command
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.models import is_adapted
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.keeping.checkpoint_copy import make_checkpoint_copy
 from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,

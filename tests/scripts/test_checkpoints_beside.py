@@ -29,8 +29,8 @@ from conftest import (
 from PIL import Image
 
 from diffusion_training.files import checksum_files
-from diffusion_training.launch import StopSignal
 from diffusion_training.memory import HostMemory, measure_free
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.keeping import checkpoints as checkpoints_module
 from diffusion_training.training.keeping.checkpoint_copy import (
     CheckpointCopy,

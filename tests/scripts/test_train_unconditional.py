@@ -36,8 +36,8 @@ from tqdm.auto import tqdm
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
 from diffusion_training.draws import step_seed
-from diffusion_training.launch import StopSignal
 from diffusion_training.models import update_ema
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training import held_out
 from diffusion_training.training.keeping import replicas
 from diffusion_training.training.showing import hub, pipelines

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import saving
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import measure_memory
 from diffusion_training.order import hash_names
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.scores.distances import average, cosines, measure_fid, measure_kid
 from diffusion_training.training.scores.metric_flags import CLIP_METRICS, SET_METRICS
 from diffusion_training.training.scores.networks import Network, load_network

@@ -24,8 +24,9 @@ from diffusion_training.draws import step_seed
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.files import hash_values, saving
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.loading import load_batches
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.showing.grid import draw_grid
 from diffusion_training.training.showing.sample_base import SampleBase
