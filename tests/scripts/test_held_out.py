@@ -16,12 +16,12 @@ from conftest import (
     finish,
     list_unconditional_flags,
     make_captioned,
+    make_tiny_unet,
     metrics,
     patch,
     start,
     wait_until,
 )
-from diffusers import UNet2DConditionModel
 
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
@@ -163,16 +163,7 @@ def test_cache_and_images_give_the_same_held_out_loss(tmp_path):
     ]
     make_captioned(tmp_path / "images", 12, captions)
     torch.manual_seed(0)
-    UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        cross_attention_dim=32,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).save_config(tmp_path / "unet")
+    make_tiny_unet().save_config(tmp_path / "unet")
     shared = [f"--pretrained_model_name_or_path={ROOT / 'demo/models'}", "--random_flip"]
     images = [
         f"--train_data_dir={tmp_path / 'images'}",

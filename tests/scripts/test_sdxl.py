@@ -67,16 +67,6 @@ def flags(tmp_path, sdxl):
     )
 
 
-@pytest.fixture
-def images(tmp_path, flags):
-    return [
-        *flags,
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
-
-
 def change(path, **values):
     """Set entries of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

@@ -95,16 +95,6 @@ def flags(tmp_path):
 
 
 @pytest.fixture
-def images(tmp_path, flags):
-    return [
-        *flags,
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
-
-
-@pytest.fixture
 def cached(tmp_path, flags):
     make_cache(tmp_path)
     return [*flags, f"--latents_dir={tmp_path / 'cache'}"]

@@ -23,6 +23,7 @@ from conftest import (
     launch,
     make_captioned,
     make_models,
+    make_tiny_unet,
     metrics,
     patch,
     replace,
@@ -70,16 +71,6 @@ def flags(tmp_path, models):
     return train.flags(
         tmp_path / "out", f"--pretrained_model_name_or_path={models}", "--num_validation_images=2"
     )
-
-
-@pytest.fixture
-def images(tmp_path, flags):
-    return [
-        *flags,
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
 
 
 @pytest.fixture
@@ -868,15 +859,7 @@ def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeyp
     Forward, backward, clipping and the optimizer count as the model. EMA is off. The share is 1 to
     2 %, or more where memory is slow; benchmarks/step_overhead.py measures it.
     """
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(64, 128),
-        cross_attention_dim=32,
-        attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
+    unet = make_tiny_unet(block_out_channels=(64, 128), norm_num_groups=32, attention_head_dim=8)
     unet.save_config(tmp_path / "unet")
     inside, marks, compute_loss = [], [], script.compute_loss
 
