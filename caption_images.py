@@ -55,7 +55,7 @@ from diffusion_training.arguments import (
     parse_demo,
 )
 from diffusion_training.data.flags import add_source_flags, add_worker_flag, check_source
-from diffusion_training.families.flags import add_precision_flag
+from diffusion_training.flags import add_precision_flag
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The flags of a run without a data set. Flags on the command line override them.

@@ -113,13 +113,11 @@ from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import (
     are_cut,
-    measure_captions,
     report_emptied,
     report_equal,
     sample_captions,
     tokenize,
 )
-from diffusion_training.data.class_names import name_classes
 from diffusion_training.data.encoders import (
     describe_models,
     encode_empty_prompt,
@@ -132,8 +130,8 @@ from diffusion_training.data.folders import count_references
 from diffusion_training.data.images import shrink_masks
 from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, load_rows, name_rows, read_items
-from diffusion_training.data.streams import StreamedRows
-from diffusion_training.data.transforms import decode_ahead, transform_row
+from diffusion_training.data.transforms import transform_row
+from diffusion_training.draws import KEYS, step_seed
 from diffusion_training.errors.printing import print_once
 from diffusion_training.errors.sentences import Refused, explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
@@ -150,13 +148,9 @@ from diffusion_training.latents.cache import (
     open_cache,
     writing_shard,
 )
-from diffusion_training.latents.columns import (
-    FORMAT_VERSION,
-    checksum_row,
-    describe_size,
-    group_by_checksum,
-)
-from diffusion_training.latents.passes import LatentRows, try_batch_sizes
+from diffusion_training.latents.cache_size import describe_size, measure_captions
+from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, group_by_checksum
+from diffusion_training.latents.passes import LatentRows, decode_ahead, try_batch_sizes, work_ahead
 from diffusion_training.latents.plan import PlannedCache, find_old_hashes, plan_caches
 from diffusion_training.latents.published import (
     check_published,
@@ -166,10 +160,9 @@ from diffusion_training.latents.published import (
 )
 from diffusion_training.latents.settings import describe_prompts, name_shard
 from diffusion_training.launch import Launch, Meeting, accelerator_options, make_launch
-from diffusion_training.loading import load_batches, seconds_between, work_ahead
+from diffusion_training.loading import load_batches, seconds_between
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES, EXACT
-from diffusion_training.order import KEYS, step_seed
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -714,6 +707,8 @@ def main(args: Namespace) -> None:
         images = load_rows(args, args.streaming, [text_column], add_references=references)
     classes: list[str] = []
     if args.class_column:  # they replace captions and a text encoder
+        from diffusion_training.data.class_names import name_classes  # here: few caches have them
+
         images, classes = name_classes(images, args)
         base = replace(base, classes=tuple(classes))
     base, empty_prompt, described, encoders = load_and_describe(launch, base, images, args)
@@ -761,6 +756,8 @@ def main(args: Namespace) -> None:
     opened = [open_cache(accelerator, cache, empty_prompt) for cache in caches]
     stream = None
     if args.streaming:
+        from diffusion_training.data.streams import StreamedRows  # here: few caches are of streams
+
         _, cache_json, records = opened[0]
         stream = StreamedRows(images.rows, Path(caches[0].output_dir), cache_json, records)
     num_rows = stream.count if stream else len(images.rows)  # of a stream, what was read before

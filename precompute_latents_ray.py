@@ -142,12 +142,7 @@ from tqdm.auto import tqdm
 from diffusion_training.cluster.crew import Crew
 from diffusion_training.cluster.remote_cache import Destination, writing_shard_to
 from diffusion_training.cluster.remote_rows import RemoteRows
-from diffusion_training.data.captions import (
-    measure_captions,
-    report_emptied,
-    report_equal,
-    sample_captions,
-)
+from diffusion_training.data.captions import report_emptied, report_equal, sample_captions
 from diffusion_training.data.encoders import describe_models, load_encoders, place_encoders
 from diffusion_training.data.folders import count_references
 from diffusion_training.data.rows import ImageRows, load_rows
@@ -158,7 +153,7 @@ from diffusion_training.families.base import Encoders
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.cache import describe_rows, find_begun
-from diffusion_training.latents.columns import describe_size
+from diffusion_training.latents.cache_size import describe_size, measure_captions
 from diffusion_training.latents.passes import LatentRows, try_batch_sizes
 from diffusion_training.latents.plan import PlannedCache, plan_caches
 from diffusion_training.latents.settings import compare_settings, name_shard

@@ -50,25 +50,15 @@ from functools import partial
 
 from diffusion_training.arguments import PATH, SWITCH, SWITCHED_ON, make_parser, parse_demo
 from diffusion_training.data.prompt_file import read_prompt_file
-from diffusion_training.families.flags import (
-    add_device_flags,
-    add_encoder_flags,
-    add_pipeline_flags,
-)
+from diffusion_training.families.flags import add_encoder_flags, add_pipeline_flags
 from diffusion_training.families.names import DEFAULT_FAMILY, FACTS
+from diffusion_training.flags import add_device_flags
 from diffusion_training.latents.flags import add_captioned_data_flags, check_data_args
 from diffusion_training.training.flags import (
-    add_fit_flag,
-    add_full_bf16_flag,
-    add_init_flag,
     add_logging_flags,
     add_noise_flags,
     add_optimization_flags,
-    add_prompt_flags,
     add_saving_flags,
-    add_shard_flag,
-    add_timestep_flags,
-    check_timesteps,
     check_training_args,
 )
 from diffusion_training.training.lora.lora_flags import (
@@ -77,6 +67,13 @@ from diffusion_training.training.lora.lora_flags import (
     check_lora_args,
 )
 from diffusion_training.training.scores.metric_flags import add_metric_flags
+from diffusion_training.training.text_to_image_flags import (
+    add_init_flag,
+    add_memory_flags,
+    add_prompt_flags,
+    add_timestep_flags,
+    check_text_to_image_args,
+)
 
 HERE = shlex.quote(os.path.relpath(Path(__file__).parent))
 # The command lines of the demos, which run if no data is given. The user's flags override them.
@@ -122,9 +119,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add_init_flag(add)
     add_encoder_flags(add)
     add_device_flags(add)
-    add_fit_flag(add)
-    add_shard_flag(add)
-    add_full_bf16_flag(add)
+    add_memory_flags(add)
 
     add = parser.add_argument_group("LoRA").add_argument
     add_lora_flags(add)
@@ -174,7 +169,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     read_prompt_file(parser, args)
     check_data_args(parser, args)
     check_training_args(parser, args)
-    check_timesteps(parser, args)
+    check_text_to_image_args(parser, args)
     check_lora_args(parser, args)
     return parser.freeze(args)
 
@@ -201,29 +196,34 @@ from diffusion_training.batches import (
 )
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.data.encoders import encode_images, load_parts
-from diffusion_training.data.images import make_time_ids
+from diffusion_training.draws import seed_generators, step_seed
 from diffusion_training.errors.sentences import explained, in_one_sentence
 from diffusion_training.families.base import Base, Family
 from diffusion_training.families.trained import open_trained_base
 from diffusion_training.files import saving
-from diffusion_training.latents.batch_inputs import read_mask, read_pixels, read_prompts
+from diffusion_training.latents.batch_inputs import (
+    make_time_ids,
+    read_mask,
+    read_pixels,
+    read_prompts,
+)
 from diffusion_training.latents.reader import choose_rows
 from diffusion_training.latents.shared import cache_latents_once
 from diffusion_training.latents.source import open_data
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.launch import Launch, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device
-from diffusion_training.order import Order, seed_generators, step_batches, step_seed
+from diffusion_training.order import Order, step_batches
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.lora.lora import save_lora
 from diffusion_training.training.lora.prior import make_prior
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
-from diffusion_training.training.results import Results, draws_samples
+from diffusion_training.training.results import Results, draws_samples, open_metrics
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.saver import Saver, check_free_space
-from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.captioned_card import describe_text_to_image
 from diffusion_training.training.showing.captioned_samples import (
     choose_sample_bases,
@@ -231,7 +231,8 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_prompts,
 )
 from diffusion_training.training.showing.metadata import describe_file
-from diffusion_training.training.showing.pipelines import SINGLE_FILE, list_lora_files, save_whole
+from diffusion_training.training.showing.pipelines import SINGLE_FILE, save_whole
+from diffusion_training.training.showing.readers import advise_copy, list_lora_files, name_readers
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.state import TrainState, describe_settings, place_models
@@ -646,7 +647,9 @@ def main(args: Namespace) -> None:
         write_result=write_result,
         describe=partial(describe_model, base.family, bases=bases),
         launch=launch, run=run, state=state, records=records, stop_signal=stop_signal,
-        objective=objective, dataset=data.dataset, held_out=held_out, args=args,
+        objective=objective, dataset=data.dataset, held_out=held_out, metrics=metrics,
+        readers=name_readers(args, type(unet).__name__),
+        advice=advise_copy(args, type(unet).__name__), args=args,
     )  # fmt: skip
 
     def show() -> None:
@@ -660,7 +663,7 @@ def main(args: Namespace) -> None:
                 log_validation(launch, pipeline, data, bases, step, stop_signal, run.writer, args)
         results.report()
 
-    def score(metrics: Metrics) -> None:
+    def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes.
 
         Further inputs of the pipeline are passed as partial(draw_captions, ..., name=value).
@@ -671,7 +674,7 @@ def main(args: Namespace) -> None:
                 partial(draw_captions, launch, pipeline, data, each, objective, stop_signal, args)
                 for each in bases
             ]
-            results.score(metrics, draws, partial(read_pixels, data, pipeline.vae))
+            results.score(draws, partial(read_pixels, data, pipeline.vae))
         results.keep_best()  # --save_best_metric
         results.report()
 
@@ -688,7 +691,7 @@ def main(args: Namespace) -> None:
         show()
     if metrics and goes_on():
         if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
-            score(metrics)
+            score()
 
     checkpoint_epochs = args.checkpointing_epochs
     checkpoint_steps = None if checkpoint_epochs else args.checkpointing_steps
@@ -729,7 +732,7 @@ def main(args: Namespace) -> None:
             saver.save_checkpoint()
         # After the last step, these come with the result.
         if metrics and progress.is_due(metrics.every) and goes_on():
-            score(metrics)
+            score()
         if goes_on() and (
             progress.is_due(args.validation_steps, args.validation_epochs)
             or "sample-now" in requests
@@ -743,7 +746,7 @@ def main(args: Namespace) -> None:
     if not stop_signal.was_stopped:
         results.write()  # before the samples, so that a kill can't lose it
         if metrics:
-            score(metrics)
+            score()
         show()
         if args.posthoc_ema:
             results.compare_widths()

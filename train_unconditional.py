@@ -53,7 +53,7 @@ from diffusion_training.data.flags import (
     check_source,
     is_array,
 )
-from diffusion_training.families.flags import add_device_flags
+from diffusion_training.flags import add_device_flags
 from diffusion_training.training.flags import (
     add_logging_flags,
     add_noise_flags,
@@ -168,33 +168,26 @@ from tqdm.auto import tqdm
 from diffusion_training.batches import Batch, ImageBatch, Models, Objective, Prepared, StepSums
 from diffusion_training.data.arrays import load_images
 from diffusion_training.data.folders import get_source
-from diffusion_training.data.image_cache import cache_images
 from diffusion_training.data.images import decode_image, explain_row, name_image, shrink
 from diffusion_training.data.rows import ImageRows, RowDataset, read_items
+from diffusion_training.draws import Key, draw_choices, seed_generators, step_seed
 from diffusion_training.errors.faults import is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
-from diffusion_training.launch import Launch, StopSignal, accelerator_options, make_launch
+from diffusion_training.launch import Launch, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model, freeze_on_device, load_weights
-from diffusion_training.order import (
-    Key,
-    Order,
-    draw_choices,
-    seed_generators,
-    step_batches,
-    step_seed,
-)
+from diffusion_training.order import Order, step_batches
 from diffusion_training.repositories import fetch_model
 from diffusion_training.shapes import check_shapes
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.writer import Writer
 from diffusion_training.training.progress import NextStep
 from diffusion_training.training.records import Records
-from diffusion_training.training.results import Results
+from diffusion_training.training.results import Results, open_metrics
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.saver import Saver, check_free_space
-from diffusion_training.training.scores.metrics import Metrics, open_metrics
 from diffusion_training.training.showing.pipelines import save_pipeline
 from diffusion_training.training.showing.report import About, Description, write_usage
 from diffusion_training.training.showing.samples import save_samples
@@ -590,6 +583,8 @@ def main(args: Namespace) -> None:
     images = load_images(args, args.streaming, channels=channels)
     num_left_out = 0
     if args.cache_images:
+        from diffusion_training.data.image_cache import cache_images  # here: few runs need it
+
         workers = min(8, launch.cores)
         rows, num_left_out = cache_images(images.rows, images.column, channels, workers, args)
         images = images._replace(rows=rows)
@@ -662,7 +657,8 @@ def main(args: Namespace) -> None:
     results = Results(
         name="pipeline", files=["unet/*", "scheduler/*"], write_result=write_result,
         describe=describe_model, launch=launch, run=run, state=state, records=records,
-        stop_signal=stop_signal, objective=objective, dataset=dataset, held_out=held_out, args=args,
+        stop_signal=stop_signal, objective=objective, dataset=dataset, held_out=held_out,
+        metrics=metrics, args=args,
     )  # fmt: skip
 
     def show() -> None:
@@ -673,11 +669,11 @@ def main(args: Namespace) -> None:
             log_validation(launch, pipeline, progress.global_step, stop_signal, run.writer, args)
         results.report()
 
-    def score(metrics: Metrics) -> None:
+    def score() -> None:
         """Measure --validation_metrics on samples of the averaged weights, on all processes."""
         with records.timed("metrics_seconds"):
             draw_share = partial(draw_rows, launch, pipeline, stop_signal, args)
-            results.score(metrics, [draw_share], read_pixels)
+            results.score([draw_share], read_pixels)
         results.keep_best()  # --save_best_metric
         results.report()
 
@@ -694,7 +690,7 @@ def main(args: Namespace) -> None:
         show()
     if metrics and goes_on():
         if shows_first or (run.checkpoint and progress.is_due(metrics.every)):
-            score(metrics)
+            score()
 
     checkpoint_epochs = args.checkpointing_epochs
     checkpoint_steps = None if checkpoint_epochs else args.checkpointing_steps
@@ -730,7 +726,7 @@ def main(args: Namespace) -> None:
         if progress.is_due(None, args.save_model_epochs) and goes_on():
             results.write()
         if metrics and progress.is_due(metrics.every) and goes_on():
-            score(metrics)
+            score()
         if goes_on() and (
             progress.is_due(args.validation_steps, args.save_images_epochs)
             or "sample-now" in requests
@@ -744,7 +740,7 @@ def main(args: Namespace) -> None:
     if not stop_signal.was_stopped:
         results.write()  # before the samples, so that a kill can't lose it
         if metrics:
-            score(metrics)
+            score()
         show()
         if args.posthoc_ema:
             results.compare_widths()

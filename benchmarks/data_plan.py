@@ -24,7 +24,7 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from diffusion_training.latents.columns import count_bytes
+from diffusion_training.latents.cache_size import count_bytes
 
 
 class Measured(NamedTuple):

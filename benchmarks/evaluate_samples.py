@@ -40,9 +40,9 @@ import train_text_to_image
 import train_unconditional
 from diffusion_training.arguments import Flags, list_values, number
 from diffusion_training.data.arrays import load_images
+from diffusion_training.draws import step_seed
 from diffusion_training.errors.sentences import explained
 from diffusion_training.launch import accelerator_options, make_launch
-from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.scores.distances import average, measure_fid, measure_kid
 from diffusion_training.training.scores.networks import load_network

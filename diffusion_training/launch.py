@@ -1,9 +1,8 @@
-"""Set up a run with the launcher's settings, stop it on signals, and end it."""
+"""Set up a run with the launcher's settings."""
 
 import contextlib
 import ctypes
 import os
-import signal
 import socket
 import sys
 import time
@@ -11,10 +10,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,8 +27,7 @@ from huggingface_hub.constants import HF_HOME
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import amount
-from diffusion_training.errors.sentences import CHANGED, explained, fail, name_command, surviving
-from diffusion_training.errors.stop_signals import SIGNALS, handling
+from diffusion_training.errors.sentences import CHANGED, explained, fail
 from diffusion_training.heartbeat import listen_to_machines
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES
@@ -127,7 +123,7 @@ def accelerator_options(args: Namespace) -> dict[str, Any]:
         fail(f"mixed precision {precision} is not supported: choose no, fp16 or bf16")
     wait_for_first_machine()
     # autocast would cache its copies of all weights, too many for one process
-    autocast = AutocastKwargs(cache_enabled=not ("shard" in args and args.shard))
+    autocast = AutocastKwargs(cache_enabled=not vars(args).get("shard"))
     options = {
         "mixed_precision": precision,
         # `compile_model` compiles instead, and keeps the names of weights
@@ -185,7 +181,8 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
 
     Stops with an error if the processes do not work together, or a setting is not supported.
     """
-    shard = "shard" in args and args.shard
+    flags = vars(args)  # some scripts lack some of them
+    shard = flags.get("shard", False)
     with explained("the launched processes can't be set up"):
         # fails if the device is busy, missing, too old for this torch, or holds no numbers (meta)
         torch.ones(1, device=accelerator.device).item()
@@ -198,22 +195,22 @@ def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     precision = accelerator.mixed_precision
     if precision == "fp16" and device.type == "cpu":
         fail("fp16 does nothing on a CPU, or is very slow: use --mixed_precision bf16 or no")
-    backend = vars(args).get("compile")
+    backend = flags.get("compile")
     if backend is None and dynamo.backend != DynamoBackend.NO:
         backend = dynamo.backend.value.lower()
     if backend:
-        keep_compiled(vars(args).get("cache_dir"))
+        keep_compiled(flags.get("cache_dir"))
     if shard and (backend or precision == "fp16"):
         what, flag = ("fp16", "mixed_precision bf16")
         if backend:
             what, flag = ("torch.compile", "no-compile")
         fail(f"accelerate launch turns on {what}, which --shard does not support: add --{flag}")
-    if "base_precision" in args and args.base_precision:
+    if flags.get("base_precision"):
         check_quantization(args.base_precision, precision, backend)
-    if vars(args).get("blocks_to_swap") and backend:  # of the launch
+    if flags.get("blocks_to_swap") and backend:  # of the launch
         fail("--blocks_to_swap can't be compiled: add --no-compile")
     accumulation_steps = choose_accumulation(accelerator, args)
-    if vars(args).get("full_bf16"):
+    if flags.get("full_bf16"):
         if precision != "bf16":
             fail("--full_bf16 needs --mixed_precision bf16: add it")
         if backend or accumulation_steps > 1:  # of the launch
@@ -401,80 +398,6 @@ def keep_memory() -> None:
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
             libc.mallopt(parameter, 2**30)
-
-
-class StopSignal:
-    """Notes the stop signals, which end the run on all processes after the current step.
-
-    together: whether all processes call the models at the same time, and `poll` equally often.
-    writer: `Writer`, whose thread may fail.
-    """
-
-    def __init__(self, num_processes: int, together: bool = False, writer: Any = None) -> None:
-        self.together = together
-        self.writer = writer
-        self.agreed = 0
-        self.starved_because = ""  # why --follow ends the run
-        self.handlers = contextlib.ExitStack()
-        self.handlers.enter_context(handling(self.note))
-        # The processes agree over gloo, so that no device has to wait.
-        new_group = partial(torch.distributed.new_group, backend="gloo", timeout=TIMEOUT)
-        self.group = new_group() if num_processes > 1 else None
-
-    @property
-    def received(self) -> int:
-        # SIGNALS also has a signal from before, whose exception was swallowed
-        return self.agreed or (SIGNALS[-1] if SIGNALS else 0)
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        SIGNALS.append(number)
-        if len(SIGNALS) >= 3:  # torchrun sends each signal twice; a third one is meant to kill
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether all processes have agreed to end the run before its last step."""
-        return bool(self.agreed or self.starved_because)
-
-    def agree(self) -> int:
-        """Once per step: return the signal's number if any process has received one, else 0.
-
-        If the writer has failed, all processes end here, in the same step.
-        """
-        has_failed = self.writer is not None and self.writer.has_failed()
-        self.agreed, has_failed = self.find_highest(self.received, has_failed)
-        if has_failed:
-            self.writer.wait()  # raises the error
-            self.find_highest(0, False)  # other processes wait here until the first one has ended
-        return self.agreed
-
-    def find_highest(self, number: int, flag: bool) -> tuple[int, bool]:
-        """Return the highest of each value on all processes."""
-        numbers = torch.tensor([number, int(flag)])
-        if self.group is not None:
-            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=self.group)
-        return int(numbers[0]), bool(numbers[1])
-
-    def poll(self) -> int:
-        """Between two calls of a model: return the signal's number or 0."""
-        return self.agree() if self.together else self.received
-
-    def close(self) -> None:
-        self.handlers.close()
-
-
-def end_stopped(
-    accelerator: Accelerator, stop: int, global_step: int, max_train_steps: int
-) -> NoReturn:
-    """End the program after a signal, with the exit status for that signal."""
-    where = f"after step {global_step} of {max_train_steps}"
-    name = signal.Signals(stop).name
-    accelerator.print(f"Stopped by {name} {where}; {name_command()} continues from there")
-    with surviving("the trackers could not be closed"):
-        accelerator.end_training()
-    SIGNALS.clear()  # it has been reported
-    sys.exit(128 + stop)
 
 
 def check_quantization(

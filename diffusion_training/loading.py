@@ -1,13 +1,12 @@
 """Load batches ahead of the device, with loader processes and a thread, and time the waits."""
 
 import atexit
-import contextlib
 import multiprocessing
 import signal
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from accelerate.utils import send_to_device
@@ -17,7 +16,6 @@ from diffusion_training.errors.stop_signals import holding_signals, list_stop_si
 from diffusion_training.library_fixes import exit_if_sending_fails
 from diffusion_training.memory import is_gpu
 
-Ahead = TypeVar("Ahead")
 Mark: TypeAlias = float | torch.cuda.Event  # see `mark_time`
 
 
@@ -126,31 +124,3 @@ def mark_time(device: torch.device) -> Mark:
 def seconds_between(begin: Mark, end: Mark) -> float:
     """Return the time between two marks. On CUDA, both must have been reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
-
-
-def work_ahead(items: Iterator[Ahead], count: int, device: torch.device) -> Iterator[Ahead]:
-    """Yield the items of a generator, made up to `count` ahead in a thread.
-
-    So the device works while files are written. On the CPU, the main thread makes the items.
-    """
-    if device.type == "cpu":  # `keep_memory` helps only the main thread
-        yield from items
-        return
-    # in this thread, because the first item starts loader processes, and a thread should not fork
-    item = next(items, None)
-
-    def make() -> Ahead | None:
-        # each thread has its own current device
-        gpu = torch.get_device_module(device) if is_gpu(device) else None
-        with gpu.device(device) if gpu else contextlib.nullcontext():
-            return next(items, None)
-
-    with ThreadPoolExecutor(1) as thread:
-        ahead = [thread.submit(make) for _ in range(count)]
-        try:
-            while item is not None:
-                yield item
-                item = ahead.pop(0).result()
-                ahead.append(thread.submit(make))
-        finally:
-            thread.shutdown(wait=False, cancel_futures=True)

@@ -2,12 +2,9 @@
 
 import contextlib
 import gc
-import math
 import multiprocessing
 import time
-import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,10 +14,6 @@ from accelerate.utils import gather_object
 from accelerate.utils.memory import should_reduce_batch_size
 
 from diffusion_training.errors.stop_signals import end_if_stopped
-
-# torch rounds the size of pinned memory up to a power of two, so that other sizes would waste some
-BLOCK = 2**30  # bytes
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -33,60 +26,6 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if is_gpu(device):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-class HostMemory:
-    """Memory of the host, pinned for a GPU, from which tensors are cut, one after another.
-
-    Raises RuntimeError if there is not enough.
-
-    num_bytes: of all tensors together. More of them get memory of their own, which is not pinned.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.blocks = []
-        # the end of a block stays empty if the next tensor does not fit there
-        rest = int(1.05 * num_bytes) + 2**20
-        while rest > 0:
-            block = torch.empty(min(rest, BLOCK), dtype=torch.uint8)
-            # Memory that is not pinned is taken when it is first written to. If that was now, the
-            # processes that load data, which are forked later, would keep the old pages.
-            block = block.pin_memory() if is_gpu(device) else block
-            self.blocks.append(block.untyped_storage())
-            rest -= BLOCK
-        self.place = 0, 0  # block and byte where the next tensor begins
-
-    def cut(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor with the type, shape and layout of another one, and any values."""
-        shape = torch.empty_like(like, device="meta")
-        size = math.ceil(shape.nbytes / 64) * 64
-        number, start = self.place
-        while number < len(self.blocks) and start + size > self.blocks[number].nbytes():
-            number, start = number + 1, 0
-        if number == len(self.blocks):
-            return torch.empty_like(like, device="cpu")
-        self.place = number, start + size
-        # a storage of its own, because torch.save writes whole storages
-        storage = self.blocks[number][start : start + shape.nbytes]
-        tensor = torch.empty(0, dtype=like.dtype)
-        return tensor.set_(storage, 0, shape.shape, shape.stride())
-
-
-def measure_free() -> int:
-    """The bytes of the host's memory that processes can still take.
-
-    A container or a Slurm job may have less than the machine, which psutil does not know.
-    """
-    free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError):  # no cgroups of version 2
-        own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-        for group in (CGROUPS / own, *(CGROUPS / own).parents):
-            limit = group / "memory.max"
-            if limit.is_file() and (most := limit.read_text().strip()) != "max":
-                used = int((group / "memory.current").read_text())
-                counts = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
-                free = min(free, int(most) - used + int(counts["inactive_file"]))
-    return free
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:
@@ -102,43 +41,6 @@ def measure_memory(device: torch.device) -> tuple[int, int]:
         with contextlib.suppress(psutil.Error):  # the process has just ended
             held += psutil.Process(process).memory_info().rss
     return held, held
-
-
-def place_decoder(vae: Any, device: torch.device) -> None:
-    """Put a VAE on a device. It decodes one image at a time, on the CPU if a GPU lacks the memory.
-
-    A whole batch may need more memory than a training step.
-    """
-    vae.to(device).enable_slicing()
-    decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
-    fits = True
-
-    def decode_rows(
-        vae: Any, latents: torch.Tensor, *times: torch.Tensor, **options: Any
-    ) -> tuple[torch.Tensor]:
-        if not times:
-            return decode(vae, latents, **options)
-        # sliced by diffusers 0.42, LTX's VAE would get the latents of another image for a time
-        rows = zip(latents.split(1), *(each.split(1) for each in times), strict=True)
-        return (torch.cat([decode(vae, *row, **options)[0] for row in rows]),)
-
-    def decode_where_it_fits(
-        latents: torch.Tensor, *further: torch.Tensor | None, **options: Any
-    ) -> tuple[torch.Tensor]:
-        nonlocal fits
-        held: Any = find()
-        given = [latents, *(each for each in further if each is not None)]
-        options["return_dict"] = False
-        if fits:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                return decode_rows(held, *given, **options)
-            print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
-            fits = False
-        images = decode_rows(held.to("cpu"), *(each.cpu() for each in given), **options)[0]
-        held.to(device)  # a pipeline may choose the device of its next image by the VAE's
-        return (images.to(latents.device),)
-
-    vae.decode = decode_where_it_fits
 
 
 def find_largest(

@@ -5,7 +5,7 @@ import math
 
 from diffusion_training.arguments import COUNT, PATH, make_parser, number
 from diffusion_training.data.flags import add_source_flags, check_source
-from diffusion_training.families.flags import add_device_flags
+from diffusion_training.flags import add_device_flags
 from diffusion_training.training.flags import (
     add_logging_flags,
     add_optimization_flags,
@@ -55,20 +55,23 @@ from diffusion_training.batches import HeldOutLoss, Objective, Prepared
 from diffusion_training.data.folders import get_source
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.rows import RowDataset, load_rows, read_items
+from diffusion_training.draws import step_seed
 from diffusion_training.errors.sentences import in_one_sentence
 from diffusion_training.files import saving
-from diffusion_training.launch import StopSignal, accelerator_options, make_launch
+from diffusion_training.launch import accelerator_options, make_launch
 from diffusion_training.loading import load_batches
 from diffusion_training.models import compile_model
-from diffusion_training.order import Order, step_batches, step_seed
+from diffusion_training.order import Order, step_batches
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.held_out import hold_out
 from diffusion_training.training.keeping.checkpoints import save_weights
 from diffusion_training.training.records import Records
 from diffusion_training.training.results import Results
 from diffusion_training.training.run_folder import complete_args, end_run, open_run
 from diffusion_training.training.saver import Saver, check_free_space
+from diffusion_training.training.showing.grid import draw_grid
 from diffusion_training.training.showing.report import Description
-from diffusion_training.training.showing.samples import draw_grid, save_samples
+from diffusion_training.training.showing.samples import save_samples
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.optimizers import make_lr_scheduler, make_optimizer

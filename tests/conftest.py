@@ -232,6 +232,30 @@ def unet_config(tmp_path):
     return make_unet_config(tmp_path)
 
 
+@pytest.fixture
+def images(tmp_path, flags):
+    """The `flags` of a test's file, for training from the images that they have made."""
+    data = f"--train_data_dir={tmp_path / 'images'}"
+    return [*flags, data, "--resolution=16", "--dataloader_num_workers=0"]
+
+
+def make_tiny_unet(**options):
+    """A U-Net of Stable Diffusion with 20,000 weights, for latents of 8 x 8."""
+    options = {
+        "block_out_channels": (8, 16),
+        "norm_num_groups": 4,
+        "cross_attention_dim": 32,
+        "attention_head_dim": 2,
+    } | options
+    return diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        **options,
+    )
+
+
 def make_models(folder):
     """Make a Stable Diffusion folder whose U-Net has 20,000 weights.
 
@@ -239,18 +263,7 @@ def make_models(folder):
     """
     shutil.copytree(MODELS, folder / "sd")
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        dropout=0.1,
-        cross_attention_dim=32,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
-    unet.save_pretrained(folder / "sd/unet")
+    make_tiny_unet(dropout=0.1).save_pretrained(folder / "sd/unet")
     return folder / "sd"
 
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
-from diffusion_training.data import images
+from diffusion_training.latents import batch_inputs
 
 NAME = "gpu"
 DEVICE = f"{NAME}:0"
@@ -680,7 +680,7 @@ def switch_on(is_cuda=True):
     if is_cuda:
         patch(pytest.MonkeyPatch(), "is_gpu", lambda device: device.type == NAME)
     else:
-        images.WITHOUT_FLOAT64.add(NAME)
+        batch_inputs.WITHOUT_FLOAT64.add(NAME)
         torch_utils._DTYPE_UNSUPPORTED_DEVICES[torch.float64] |= {NAME}  # of diffusers
     os.environ["ACCELERATE_TORCH_DEVICE"] = DEVICE
 

@@ -11,6 +11,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from diffusion_training.batches import CaptionedBatch
 from diffusion_training.data.buckets import choose_sizes
 from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.captioned_flags import weigh_captions
 from diffusion_training.data.captions import (
     are_cut,
     report_cut,
@@ -27,17 +28,16 @@ from diffusion_training.data.encoders import (
     load_encoders,
     try_encoders,
 )
-from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.prompts import encode_class_prompts, encode_validation_prompts
 from diffusion_training.data.references import add_references, list_reference_columns
 from diffusion_training.data.rows import ImageRows, RowDataset, load_rows, read_items
 from diffusion_training.data.texts import CaptionChoice, choose_caption, choose_captions
 from diffusion_training.data.transform_settings import Transform, make_transform
 from diffusion_training.data.transforms import read_text, transform_row
+from diffusion_training.draws import Key, draw_choices
 from diffusion_training.families.base import Base, Tokenizers
 from diffusion_training.launch import Launch
 from diffusion_training.models import EXACT, put_on_device
-from diffusion_training.order import Key, draw_choices
 
 MIRRORED = {"pixel_values", "mask", "conditioning_pixel_values"}
 

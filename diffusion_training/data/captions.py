@@ -3,7 +3,7 @@
 import functools
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import datasets
@@ -11,9 +11,8 @@ import torch
 
 from diffusion_training.data.texts import CaptionChoice, Text, add_prefix, choose_caption
 from diffusion_training.errors.printing import printable
-from diffusion_training.errors.sentences import explained
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Tokenizers
-from diffusion_training.families.class_labels import get_token
 
 MULTIPLE = 32  # tokens; see `choose_length`
 
@@ -30,6 +29,15 @@ def prepare_captions(tokenizers: Tokenizers, texts: Sequence[str]) -> list[str]:
     tokenizer = tokenizers[0]
     limit = 128 * tokenizer.model_max_length
     return [tokenizers.family.prepare(tokenizer, text[:limit]) for text in texts]
+
+
+def get_token(text: str, tokens: dict[str, str], clean: Callable[[str], str]) -> str:
+    """The token of a caption, "" for no class. tokens: {name or token: the token of the class}."""
+    for word in (text, clean(text)):
+        if not text or word in tokens:
+            return tokens.get(word, "")
+    some = ", ".join(printable(name) for name in list(tokens)[:6])
+    fail(f"{printable(text[:60])!r} is not a class; the classes are {some} ...")
 
 
 def tokenize(tokenizers: Tokenizers, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
@@ -162,22 +170,6 @@ def report_emptied(tokenizers: Tokenizers, texts: list[str]) -> None:
             f"{len(emptied):,} of {len(texts):,} captions have no words after cleaning, {such}: "
             "see docs/from-scratch.md"
         )
-
-
-def measure_captions(tokenizers: Tokenizers, texts: list[str]) -> dict[str, float]:
-    """{choice of --text_cache: the mean length of captions}, if it is stored without padding.
-
-    Each caption is truncated to the text encoder's limit. Empty without captions.
-    """
-    is_ragged, in_bytes = tokenizers.family.ragged, tokenizers.family.caption_unit != "tokens"
-    if not texts or not (is_ragged or in_bytes):
-        return {}
-    prepared = prepare_captions(tokenizers, texts)
-    lengths = {"ids": [len(ids) for ids in tokenizers[0](prepared, truncation=True).input_ids]}
-    if is_ragged:  # the ids of a recorded pipeline are bytes
-        tokens = [tokenizers[0].count_tokens(text) for text in prepared] if in_bytes else None
-        lengths["embeddings"] = tokens or lengths["ids"]
-    return {kind: sum(each) / len(each) for kind, each in lengths.items()}
 
 
 def are_cut(tokenizers: Tokenizers, texts: Sequence[Text]) -> list[bool]:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,6 @@ import torch
 from diffusion_training.data.captions import tokenize
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
-from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
 from diffusion_training.models import EXACT, compile_model, hash_rules, hash_weights, put_on_device
 
 
@@ -115,6 +115,13 @@ def make_class_encoders(base: Base) -> tuple[torch.nn.ModuleList, Tokenizers]:
         fail(f"{family.title} takes captions, not classes: leave --class_column out")
     if base.text_encoder is not None:
         fail("classes need no text encoder: leave --text_encoder_name_or_path out")
+    # imported here, because few models take classes
+    from diffusion_training.families.class_labels import (
+        list_tokens,
+        make_text_encoder,
+        make_tokenizer,
+    )
+
     tokens = list_tokens(base.classes, partial(family.prepare, None))
     known = {word: own[0] for own in tokens for word in own}
     known = {name: own[0] for name, own in zip(base.classes, tokens, strict=True)} | known
@@ -299,3 +306,40 @@ def place_encoders(encoders: Encoders, device: torch.device, compile: str | None
     if compile:
         for model in (encoders.vae.encoder, *encoders.text_encoders):
             compile_model(model, compile)
+
+
+def place_decoder(vae: Any, device: torch.device) -> None:
+    """Put a VAE on a device. It decodes one image at a time, on the CPU if a GPU lacks the memory.
+
+    A whole batch may need more memory than a training step.
+    """
+    vae.to(device).enable_slicing()
+    decode, find = type(vae).decode, weakref.ref(vae)  # a cycle would keep it on the GPU
+    fits = True
+
+    def decode_rows(
+        vae: Any, latents: torch.Tensor, *times: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor]:
+        if not times:
+            return decode(vae, latents, **options)
+        # sliced by diffusers 0.42, LTX's VAE would get the latents of another image for a time
+        rows = zip(latents.split(1), *(each.split(1) for each in times), strict=True)
+        return (torch.cat([decode(vae, *row, **options)[0] for row in rows]),)
+
+    def decode_where_it_fits(
+        latents: torch.Tensor, *further: torch.Tensor | None, **options: Any
+    ) -> tuple[torch.Tensor]:
+        nonlocal fits
+        held: Any = find()
+        given = [latents, *(each for each in further if each is not None)]
+        options["return_dict"] = False
+        if fits:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return decode_rows(held, *given, **options)
+            print("\nImages are decoded on the CPU: the GPU has too little free memory", flush=True)
+            fits = False
+        images = decode_rows(held.to("cpu"), *(each.cpu() for each in given), **options)[0]
+        held.to(device)  # a pipeline may choose the device of its next image by the VAE's
+        return (images.to(latents.device),)
+
+    vae.decode = decode_where_it_fits

@@ -30,8 +30,6 @@ try:
 except (ImportError, OSError, RuntimeError):  # not installed, or not made for this torch
     decode_jpeg = None
 
-# Apple's GPUs. For SDXL's sizes and crops, float32 is as exact up to 8192 pixels
-WITHOUT_FLOAT64 = {"mps"}
 # A picture as text, which is no path
 BASE64 = re.compile(r"data:.*|[A-Za-z0-9+/\r\n]{256,}={0,2}\s*", re.DOTALL)
 
@@ -172,31 +170,6 @@ def shrink_masks(masks: torch.Tensor, factor: int) -> torch.Tensor:
     A value is the mean of the `factor` x `factor` pixels that a latent covers.
     """
     return F.avg_pool2d(masks.float(), factor).round().byte()
-
-
-def make_time_ids(
-    original_size: torch.Tensor,
-    crop_top_left: torch.Tensor,
-    target_size: Sequence[int],
-    flipped: torch.Tensor,
-) -> torch.Tensor:
-    """SDXL's conditioning, float32 [N, 6]: original size, crop corner, target size.
-
-    original_size, crop_top_left: int [N, 2], the corner in pixels of the resized image
-    (arXiv:2307.01952, algorithm 1). target_size: (height, width). For images that are `flipped`
-    [N], the corner is that of the mirrored image. The result is float32 in any precision, because
-    bfloat16 can't represent numbers like 1365.
-    """
-    is_exact = original_size.device.type not in WITHOUT_FLOAT64
-    sizes = original_size.to(torch.float64 if is_exact else torch.float32)
-    height, width = sizes.unbind(1)
-    # width of the crop, in pixels of the stored image
-    columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))
-    beyond = (width * target_size[1] / columns).round() - target_size[1] - crop_top_left[:, 1]
-    left = torch.where(flipped, beyond.clamp(min=0), crop_top_left[:, 1])
-    # filled on the device: a list would have to be sent to it
-    target = [torch.full_like(left, side) for side in target_size]
-    return torch.stack([height, width, crop_top_left[:, 0], left, *target], dim=1).float()
 
 
 def name_image(row: int, image: dict[str, Any] | None, source: str = "") -> str:

@@ -39,7 +39,6 @@ from diffusion_training.data.folders import (
     split_suffix,
 )
 from diffusion_training.data.images import name_image, open_file
-from diffusion_training.data.streams import identify_stream
 from diffusion_training.errors.faults import suppressing_row_errors
 from diffusion_training.errors.printing import amount, print_once
 from diffusion_training.errors.sentences import explained, fail
@@ -51,7 +50,6 @@ from diffusion_training.library_fixes import (
     skip_captions_that_are_not_utf_8,
     stream_tars_from_storage,
 )
-from diffusion_training.remote import list_data
 
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset
 # (rows, paths in a local folder, flags) -> (the rows with the columns of references, these columns)
@@ -159,6 +157,19 @@ def load_rows(
     elif len(rows) == 0:
         fail(f"{source} holds no images in split {args.dataset_split!r}")
     return ImageRows(rows, column, mask_column, list_allowed(args))
+
+
+def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:
+    """Return a fingerprint of a stream.
+
+    It covers the files, their revisions (for files on a disk, the modification times), and `taken`,
+    the values that select what is read from them.
+    """
+    files = {
+        str(name): [list(paths), paths.origin_metadata]
+        for name, paths in (builder.config.data_files or {}).items()
+    }
+    return hash_values([files, taken])
 
 
 def limit_rows(rows: Rows, args: Namespace) -> Rows:
@@ -332,6 +343,8 @@ def has_configs(folder: str) -> bool:
 
 def find_files(address: str) -> tuple[str, list[str]]:
     """Return (the `datasets` builder for the files at an address, the files), or ValueError."""
+    from diffusion_training.remote import list_data  # here: few data sets are at an address
+
     folder, found = list_data(address, (".parquet", ".tar"))
     kinds = {Path(name).suffix.lower() for name in found}
     if len(kinds) != 1:

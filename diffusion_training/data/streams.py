@@ -1,7 +1,4 @@
-"""Streams: data sets that are read as they are needed and not stored.
-
-Their fingerprint, and their rows for the shards of a cache.
-"""
+"""The rows of a stream, a data set that is not stored, for the shards of a cache."""
 
 import contextlib
 import json
@@ -13,20 +10,7 @@ import datasets
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import fail
-from diffusion_training.files import hash_values, parse_json, write_file
-
-
-def identify_stream(builder: datasets.DatasetBuilder, *taken: Any) -> str:
-    """Return a fingerprint of a stream.
-
-    It covers the files, their revisions (for files on a disk, the modification times), and `taken`,
-    the values that select what is read from them.
-    """
-    files = {
-        str(name): [list(paths), paths.origin_metadata]
-        for name, paths in (builder.config.data_files or {}).items()
-    }
-    return hash_values([files, taken])
+from diffusion_training.files import parse_json, write_file
 
 
 class StreamedRows:

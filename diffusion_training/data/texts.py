@@ -13,7 +13,7 @@ import numpy as np
 
 from diffusion_training.arguments import list_values
 from diffusion_training.data.transform_settings import Transform
-from diffusion_training.order import draw_caption, step_seed
+from diffusion_training.draws import draw_caption, step_seed
 
 # a row's caption, or the list of all its captions, with None for a missing one
 Text: TypeAlias = Any

@@ -1,6 +1,5 @@
 """A row of a data set -> its caption, and its image, mask and references, cropped and resized."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from diffusion_training.data.images import decode_image, explain_row, name_image
 from diffusion_training.data.references import resize_reference
 from diffusion_training.data.texts import Text, draw_text, list_captions
 from diffusion_training.data.transform_settings import Transform
+from diffusion_training.draws import draw_choices
 from diffusion_training.errors.faults import explain, is_a, is_machines_fault
-from diffusion_training.order import draw_choices
 
 
 def transform_row(
@@ -102,22 +101,6 @@ def read_text(row: int, epoch: int | None, item: dict, transform: Transform) -> 
         return list_captions(item, transform)
     *_, choice = draw_choices(transform.seed, epoch, row)
     return draw_text(item, choice, transform)
-
-
-def decode_ahead(item: dict, transform: Transform) -> dict:
-    """Decode a row's image and mask once, before `transform_row` makes several sizes of them."""
-    images = [(transform.image_column, transform.channels, transform.min_size)]
-    if transform.mask_column:
-        images.append((transform.mask_column, 1, 0))
-    decoded = {}
-    for name, channels, min_size in images:
-        # `transform_row` will get the same error, and handles it
-        with contextlib.suppress(Exception):
-            pixels = decode_image(
-                item[name], channels, min_size=min_size, allowed=transform.allowed
-            )
-            decoded[name] = {**item[name], "pixels": pixels}
-    return item | decoded
 
 
 def decode_mask(

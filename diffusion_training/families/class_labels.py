@@ -70,12 +70,3 @@ def make_text_encoder(tokens: list[list[str]]) -> torch.nn.Module:
         encoder.shared.weight.copy_(torch.cat([torch.zeros(1, count), rows]))
         encoder.encoder.final_layer_norm.weight.fill_(count**-0.5)
     return encoder
-
-
-def get_token(text: str, tokens: dict[str, str], clean: Callable[[str], str]) -> str:
-    """The token of a caption, "" for no class. tokens: {name or token: the token of the class}."""
-    for word in (text, clean(text)):
-        if not text or word in tokens:
-            return tokens.get(word, "")
-    some = ", ".join(printable(name) for name in list(tokens)[:6])
-    fail(f"{printable(text[:60])!r} is not a class; the classes are {some} ...")

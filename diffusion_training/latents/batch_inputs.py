@@ -1,4 +1,4 @@
-"""What a loaded batch holds for a trainer: prompts, references, the mask of the loss, pixels."""
+"""What a loaded batch holds for a trainer: prompts, references, sizes, masks, pixels."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -7,9 +7,11 @@ import torch
 
 from diffusion_training.batches import TextToImageBatch
 from diffusion_training.data.captioned_data import Data
-from diffusion_training.data.encoders import encode_prompts
+from diffusion_training.data.encoders import encode_prompts, place_decoder
 from diffusion_training.data.images import shrink_masks
-from diffusion_training.memory import place_decoder
+
+# Apple's GPUs. For SDXL's sizes and crops, float32 is as exact up to 8192 pixels
+WITHOUT_FLOAT64 = {"mps"}
 
 
 def read_prompts(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tensor]:
@@ -52,6 +54,31 @@ def read_references(batch: TextToImageBatch, data: Data) -> dict[str, torch.Tens
             found[name] = latents.contiguous()
             found[f"{name}_size"] = latents.new_empty(len(latents), 0, *side)
     return found
+
+
+def make_time_ids(
+    original_size: torch.Tensor,
+    crop_top_left: torch.Tensor,
+    target_size: Sequence[int],
+    flipped: torch.Tensor,
+) -> torch.Tensor:
+    """SDXL's conditioning, float32 [N, 6]: original size, crop corner, target size.
+
+    original_size, crop_top_left: int [N, 2], the corner in pixels of the resized image
+    (arXiv:2307.01952, algorithm 1). target_size: (height, width). For images that are `flipped`
+    [N], the corner is that of the mirrored image. The result is float32 in any precision, because
+    bfloat16 can't represent numbers like 1365.
+    """
+    is_exact = original_size.device.type not in WITHOUT_FLOAT64
+    sizes = original_size.to(torch.float64 if is_exact else torch.float32)
+    height, width = sizes.unbind(1)
+    # width of the crop, in pixels of the stored image
+    columns = torch.minimum(width, (height * target_size[1] / target_size[0]).round().clamp(min=1))
+    beyond = (width * target_size[1] / columns).round() - target_size[1] - crop_top_left[:, 1]
+    left = torch.where(flipped, beyond.clamp(min=0), crop_top_left[:, 1])
+    # filled on the device: a list would have to be sent to it
+    target = [torch.full_like(left, side) for side in target_size]
+    return torch.stack([height, width, crop_top_left[:, 0], left, *target], dim=1).float()
 
 
 @torch.no_grad()

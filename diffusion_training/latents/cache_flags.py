@@ -3,23 +3,25 @@
 import argparse
 
 from diffusion_training.arguments import COUNT, PATH, SWITCH, OneOrMore, number
-from diffusion_training.data.flags import (
+from diffusion_training.data.captioned_flags import (
     add_bucket_flags,
-    add_flip_flag,
-    add_image_flags,
     add_reference_flags,
-    add_source_flags,
     add_transform_flags,
     check_captions,
     check_reference_flags,
+)
+from diffusion_training.data.flags import (
+    add_flip_flag,
+    add_image_flags,
+    add_source_flags,
     check_source,
 )
 from diffusion_training.families.flags import (
-    add_device_flags,
     add_encoder_flags,
     add_family_flags,
     add_pipeline_flags,
 )
+from diffusion_training.flags import add_device_flags
 
 
 def add_cache_flags(parser: argparse.ArgumentParser, with_classes: bool = False) -> None:

@@ -4,7 +4,6 @@ To cache another feature, add an entry to `EXTRA_COLUMNS`, and to `encode` in pr
 a line that computes it.
 """
 
-import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import xxhash
-from tqdm.auto import tqdm
 
 from diffusion_training.data.captions import choose_length
 from diffusion_training.families.names import FACTS, NAMED_REFERENCES
@@ -201,63 +199,6 @@ def group_by_checksum(columns: Collection[Column]) -> dict[str, list[str]]:
     for column in columns:
         groups.setdefault(column.checksum, []).append(column.name)
     return groups
-
-
-def count_bytes(cache: dict, tokens: float | None = None) -> tuple[int, int]:
-    """(bytes of the numbers in a row, how many of these are for captions).
-
-    tokens: in an average caption, used if padding is not stored. Images count as the largest size.
-    """
-    total = of_captions = 0
-    for column in list_columns(cache):
-        size = column.count_bytes(tokens)
-        total += size
-        if column.is_of_caption or column.name == "prompt_lengths":
-            of_captions += size
-    return total, of_captions
-
-
-def compare_captions(cache: dict, lengths: dict[str, float]) -> dict[str, int]:
-    """{each choice of --text_cache: bytes that a caption takes with it}. lengths: of captions."""
-    padded = [name for name in cache["features"] if name not in ("ragged embeddings", "ragged ids")]
-    sizes = {}
-    for kind in ("ids", "embeddings"):
-        features = [*padded, "ragged embeddings"] if kind in lengths else padded
-        chosen = {**cache, "text_cache": kind, "features": features}
-        sizes[kind] = count_bytes(chosen, lengths.get(kind))[1]
-    if "embeddings" in lengths:
-        chosen = {**cache, "text_cache": "embeddings", "features": padded}
-        sizes["embeddings with padding"] = count_bytes(chosen)[1]
-    return sizes
-
-
-def describe_size(cache: dict, lengths: dict[str, float], compare: bool) -> str:
-    """A sentence on how big a cache will be.
-
-    lengths: those of `measure_captions`. compare: add the size of captions with each --text_cache.
-    """
-    features = cache["features"]
-    tokens = lengths.get(cache["text_cache"])
-    num_rows = cache["source"]["rows"]  # None for a stream
-    # no size has more pixels than the square
-    about = "up to " if "ragged latents" in features else ""
-    if tokens or "ragged embeddings" in features:
-        about = "about "
-        tokens = tokens or cache["prompt_embeds_shape"][0]
-    row_bytes, text_bytes = count_bytes(cache, tokens)
-    show = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
-    each = f"{about}{show(row_bytes)} ({show(text_bytes)} for the caption) and the text"
-    if num_rows is None:
-        sentence = f"A stream; each row is {each}"
-    else:
-        num_shards = math.ceil(num_rows / cache["rows_per_shard"])
-        total = f"{about}{show(num_rows * row_bytes)} in {num_shards:,} shards"
-        sentence = f"{num_rows:,} rows of {each}: {total}"
-    if compare:
-        choices = compare_captions(cache, lengths).items()
-        sizes = [f"{show((num_rows or 1) * size)} as {kind}" for kind, size in choices]
-        sentence += f"; captions take {', '.join(sizes)}"
-    return sentence
 
 
 class Ragged:

@@ -14,16 +14,18 @@ from diffusion_training.arguments import (
     number,
     size,
 )
-from diffusion_training.data.flags import (
+from diffusion_training.data.captioned_flags import (
     add_bucket_flags,
+    add_tag_flags,
+    add_transform_flags,
+    check_captions,
+)
+from diffusion_training.data.flags import (
     add_flip_flag,
     add_holdout_flag,
     add_image_flags,
     add_source_flags,
     add_stream_flags,
-    add_tag_flags,
-    add_transform_flags,
-    check_captions,
     check_source,
 )
 

@@ -1,17 +1,23 @@
 """One pass over the source for several caches, one per --resolution, each as if made alone."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import torch
 from accelerate import Accelerator
 
+from diffusion_training.data.images import decode_image
+from diffusion_training.data.transform_settings import Transform
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Encoders
 from diffusion_training.loading import load_batches
-from diffusion_training.memory import find_largest
+from diffusion_training.memory import find_largest, is_gpu
+
+Ahead = TypeVar("Ahead")
 
 
 class LatentRows(NamedTuple):
@@ -50,3 +56,47 @@ def try_batch_sizes(
     return find_largest(accelerator, device, prepare_trial, most) or fail(
         "not even one image fits: try --mixed_precision bf16 or a smaller --resolution"
     )
+
+
+def decode_ahead(item: dict, transform: Transform) -> dict:
+    """Decode a row's image and mask once, before `transform_row` makes several sizes of them."""
+    images = [(transform.image_column, transform.channels, transform.min_size)]
+    if transform.mask_column:
+        images.append((transform.mask_column, 1, 0))
+    decoded = {}
+    for name, channels, min_size in images:
+        # `transform_row` will get the same error, and handles it
+        with contextlib.suppress(Exception):
+            pixels = decode_image(
+                item[name], channels, min_size=min_size, allowed=transform.allowed
+            )
+            decoded[name] = {**item[name], "pixels": pixels}
+    return item | decoded
+
+
+def work_ahead(items: Iterator[Ahead], count: int, device: torch.device) -> Iterator[Ahead]:
+    """Yield the items of a generator, made up to `count` ahead in a thread.
+
+    So the device works while files are written. On the CPU, the main thread makes the items.
+    """
+    if device.type == "cpu":  # `keep_memory` helps only the main thread
+        yield from items
+        return
+    # in this thread, because the first item starts loader processes, and a thread should not fork
+    item = next(items, None)
+
+    def make() -> Ahead | None:
+        # each thread has its own current device
+        gpu = torch.get_device_module(device) if is_gpu(device) else None
+        with gpu.device(device) if gpu else contextlib.nullcontext():
+            return next(items, None)
+
+    with ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(make) for _ in range(count)]
+        try:
+            while item is not None:
+                yield item
+                item = ahead.pop(0).result()
+                ahead.append(thread.submit(make))
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)

@@ -11,9 +11,9 @@ import datasets
 import fsspec
 
 from diffusion_training.arguments import PACKAGED, list_values, name_start, read_words
+from diffusion_training.data.captioned_flags import weigh_captions
 from diffusion_training.data.captions import report_cut
 from diffusion_training.data.encoders import Latents, check_sides, describe_latents
-from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.references import list_reference_columns
 from diffusion_training.data.rows import ImageRows

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from diffusion_training.order import step_seed
+from diffusion_training.draws import step_seed
 
 Window = tuple[int, int, tuple[int, ...]]  # begin, end, shards
 

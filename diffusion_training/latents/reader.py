@@ -21,6 +21,7 @@ from diffusion_training.batches import LatentBatch
 from diffusion_training.data.captions import tokenize_batch, tokenize_longest
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import CaptionChoice
+from diffusion_training.draws import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.errors.printing import print_once, printable
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
@@ -40,7 +41,6 @@ from diffusion_training.latents.settings import (
     fingerprint_cache,
 )
 from diffusion_training.latents.shards import OpenShard, Shards, describe_repeats, name_repair
-from diffusion_training.order import Key, draw_caption, draw_choices, step_seed
 from diffusion_training.remote import find_hub_fault, read_bytes
 
 CHOOSE = "diffusion_training.latents.filtered"

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,7 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 from diffusion_training import __version__
-from diffusion_training.arguments import Flags, list_values, make_parser
+from diffusion_training.arguments import Flags, format_args, list_values, make_parser
 from diffusion_training.data.flags import add_stream_flags
 from diffusion_training.data.folders import count_references, name_shared_folder
 from diffusion_training.data.references import add_references
@@ -103,7 +104,8 @@ def cache_folder(launch: Launch, args: Namespace, script: str) -> list[str]:
             flags |= {name: vars(args)[name] for name in WITHOUT_EFFECT}
             flags |= {"batch_size": "auto" if on_gpu else 4, "output_dir": str(folder)}
             path = str(Path(script).with_name("precompute_latents.py"))
-            make_cache([path, *format_words(flags)], list_environment(device))
+            _, _, words = format_args(flags, start="").partition("\n")
+            make_cache([path, *shlex.split(words)], list_environment(device))
     print_once(f"Latents: {folder}, for all runs with these images and models")
     skipped = load_cache(places[0]).settings["skipped"]
     if skipped:
@@ -149,21 +151,6 @@ def describe(flags: dict[str, Any], args: Namespace) -> list:
             models += [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     version = __version__.split(".")[:2]
     return [version, images.rows._fingerprint, json.dumps(flags, sort_keys=True), models]
-
-
-def format_words(flags: dict[str, Any]) -> list[str]:
-    """Format {name: value} as the words of a command line."""
-    words = []
-    for name, value in flags.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, list) and len(value) > 1:
-            words += [f"--{name}", *map(str, value)]
-        elif isinstance(value, list):  # with =, it may begin with a dash
-            words += [f"--{name}={only}" for only in value]
-        elif value is not None:
-            words.append(f"--{name}={value}")
-    return words
 
 
 def list_environment(device: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ from diffusion_training.arguments import (
     SWITCH,
     SWITCHED_ON,
     Add,
-    OrNo,
     check_package,
     is_address,
     local_path,
@@ -43,42 +42,6 @@ SCHEDULES = (
     "piecewise_constant",
 )
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor", "muon", "prodigy")
-
-
-def add_shard_flag(add: Add) -> None:
-    """Add the flag for models that do not fit on one GPU."""
-    add(
-        "--shard",
-        **SWITCH,
-        help="split weights, EMA and optimizer state over the GPUs (FSDP2), for models that do "
-        "not fit on one; see docs/memory.md",
-    )
-
-
-def add_full_bf16_flag(add: Add) -> None:
-    """Add the flag for whole models on small GPUs."""
-    add(
-        "--full_bf16",
-        "--fused_backward_pass",
-        **SWITCH,
-        help="keep the weights in bfloat16, and update each in the backward pass, which frees its "
-        "gradient: 2 bytes a weight, so that a whole model fits on a small GPU; both names do "
-        "both; see docs/memory.md",
-    )
-
-
-def add_fit_flag(add: Add) -> None:
-    """Add the flag that chooses among those that change no result."""
-    add(
-        "--fit",
-        type=number(1e-3, 10**4, float, "auto", "no"),
-        action=OrNo,
-        metavar="auto|GB",
-        help="choose the fastest way to take a step within so many GB of a GPU's memory (auto: "
-        "nine tenths of what is free; no: takes back a recipe's): gradient checkpointing of no "
-        "blocks, some or all, and with --rank blocks that stay in the host's memory; the results "
-        "are the same",
-    )
 
 
 def add_noise_flags(add: Add) -> None:
@@ -114,30 +77,6 @@ def add_noise_flags(add: Add) -> None:
         help="strength of additional noise that the model need not predict; 0.1 is usual "
         "(arXiv:2301.11706)",
     )
-
-
-def add_timestep_flags(add: Add) -> None:
-    """Add the flags for a range of noise levels."""
-    add(
-        "--min_timestep",
-        type=number(0, 999, int),
-        default=0,
-        help="train only with at least so much noise, from 0 (none) to 1000 (only noise)",
-    )
-    add(
-        "--max_timestep",
-        type=number(1, 1000, int),
-        default=1000,
-        help="train only with less noise than this, from 0 (none) to 1000 (only noise)",
-    )
-
-
-def check_timesteps(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error if the flags of `add_timestep_flags` leave no noise level."""
-    if args.min_timestep >= args.max_timestep:
-        parser.error(
-            f"--min_timestep {args.min_timestep} must be below --max_timestep {args.max_timestep}"
-        )
 
 
 def add_schedule_flags(add: Add) -> None:
@@ -512,30 +451,8 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
                 "--lr_scheduler piecewise_constant has no warm-up: leave --lr_warmup_steps out, "
                 "and begin --lr_step_rules with a small factor"
             )
-    given = vars(args)
-    if given.get("fit"):
-        excluded = {
-            "--train_batch_size auto": args.train_batch_size == "auto",
-            "--shard": given.get("shard"),
-        }
-        refuse_together(parser, "--fit", excluded)
     if args.posthoc_ema and len({f"{width:g}" for width in args.posthoc_ema}) < 2:
         parser.error("--posthoc_ema needs two different widths, such as 0.05 0.10")
-    for name in ("rank", "shard"):
-        if args.posthoc_ema and vars(args).get(name):
-            parser.error(f"--posthoc_ema can't be combined with --{name}: leave one of them out")
-    if vars(args).get("full_bf16"):
-        check_full_bf16_args(parser, args)
-    if vars(args).get("shard"):
-        excluded = {
-            "--rank": args.rank,
-            "--compile": args.compile,
-            "--find_lr": args.find_lr,
-            "--train_batch_size auto": args.train_batch_size == "auto",
-            "--mixed_precision fp16": args.mixed_precision == "fp16",
-            f"--optimizer {args.optimizer}": args.optimizer not in ("adamw", "muon"),
-        }
-        refuse_together(parser, "--shard", excluded)
     if args.find_lr_min >= args.find_lr_max:
         parser.error(
             f"--find_lr_min {args.find_lr_min} is not below --find_lr_max {args.find_lr_max}"
@@ -580,44 +497,11 @@ def check_training_args(parser: argparse.ArgumentParser, args: argparse.Namespac
         check_package(parser, flag, args.report_to, "use --report_to none")
 
 
-def check_full_bf16_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error if other flags can't be used with --full_bf16."""
-    excluded = {
-        "--rank": args.rank,
-        "--shard": args.shard,
-        "--compile": args.compile,
-        "--gradient_accumulation_steps": args.gradient_accumulation_steps > 1,
-        "--total_batch_size": args.total_batch_size,
-        "--posthoc_ema": args.posthoc_ema,
-    }
-    refuse_together(parser, "--full_bf16", excluded)
-    needed = {
-        "--optimizer adafactor": args.optimizer == "adafactor",
-        "--no-use_ema": not args.use_ema,
-        "--max_grad_norm 0": not args.max_grad_norm,
-    }
-    if missing := " ".join(flag for flag, is_given in needed.items() if not is_given):
-        parser.error(
-            "--full_bf16 updates a weight as soon as its gradient is there, with Adafactor, which "
-            f"clips each update by itself, and keeps no average: add {missing}"
-        )
-
-
 def refuse_together(parser: argparse.ArgumentParser, flag: str, others: dict[str, Any]) -> None:
     """Stop with an error if one of {another flag: whether it is given} is given with `flag`."""
     for other, is_given in others.items():
         if is_given:
             parser.error(f"{flag} can't be combined with {other}: leave one of them out")
-
-
-def add_init_flag(add: Add) -> None:
-    """Add the flag that `find_origin` reads."""
-    add(
-        "--init_from",
-        type=PATH,
-        help="run folder or checkpoint whose weights and step a new run starts from, with a new "
-        "optimizer and possibly other data",
-    )
 
 
 def add_sample_flags(add: Add) -> None:
@@ -652,62 +536,4 @@ def add_sample_flags(add: Add) -> None:
         "--ddpm_num_inference_steps",
         type=COUNT,
         help="denoising steps per sample (default: 50 for ddim, 1000 for ddpm)",
-    )
-
-
-def add_prompt_flags(add: Add, guidance_scale: float, num_inference_steps: int) -> None:
-    """Add the flags of text-to-image trainers for samples."""
-    add(
-        "--validation_prompts",
-        "--validation_prompt",
-        nargs="+",
-        help="one or more prompts for the samples (default: no samples)",
-    )
-    add(
-        "--validation_prompts_file",
-        type=local_path,
-        help="file with a prompt per line in place of --validation_prompts, with kohya's switches: "
-        "--w and --h (width, height), --d (seed), --s (steps), --l (guidance scale), --n (negative "
-        "prompt); or a JSON list",
-    )
-    add(
-        "--validation_steps",
-        type=COUNT,
-        needs="--validation_prompts or --holdout",
-        strict=False,
-        help="draw samples and measure the held-out loss every so many optimizer steps, instead "
-        "of epochs",
-    )
-    add(
-        "--validation_epochs",
-        type=COUNT,
-        default=5,
-        help="draw samples and measure the held-out loss every so many epochs",
-        needs="--validation_prompts or --holdout",
-        useless_with="--validation_steps",
-        strict=False,
-    )
-    add(
-        "--num_validation_images",
-        type=number(0, 10**4, int),
-        default=4,
-        help="samples per prompt; 0: no samples",
-        needs="--validation_prompts",
-        strict=False,
-    )
-    add(
-        "--guidance_scale",
-        type=number(1, 1000),
-        default=guidance_scale,
-        help="guidance scale of the samples; 1: no guidance (arXiv:2207.12598)",
-        needs="--validation_prompts or --validation_metrics",
-        strict=False,
-    )
-    add(
-        "--num_inference_steps",
-        type=COUNT,
-        default=num_inference_steps,
-        help="denoising steps per sample",
-        needs="--validation_prompts or --validation_metrics",
-        strict=False,
     )

@@ -10,11 +10,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from diffusion_training.batches import Models, Objective, TrainingData
+from diffusion_training.draws import step_seed
 from diffusion_training.errors.sentences import fail
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import move
-from diffusion_training.order import Stream, hash_names, step_seed
+from diffusion_training.order import Stream, hash_names
+from diffusion_training.stopping import StopSignal
 
 
 def hold_out(

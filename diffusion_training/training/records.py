@@ -28,9 +28,14 @@ from diffusion_training.training.keeping.checkpoints import find_checkpoints
 from diffusion_training.training.progress import NextStep, Progress, format_duration
 from diffusion_training.training.run_folder import RunFolder, begin_run
 from diffusion_training.training.step.costs import Costs
-from diffusion_training.training.step.objective import measure_constant
 from diffusion_training.training.step.sharding import is_sharded, whole
-from diffusion_training.training.step.signs import Inputs, find_signs, iterate_metrics, read_metrics
+from diffusion_training.training.step.signs import (
+    Inputs,
+    find_signs,
+    iterate_metrics,
+    measure_constant,
+    read_metrics,
+)
 
 # names of what `measure_images` returns
 MEASURED = (*Inputs._fields, "count")

@@ -9,23 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accelerate.utils import gather_object
 
 from diffusion_training import __version__
 from diffusion_training.batches import Models, Objective, TrainingData
 from diffusion_training.errors.sentences import fail
-from diffusion_training.launch import Launch, StopSignal, end_stopped
+from diffusion_training.launch import Launch
+from diffusion_training.stopping import StopSignal, end_stopped
 from diffusion_training.training.held_out import log_held_out_loss, measure_held_out_losses
 from diffusion_training.training.keeping.best import keep_best
 from diffusion_training.training.keeping.posthoc import WIDTHS, list_snapshots, write_losses
 from diffusion_training.training.progress import format_duration
 from diffusion_training.training.records import Records
 from diffusion_training.training.run_folder import RunFolder, end_run, take_requests
-from diffusion_training.training.scores.metrics import Draw, Metrics, Read, join_records
+from diffusion_training.training.scores.metric_flags import METRICS, TURBO
 from diffusion_training.training.showing.card import save_model_card
-from diffusion_training.training.showing.pipelines import advise_copy, name_readers
 from diffusion_training.training.showing.report import DescribeModel, save_report
 from diffusion_training.training.showing.samples import samples_path
 from diffusion_training.training.state import TrainState
@@ -33,8 +33,33 @@ from diffusion_training.training.step.costs import describe_trained
 from diffusion_training.training.step.sharding import gather_model
 from diffusion_training.training.step.signs import judge_end, read_metrics
 
+if TYPE_CHECKING:
+    from diffusion_training.training.scores.metrics import Draw, Metrics, Read
+
 # writes the models as a result, into a folder
 WriteResult: TypeAlias = Callable[[Models, Path], None]
+
+
+def open_metrics(
+    launch: Launch, dataset: Any, train_rows: Any, held_out: dict[int, int], args: Namespace
+) -> "Metrics | None":
+    """Return the `Metrics` of --validation_metrics; None without the flag or for --find_lr."""
+    if not args.validation_metrics or args.find_lr:
+        return None
+    # imported here, because few runs measure their samples
+    from diffusion_training.training.scores.metrics import Metrics
+
+    return Metrics(launch, dataset, train_rows, held_out, args)
+
+
+def join_records(own: dict[str, Any], turbo: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A record with the figures of samples of a second base, named turbo_clip-t and the like."""
+    figures = {
+        f"{TURBO}{name}": value
+        for name, value in (turbo or {}).items()
+        if name.partition("_")[0] in METRICS and name != "copy_real"
+    }
+    return own | figures
 
 
 def draws_samples(args: Namespace) -> bool:
@@ -65,6 +90,9 @@ class Results:
     records: Records
     stop_signal: StopSignal
     args: Namespace
+    metrics: "Metrics | None" = None  # of --validation_metrics
+    readers: str = ""  # a sentence on which program reads which file
+    advice: str = ""  # a sentence on which file to copy to where
     begun_at: float = field(default_factory=time.monotonic)  # in seconds
 
     @property
@@ -142,16 +170,16 @@ class Results:
                     f"reconstruct_ema.py {folder} --output_dir {folder}-widths"
                 )
 
-    def score(self, metrics: Metrics, draws: Sequence[Draw], read: Read) -> None:
+    def score(self, draws: "Sequence[Draw]", read: "Read") -> None:
         """Measure and record --validation_metrics, unless this step's are recorded. See `Draw`.
 
         draws: of the trained base and, if there is one, of the base of --validation_base.
         """
-        if self.records.metrics.get("step") == self.step:
+        if self.metrics is None or self.records.metrics.get("step") == self.step:
             return
         records = []
         for draw in draws:
-            record = metrics.score(self.step, draw, read, self.stop_signal)
+            record = self.metrics.score(self.step, draw, read, self.stop_signal)
             if record is None:  # a signal has come
                 return
             records.append(record)
@@ -235,14 +263,13 @@ class Results:
         duration = format_duration(time.monotonic() - self.begun_at)
         done = f"Done in {duration}: {self.name}, {samples} and report.html are in "
         done += str(args.output_dir)
-        denoiser = type(next(iter(self.state.models.values()))).__name__
-        if readers := name_readers(args, denoiser):
-            done += f". {readers.replace('`', '')}"
+        if self.readers:
+            done += f". {self.readers.replace('`', '')}"
         if self.launch.is_main:
             done += judge_end(read_metrics(args.output_dir))
         report = Path(args.output_dir, "report.html")
         contents = "the samples, and code" if draws_samples(args) else "code"
         done += f"\nNext: open {report} in a browser. It has {contents} that uses the {self.name}"
-        if copied := advise_copy(args, denoiser):
-            done += f". {copied}"
+        if self.advice:
+            done += f". {self.advice}"
         end_run(self.launch, self.run, done, self.files, args)

@@ -37,7 +37,6 @@ from diffusion_training.training.keeping.checkpoints import (
 from diffusion_training.training.keeping.posthoc import FOLDER as SNAPSHOTS
 from diffusion_training.training.keeping.posthoc import prune_snapshots
 from diffusion_training.training.keeping.writer import Writer
-from diffusion_training.training.showing.hub import make_repository, upload_run
 
 if TYPE_CHECKING:
     from diffusion_training.training.keeping.copies import Copies
@@ -144,6 +143,9 @@ def open_run(launch: Launch, script: str, args: Namespace) -> RunFolder:
     state = read_state(checkpoint, None)
     hub_model_id = args.hub_model_id
     if launch.is_main and args.push_to_hub and not args.find_lr:
+        # imported here, because few runs upload their result
+        from diffusion_training.training.showing.hub import make_repository
+
         hub_model_id = make_repository(args)
     init_from = vars(args).get("init_from")
     init_checkpoint = None if checkpoint else find_start(init_from)
@@ -228,6 +230,8 @@ def end_run(launch: Launch, run: RunFolder, done: str, files: list[str], args: N
         # torch 2.11 can hang at exit if gloo's thread has not finished the last gather
         time.sleep(0.1)
     if launch.is_main and args.push_to_hub and not args.find_lr:
+        from diffusion_training.training.showing.hub import upload_run
+
         upload_run(run.hub_model_id, args.output_dir, files)
     with surviving("the trackers could not be closed"):
         accelerator.end_training()

@@ -13,8 +13,9 @@ import torch
 from diffusion_training.batches import Models
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail, name_command
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.models import is_adapted
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.keeping.checkpoint_copy import make_checkpoint_copy
 from diffusion_training.training.keeping.checkpoints import (
     find_checkpoints,
@@ -87,7 +88,7 @@ class Saver:
         """Copy what a checkpoint holds, and let the thread write it; or write it without a copy."""
         state = self.state
         saved = state.list_models()
-        if not self.launch.shard:
+        if self.launch.num_processes > 1 and not self.launch.shard:
             step = self.progress.global_step
             check_replicas(self.launch.accelerator, state.models, state.averages.ema, step)
         if not self.launch.is_main:

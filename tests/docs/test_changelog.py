@@ -5,8 +5,8 @@ import re
 from conftest import ROOT
 
 from diffusion_training import __version__
+from diffusion_training.draws import KEYS
 from diffusion_training.latents.columns import FORMAT_VERSION, list_features
-from diffusion_training.order import KEYS
 
 TEXT = (ROOT / "CHANGELOG.md").read_text()
 

@@ -28,7 +28,8 @@ from diffusion_training.data.rows import ImageRows
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import load_family
 from diffusion_training.latents import cache as module
-from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row, describe_size
+from diffusion_training.latents.cache_size import describe_size
+from diffusion_training.latents.columns import FORMAT_VERSION, checksum_row
 from diffusion_training.latents.passes import LatentRows
 from diffusion_training.latents.plan import plan_caches
 from diffusion_training.latents.settings import find_gap, name_shard

@@ -18,9 +18,12 @@ from diffusion_training.data import transforms
 from diffusion_training.data.images import decode_image, shrink
 from diffusion_training.data.texts import CaptionChoice, choose_caption
 from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.draws import draw_choices
 from diffusion_training.families.base import Tokenizers
 from diffusion_training.families.known import load_family
-from diffusion_training.order import draw_choices
+from diffusion_training.latents import passes
+from diffusion_training.latents.cache_size import measure_captions
+from diffusion_training.latents.passes import decode_ahead
 
 TOKENIZER = CLIPTokenizer.from_pretrained(MODELS, subfolder="tokenizer")
 TOKENIZERS = Tokenizers([TOKENIZER], load_family("sd"))
@@ -45,7 +48,7 @@ def row(tmp_path):
         how = make_transform(
             args, "image", args.mask_column, args.caption_weights, 3, args.resolution
         )
-        item = transforms.decode_ahead(item, how) if ahead else item
+        item = decode_ahead(item, how) if ahead else item
         return transforms.transform_row(number, epoch, item, how, target)
 
     transform.folder = folder
@@ -207,9 +210,9 @@ def test_padding_tokens_are_not_counted():
     texts = ["a", "a " * 50]  # with a start and an end token; the limit is 8
     tokens = module.tokenize_batch(tokenizers, choice, texts, [(0, 0), (0, 1)])
     assert tokens["prompt_lengths"] == [3, 8]
-    assert module.measure_captions(tokenizers, texts) == {"ids": 5.5, "embeddings": 5.5}
-    assert module.measure_captions(tokenizers, []) == {}
-    assert module.measure_captions(TOKENIZERS, texts) == {}  # it keeps padding
+    assert measure_captions(tokenizers, texts) == {"ids": 5.5, "embeddings": 5.5}
+    assert measure_captions(tokenizers, []) == {}
+    assert measure_captions(TOKENIZERS, texts) == {}  # it keeps padding
 
 
 def test_batches_are_padded_to_multiples_of_their_longest_caption(monkeypatch):
@@ -287,7 +290,8 @@ def test_image_and_mask_are_decoded_ahead(row, monkeypatch):
         calls.append((channels, "pixels" in source))
         return decode_image(source, channels, **options)
 
-    monkeypatch.setattr(transforms, "decode_image", decode)
+    for where in (passes, transforms):
+        monkeypatch.setattr(where, "decode_image", decode)
     mask = {"bytes": file.getvalue(), "path": None}
     row("--mask_column=where", ahead=True, where=mask)
     assert calls == [(3, False), (1, False), (3, True), (1, True)]

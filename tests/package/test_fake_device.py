@@ -4,12 +4,12 @@ import copy
 import io
 import linecache
 
-import diffusers
 import fake_device
 import pytest
 import safetensors.torch
 import torch
 from accelerate import Accelerator
+from conftest import make_tiny_unet
 from fake_device import DEVICE, WAITS, forked
 from torch.nn import functional as F
 
@@ -294,16 +294,7 @@ def test_the_module_has_cudas_functions():
 @forked
 def test_unet_is_close_to_the_cpus():
     torch.manual_seed(0)
-    cpu = diffusers.UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        cross_attention_dim=8,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
+    cpu = make_tiny_unet(cross_attention_dim=8)
     gpu = copy.deepcopy(cpu).to(DEVICE)
     inputs = torch.randn(2, 4, 8, 8), torch.tensor([3, 7]), torch.randn(2, 5, 8)
     WAITS.clear()

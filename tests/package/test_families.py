@@ -38,7 +38,6 @@ import train_flow
 import train_text_to_image
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_empty_prompt, encode_prompts, load_encoders
-from diffusion_training.data.images import make_time_ids
 from diffusion_training.errors.sentences import Refused
 from diffusion_training.families.base import Base, Encoders, Family
 from diffusion_training.families.known import find_family, load_family
@@ -46,6 +45,7 @@ from diffusion_training.families.lora_layers import LAYER_SETS, LAYERS
 from diffusion_training.families.names import FACTS, FamilyFacts
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
+from diffusion_training.latents.batch_inputs import make_time_ids
 from diffusion_training.latents.columns import list_features
 from diffusion_training.models import take_shapes
 from diffusion_training.training.lora.lora import (

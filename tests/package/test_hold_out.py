@@ -11,8 +11,8 @@ from diffusers import DDPMScheduler, UNet2DModel
 
 import train_unconditional
 from diffusion_training.batches import Prepared
+from diffusion_training.draws import step_seed
 from diffusion_training.launch import Launch
-from diffusion_training.order import step_seed
 from diffusion_training.training.held_out import describe_held_out, hold_out, log_held_out_loss
 from diffusion_training.training.records import Records
 from diffusion_training.training.step.objective import held_out_epsilon_loss

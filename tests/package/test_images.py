@@ -21,11 +21,11 @@ from diffusion_training.data import images
 from diffusion_training.data.images import (
     decode_image,
     describe_decoder,
-    make_time_ids,
     name_image,
     plan_crop,
     shrink,
 )
+from diffusion_training.latents.batch_inputs import make_time_ids
 from diffusion_training.pillow import read_orientation
 from diffusion_training.web.pictures import FORMATS, Failure, check_image
 

@@ -24,14 +24,13 @@ from diffusion_training.errors.sentences import AGAIN, CHANGED, PEER_ENDED, fail
 from diffusion_training.launch import (
     Launch,
     Meeting,
-    StopSignal,
     accelerator_options,
     advise_launcher,
     advise_precision,
-    end_stopped,
     keep_memory,
     make_launch,
 )
+from diffusion_training.stopping import StopSignal, end_stopped
 from diffusion_training.training.run_folder import RunFolder, end_run, open_run
 from diffusion_training.training.showing import hub
 

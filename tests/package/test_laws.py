@@ -18,8 +18,9 @@ from PIL import Image, ImageOps
 
 from diffusion_training.arguments import SWITCH, format_args, make_parser, number
 from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.draws import draw_choices
 from diffusion_training.files import check_output_dir, find_differences
-from diffusion_training.order import Order, draw_choices, step_batches
+from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 
 

@@ -14,7 +14,8 @@ from conftest import finish, kill, start, wait_until
 
 from diffusion_training import loading
 from diffusion_training.errors.sentences import fail, in_one_sentence
-from diffusion_training.loading import load_batches, seconds_between, work_ahead
+from diffusion_training.latents.passes import work_ahead
+from diffusion_training.loading import load_batches, seconds_between
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from diffusion_training.families.known import load_family
-from diffusion_training.memory import HostMemory
+from diffusion_training.host_memory import HostMemory
 from diffusion_training.models import (
     AveragedWeights,
     copy_trained,

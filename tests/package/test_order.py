@@ -15,15 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion_training.order import (
-    Order,
-    Stream,
-    draw_choices,
-    seed_generators,
-    step_batches,
-    step_seed,
-    stream_batches,
-)
+from diffusion_training.draws import draw_choices, seed_generators, step_seed
+from diffusion_training.order import Order, Stream, step_batches, stream_batches
 from diffusion_training.training.progress import Progress
 
 START = {"global_step": 0, "data_step": 0, "images_seen": 0}

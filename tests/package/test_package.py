@@ -49,24 +49,38 @@ ROOMS = [
 # for what is imported at the start. The second one adds what functions import when they are called,
 # and what only types need, since moving an import does not make a script smaller.
 LIMITS = {
-    "caption_images": (25_300, 27_400),
+    "caption_images": (21_700, 24_900),
     "download_images": (17_700, 19_900),
-    "precompute_latents": (47_700, 70_400),
-    "precompute_latents_ray": (55_100, 77_800),
-    "reconstruct_ema": (12_800, 13_900),
-    "train_flow": (95_000, 134_200),
+    "precompute_latents": (44_800, 68_800),
+    "precompute_latents_ray": (52_100, 76_200),
+    "reconstruct_ema": (12_600, 13_700),
+    "train_flow": (89_200, 132_200),
     "train_on_ray": (10_400, 10_400),
-    "train_text_to_image": (94_500, 115_900),
-    "train_unconditional": (62_200, 66_800),
+    "train_text_to_image": (89_500, 114_700),
+    "train_unconditional": (54_100, 63_800),
 }
 # Rooms and modules that a script never imports, also not in a function: it can't need them.
 NEVER = {
+    "train_flow": ["training.step.objective", "web", "cluster"],
     "train_text_to_image": ["families.recorded", "latents.cache", "latents.plan", "web", "cluster"],
-    "train_unconditional": ["latents", "training.lora", "families.base", "data.references"],
+    "train_unconditional": [
+        "latents",
+        "training.lora",
+        "families",
+        "data.references",
+        "data.captioned_flags",
+        "training.text_to_image_flags",
+        "training.showing.grid",
+        "training.showing.readers",
+    ],
 }
-# Modules that no script imports at the start, because few runs need them: recorded pipelines, and
-# caches that are in a bucket, have billions of rows or are still being made.
-RARE = ["families.recorded", "latents.stream", "latents.fetch", "latents.ranges", "latents.follow"]
+# Modules that no script imports at the start, because few runs need them: recorded pipelines,
+# caches that are in a bucket, have billions of rows or are still being made, and the networks that
+# measure samples.
+RARE = [
+    "families.recorded", "latents.stream", "latents.fetch", "latents.ranges", "latents.follow",
+    "training.scores.metrics", "training.scores.networks", "training.scores.distances",
+]  # fmt: skip
 # The only import of a room above, inside a function.
 UPWARDS = {("families.recording", "families.recorded.reading")}
 # Modules that the workers of a download import. torch would take 0.8 GB in each worker.
@@ -221,6 +235,7 @@ COVERED = {
     "__main__": "package/test_wheel.py -m",
     "batches": "package/test_records.py",
     "data.captioned_data": "package/test_stream.py",
+    "data.captioned_flags": "scripts/test_tags.py",
     "data.captioned_images": "package/test_references.py",
     "data.class_names": "scripts/test_classes.py",
     "data.prompts": "scripts/test_preserve_prior.py",
@@ -250,10 +265,12 @@ COVERED = {
     "families.recorded.tape": "package/test_recorded.py",
     "families.recorded.text_tensors": "package/test_recorded.py",
     "families.recorded.trial": "package/test_recorded.py two_lengths",
+    "draws": "package/test_order.py",
     "errors.sentences": "package/test_errors.py",
     "errors.faults": "package/test_errors.py, package/test_hub.py fault_of",
     "latents.batch_inputs": "scripts/test_several_captions.py read_prompts, "
     "scripts/test_aspect_ratios.py .mask.png, scripts/test_edits.py references",
+    "latents.cache_size": "package/test_cache.py",
     "latents.data_file": "scripts/test_argument_files.py --data",
     "latents.cache_flags": "scripts/test_precompute_latents.py --rows_per_shard",
     "latents.fetch": "package/test_stream.py",
@@ -264,6 +281,9 @@ COVERED = {
     "latents.shards": "package/test_reader.py",
     "latents.shared": "scripts/test_argument_files.py",
     "latents.source": "package/test_reader.py, scripts/test_drawing.py --validation_prompts",
+    "host_memory": "scripts/test_checkpoints_beside.py",
+    "memory": "package/test_fake_device.py measure_memory",
+    "stopping": "package/test_launch.py",
     "pillow": "package/test_images.py decode_image",
     "errors.printing": "package/test_errors.py",
     "errors.stop_signals": "package/test_errors.py",
@@ -282,7 +302,11 @@ COVERED = {
     "training.scores.networks": "scripts/test_metrics.py",
     "training.showing.pipelines": "package/test_run_folder.py",
     "training.lora.prior": "scripts/test_preserve_prior.py",
+    "training.step.samplers": "scripts/test_sharding.py try_sampler",
     "training.lora.quantization": "scripts/test_base_precision.py",
+    "training.showing.grid": "package/test_run_folder.py",
+    "training.showing.readers": "scripts/test_comfyui_loader.py, "
+    "scripts/test_train_lora.py models/loras",
     "training.showing.sample_base": "scripts/test_validation_base.py --validation_base",
     "training.showing.samples": "package/test_run_folder.py",
     "training.lora.training_adapter": "scripts/test_validation_base.py --training_adapter",
@@ -290,6 +314,7 @@ COVERED = {
     "training.saver": "scripts/test_posthoc_ema.py",
     "training.results": "scripts/test_save_best.py --save_best",
     "training.state": "scripts/test_replicas.py",
+    "training.text_to_image_flags": "scripts/test_full_bf16.py --shard, scripts/test_fit.py --fit",
 }
 
 

@@ -21,7 +21,7 @@ from test_families import make_prx_pipeline
 
 import precompute_latents
 from diffusion_training.blocks import list_blocks
-from diffusion_training.data.captions import are_cut, measure_captions, tokenize
+from diffusion_training.data.captions import are_cut, tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
 from diffusion_training.errors.sentences import describe_expected
 from diffusion_training.families.base import Base
@@ -48,6 +48,7 @@ from diffusion_training.families.recorded.text_tensors import (
 )
 from diffusion_training.families.recorded.trial import make_small
 from diffusion_training.families.recording import record_family
+from diffusion_training.latents.cache_size import measure_captions
 from diffusion_training.training.step.flow_schedule import compute_mu
 
 SIDE = 32

@@ -19,8 +19,9 @@ import train_unconditional
 from diffusion_training.launch import Launch
 from diffusion_training.training.run_folder import begin_run, open_run
 from diffusion_training.training.showing import hub
+from diffusion_training.training.showing.grid import draw_grid
 from diffusion_training.training.showing.pipelines import save_pipeline
-from diffusion_training.training.showing.samples import draw_grid, samples_path, save_samples
+from diffusion_training.training.showing.samples import samples_path, save_samples
 
 
 @pytest.fixture

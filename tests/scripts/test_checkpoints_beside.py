@@ -29,8 +29,8 @@ from conftest import (
 from PIL import Image
 
 from diffusion_training.files import checksum_files
-from diffusion_training.launch import StopSignal
-from diffusion_training.memory import HostMemory, measure_free
+from diffusion_training.host_memory import HostMemory, measure_free
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.keeping import checkpoints as checkpoints_module
 from diffusion_training.training.keeping.checkpoint_copy import (
     CheckpointCopy,
@@ -410,7 +410,7 @@ def test_a_later_copy_takes_no_new_memory_and_has_what_the_optimizer_adds():
 
 
 def test_free_memory_respects_the_limits_of_containers(tmp_path, monkeypatch):
-    monkeypatch.setattr("diffusion_training.memory.CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr("diffusion_training.host_memory.CGROUPS", tmp_path / "cgroup")
     (tmp_path / "cgroup").mkdir()
     free = measure_free()
     assert free > 10**6

@@ -21,14 +21,10 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from diffusion_training.data.captions import get_token
 from diffusion_training.data.class_names import list_names, name_classes
 from diffusion_training.data.rows import load_rows
-from diffusion_training.families.class_labels import (
-    get_token,
-    list_tokens,
-    make_text_encoder,
-    make_tokenizer,
-)
+from diffusion_training.families.class_labels import list_tokens, make_text_encoder, make_tokenizer
 from diffusion_training.families.known import load_family
 from diffusion_training.latents.reader import load_cache
 

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_train_lora import FILE, contents
 
-from diffusion_training.order import step_seed
+from diffusion_training.draws import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")

@@ -19,7 +19,7 @@ from conftest import ROOT
 from diffusion_training.families.lora_layers import LAYER_SETS
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.training.lora.lora import add_lora, save_lora
-from diffusion_training.training.showing.pipelines import COMFYUI as ANSWERS
+from diffusion_training.training.showing.readers import COMFYUI as ANSWERS
 
 COMFYUI = "https://github.com/Comfy-Org/ComfyUI"
 COMMIT = "783545f689a0af730065994b46b382ae24844c99"  # 2026-08-22

@@ -36,12 +36,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train_flow as script
+from diffusion_training.draws import step_seed
 from diffusion_training.families.base import Base
 from diffusion_training.families.known import load_family
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.reader import load_cache
-from diffusion_training.order import step_seed
 from diffusion_training.training.step.flow_schedule import choose_shift, choose_training_shift
 
 MAKE = {"z-image": make_z_image, "flux2-klein": make_klein, "qwen-image": make_qwen_image}

@@ -25,6 +25,7 @@ import precompute_latents
 import train_flow as script
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_prompts, load_encoders
+from diffusion_training.draws import step_seed
 from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
 from diffusion_training.families.known import load_family
 from diffusion_training.families.lora_layers import COMMON
@@ -33,7 +34,6 @@ from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.columns import list_columns
 from diffusion_training.latents.reader import load_cache
-from diffusion_training.order import step_seed
 
 precompute = Script("precompute_latents")
 train = Script("train_flow")

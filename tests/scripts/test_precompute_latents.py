@@ -43,10 +43,10 @@ from transformers import CLIPTextModel, CLIPTokenizer
 import precompute_latents as script
 from diffusion_training.data.encoders import encode_images, encode_prompts
 from diffusion_training.data.images import decode_image, shrink
+from diffusion_training.draws import draw_choices
 from diffusion_training.errors.stop_signals import SIGNALS
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.models import EXACT, hash_weight, hash_weights
-from diffusion_training.order import draw_choices
 
 precompute = Script("precompute_latents")
 

@@ -32,16 +32,16 @@ import train_text_to_image as script
 from diffusion_training import shapes
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
-from diffusion_training.data.images import make_time_ids
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.data.transforms import transform_row
+from diffusion_training.draws import step_seed
 from diffusion_training.families.opening import open_base
+from diffusion_training.latents.batch_inputs import make_time_ids
 from diffusion_training.latents.reader import load_cache
 from diffusion_training.latents.settings import fingerprint_cache
 from diffusion_training.latents.source import open_data
 from diffusion_training.launch import accelerator_options, make_launch
-from diffusion_training.order import step_seed
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 train, precompute = Script("train_text_to_image"), Script("precompute_latents")
@@ -65,16 +65,6 @@ def flags(tmp_path, sdxl):
         "--num_validation_images=1",
         "--guidance_scale=3",
     )
-
-
-@pytest.fixture
-def images(tmp_path, flags):
-    return [
-        *flags,
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
 
 
 def change(path, **values):

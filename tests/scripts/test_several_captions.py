@@ -22,10 +22,11 @@ from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_prompts, load_encoders
 from diffusion_training.data.texts import list_captions
 from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.draws import draw_caption
 from diffusion_training.families.opening import open_base
 from diffusion_training.latents.source import open_data
 from diffusion_training.launch import accelerator_options, make_launch
-from diffusion_training.order import Order, draw_caption, step_batches
+from diffusion_training.order import Order, step_batches
 from diffusion_training.training.progress import Progress
 
 precompute = Script("precompute_latents")

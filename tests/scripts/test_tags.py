@@ -20,9 +20,9 @@ from test_several_captions import (
     train,
 )
 
+from diffusion_training.data.captioned_flags import weigh_captions
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_prompts, load_encoders
-from diffusion_training.data.flags import weigh_captions
 from diffusion_training.data.texts import choose_caption, choose_captions, draw_text, list_captions
 from diffusion_training.data.transform_settings import make_transform
 from diffusion_training.families.opening import open_base

@@ -54,13 +54,13 @@ from diffusion_training.batches import Prepared
 from diffusion_training.data import captions
 from diffusion_training.data.captions import tokenize
 from diffusion_training.data.encoders import encode_images, encode_prompts, load_encoders
+from diffusion_training.draws import step_seed
 from diffusion_training.families.base import Encoders
 from diffusion_training.families.known import load_family
 from diffusion_training.families.names import FACTS
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.reader import CachedLatents, load_cache
-from diffusion_training.order import step_seed
 from diffusion_training.training.keeping.checkpoints import load_start
 from diffusion_training.training.showing.report import name_run
 from diffusion_training.training.step.costs import count_memory
@@ -92,16 +92,6 @@ def flags(tmp_path):
         f"--transformer_config_name_or_path={tmp_path / 'config'}",
         "--num_validation_images=2",
     )
-
-
-@pytest.fixture
-def images(tmp_path, flags):
-    return [
-        *flags,
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
 
 
 @pytest.fixture

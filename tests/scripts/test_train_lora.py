@@ -29,7 +29,6 @@ from conftest import (
     list_sd_flags,
     metrics,
     open_pipeline,
-    patch,
     replace,
 )
 from diffusers import StableDiffusionPipeline
@@ -40,10 +39,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 import train_text_to_image as script
+from diffusion_training.draws import step_seed
 from diffusion_training.families.opening import open_base
 from diffusion_training.models import hash_weights
-from diffusion_training.order import step_seed
 from diffusion_training.training.lora.lora_flags import read_settings
+from diffusion_training.training.showing import hub
 from diffusion_training.training.showing.report import name_run
 from diffusion_training.training.step import denoiser
 
@@ -310,9 +310,11 @@ def test_lora_output_is_complete_and_redraws_the_last_samples(
     tmp_path, flags, inputs, kohya, monkeypatch, capfd
 ):
     calls = {}
-    patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
-    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
-    patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
+    monkeypatch.setattr(
+        hub, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}")
+    )
+    monkeypatch.setattr(hub, "get_paths_info", lambda *args, **options: [])
+    monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.update(options))
     monkeypatch.setattr(torch.Tensor, "half", torch.Tensor.float)  # no rounding
     open_pipeline(inputs / "sd").save_pretrained(tmp_path / "sd")
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,7 @@ from conftest import (
     launch,
     make_captioned,
     make_models,
+    make_tiny_unet,
     metrics,
     patch,
     replace,
@@ -47,10 +48,11 @@ from diffusion_training.data.encoders import Latents, load_text_encoders
 from diffusion_training.data.rows import load_rows
 from diffusion_training.data.texts import choose_captions
 from diffusion_training.data.transform_settings import make_transform
+from diffusion_training.draws import step_seed
 from diffusion_training.families.known import load_family
 from diffusion_training.families.opening import open_base
-from diffusion_training.order import step_seed
 from diffusion_training.training.keeping.checkpoints import load_start
+from diffusion_training.training.showing import hub
 from diffusion_training.training.showing.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -69,16 +71,6 @@ def flags(tmp_path, models):
     return train.flags(
         tmp_path / "out", f"--pretrained_model_name_or_path={models}", "--num_validation_images=2"
     )
-
-
-@pytest.fixture
-def images(tmp_path, flags):
-    return [
-        *flags,
-        f"--train_data_dir={tmp_path / 'images'}",
-        "--resolution=16",
-        "--dataloader_num_workers=0",
-    ]
 
 
 @pytest.fixture
@@ -302,9 +294,11 @@ def test_text_to_image_output_has_pipeline_card_samples_and_curve(
 
     calls = {}
     monkeypatch.setenv("HF_TOKEN", "secret-3141592653")
-    patch(monkeypatch, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}"))
-    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
-    patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
+    monkeypatch.setattr(
+        hub, "create_repo", lambda name, **more: SimpleNamespace(repo_id=f"me/{name}")
+    )
+    monkeypatch.setattr(hub, "get_paths_info", lambda *args, **options: [])
+    monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     argv = [
         *cached,
@@ -865,15 +859,7 @@ def test_step_spends_under_4_percent_outside_the_model(tmp_path, cached, monkeyp
     Forward, backward, clipping and the optimizer count as the model. EMA is off. The share is 1 to
     2 %, or more where memory is slow; benchmarks/step_overhead.py measures it.
     """
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(64, 128),
-        cross_attention_dim=32,
-        attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
+    unet = make_tiny_unet(block_out_channels=(64, 128), norm_num_groups=32, attention_head_dim=8)
     unet.save_config(tmp_path / "unet")
     inside, marks, compute_loss = [], [], script.compute_loss
 

@@ -35,12 +35,12 @@ from tqdm.auto import tqdm
 
 import train_unconditional as script
 from diffusion_training.data.rows import load_rows
-from diffusion_training.launch import StopSignal
+from diffusion_training.draws import step_seed
 from diffusion_training.models import update_ema
-from diffusion_training.order import step_seed
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training import held_out
 from diffusion_training.training.keeping import replicas
-from diffusion_training.training.showing import pipelines
+from diffusion_training.training.showing import hub, pipelines
 from diffusion_training.training.showing.report import draw_curves
 
 pytestmark = pytest.mark.usefixtures("without_figures")
@@ -303,13 +303,11 @@ def test_tensorboard_and_hub_get_the_pipeline_and_no_secrets(tmp_path, flags, mo
     calls = {}
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(name, "secret-3141592653")
-    patch(
-        monkeypatch,
-        "create_repo",
-        lambda name, **options: type("Url", (), {"repo_id": f"me/{name}"}),
+    monkeypatch.setattr(
+        hub, "create_repo", lambda name, **options: type("Url", (), {"repo_id": f"me/{name}"})
     )
-    patch(monkeypatch, "get_paths_info", lambda *args, **options: [])
-    patch(monkeypatch, "upload_folder", lambda **options: calls.update(options))
+    monkeypatch.setattr(hub, "get_paths_info", lambda *args, **options: [])
+    monkeypatch.setattr(hub, "upload_folder", lambda **options: calls.update(options))
     patch(monkeypatch, "draw_curves", draw_curves)
     train(*flags, "--report_to=tensorboard", "--checkpointing_steps=3", "--push_to_hub")
     # resumed at step 3, so later steps are repeated

@@ -10,9 +10,9 @@ from conftest import (
     assert_same_weights,
     list_unconditional_flags,
     make_captioned,
+    make_tiny_unet,
     metrics,
 )
-from diffusers import UNet2DConditionModel
 
 import train_unconditional as script
 
@@ -153,16 +153,7 @@ def test_total_batch_size_sets_accumulation_and_resume_keeps_auto_size(
 
 def test_auto_batch_size_works_with_captions(tmp_path, monkeypatch):
     make_captioned(tmp_path / "images", 12)
-    UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(8, 16),
-        norm_num_groups=4,
-        cross_attention_dim=32,
-        attention_head_dim=2,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).save_config(tmp_path / "unet")
+    make_tiny_unet().save_config(tmp_path / "unet")
     train = Script("train_text_to_image")
     memory = FullMemory(monkeypatch, 3, train.module)
     train(

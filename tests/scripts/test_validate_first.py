@@ -12,7 +12,7 @@ import pytest
 from conftest import Script, checkpoints, list_sd_flags, metrics, patch
 
 import train_text_to_image as script
-from diffusion_training.order import step_seed
+from diffusion_training.draws import step_seed
 from diffusion_training.training import run_folder
 from diffusion_training.training.keeping.best import read_best
 from diffusion_training.training.records import Records

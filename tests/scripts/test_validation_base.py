@@ -39,8 +39,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_edits import SIDE, Pairs
 
+from diffusion_training.draws import step_seed
 from diffusion_training.families.base import Base, Family
-from diffusion_training.order import step_seed
 from diffusion_training.training.lora import quantization
 from diffusion_training.training.showing import captioned_samples, validation_base
 from diffusion_training.training.showing.validation_base import (

@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.faults import explain
+from diffusion_training.host_memory import HostMemory, measure_free
 from diffusion_training.launch import Launch
-from diffusion_training.memory import HostMemory, is_gpu, measure_free
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import is_adapted
 from diffusion_training.training.step.costs import count_trained
 from diffusion_training.training.step.sharding import copy_empty, is_sharded, whole

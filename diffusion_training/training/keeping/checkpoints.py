@@ -17,10 +17,10 @@ from torch.utils.serialization import config
 
 from diffusion_training import __version__
 from diffusion_training.batches import Models
+from diffusion_training.draws import KEYS
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import checksum_files, delete, fits, saving
 from diffusion_training.models import KEEP, is_adapted
-from diffusion_training.order import KEYS
 from diffusion_training.training.step.optimizers import load_optimizer
 from diffusion_training.training.step.sharding import gather_model, gather_state, load_weights_of
 

@@ -22,7 +22,8 @@ from diffusion_training.arguments import number
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import delete, saving, sort_header
-from diffusion_training.memory import HostMemory, is_gpu
+from diffusion_training.host_memory import HostMemory
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import AveragedWeights, start_average
 
 FOLDER = "posthoc_ema"  # in the output folder of a run

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from diffusion_training.blocks import Checkpointed, list_segments
 from diffusion_training.errors.sentences import fail
+from diffusion_training.host_memory import BLOCK, HostMemory, measure_free
 from diffusion_training.launch import Launch
-from diffusion_training.memory import BLOCK, HostMemory, is_gpu, measure_free
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import choose_layout, read_precision
 from diffusion_training.training.lora.quantization import list_quantizable
 

@@ -17,17 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import saving
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.loading import load_batches
 from diffusion_training.memory import measure_memory
 from diffusion_training.order import hash_names
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.scores.distances import average, cosines, measure_fid, measure_kid
-from diffusion_training.training.scores.metric_flags import (
-    CLIP_METRICS,
-    METRICS,
-    SET_METRICS,
-    TURBO,
-)
+from diffusion_training.training.scores.metric_flags import CLIP_METRICS, SET_METRICS
 from diffusion_training.training.scores.networks import Network, load_network
 
 RESAMPLES = 100  # of the intervals
@@ -248,25 +244,6 @@ class Metrics:
         finally:
             for network in self.networks.values():
                 network.module.to("cpu")
-
-
-def join_records(own: dict[str, Any], turbo: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A record with the figures of samples of a second base, named turbo_clip-t and the like."""
-    figures = {
-        f"{TURBO}{name}": value
-        for name, value in (turbo or {}).items()
-        if name.partition("_")[0] in METRICS and name != "copy_real"
-    }
-    return own | figures
-
-
-def open_metrics(
-    launch: Launch, dataset: Any, train_rows: Any, held_out: dict[int, int], args: Namespace
-) -> Metrics | None:
-    """Return the `Metrics` of --validation_metrics; None without the flag or for --find_lr."""
-    if not args.validation_metrics or args.find_lr:
-        return None
-    return Metrics(launch, dataset, train_rows, held_out, args)
 
 
 def choose_trained(dataset: Any, train_rows: Any, seed: int) -> list[int]:

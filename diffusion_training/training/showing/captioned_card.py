@@ -11,13 +11,8 @@ import diffusers
 from diffusion_training.data.prompt_file import split_prompt
 from diffusion_training.families.base import Family
 from diffusion_training.models import DTYPE
-from diffusion_training.training.showing.pipelines import name_readers
-from diffusion_training.training.showing.report import (
-    About,
-    Description,
-    call_pipeline,
-    write_usage,
-)
+from diffusion_training.training.showing.readers import name_readers
+from diffusion_training.training.showing.report import About, Description, write_usage
 
 # Code for a transformer that lacks diffusers' methods for adapters: its class gets them.
 ADD_ADAPTERS = (
@@ -127,6 +122,13 @@ def describe_text_to_image(
     tags = [task, tag, "diffusers-training"]
     base = None if is_new else args.pretrained_model_name_or_path
     return Description(tags + ["lora"] * bool(args.rank), what, usage, base)
+
+
+def call_pipeline(about: About, side: int, num_steps: int, guidance: dict[str, float]) -> str:
+    """Return the arguments of a text-to-image pipeline that draw as the samples were drawn."""
+    numbers = {"height": side, "width": side, "num_inference_steps": num_steps}
+    given = (f"{name}={value:g}" for name, value in (numbers | guidance).items())
+    return ", ".join([f"prompt={about.prompt}", *given])
 
 
 def load_adapters(family: Family, path: str, other: str | None, is_lokr: bool) -> list[str]:

@@ -17,18 +17,20 @@ from PIL.PngImagePlugin import PngInfo
 
 from diffusion_training.batches import Objective
 from diffusion_training.data.captioned_data import Data
+from diffusion_training.data.encoders import place_decoder
 from diffusion_training.data.prompt_file import split_prompt
 from diffusion_training.data.references import choose_result_size
+from diffusion_training.draws import step_seed
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Base, Prompts
 from diffusion_training.files import hash_values, saving
-from diffusion_training.launch import Launch, StopSignal
+from diffusion_training.launch import Launch
 from diffusion_training.loading import load_batches
-from diffusion_training.memory import place_decoder
-from diffusion_training.order import step_seed
+from diffusion_training.stopping import StopSignal
 from diffusion_training.training.keeping.writer import Writer
+from diffusion_training.training.showing.grid import draw_grid
 from diffusion_training.training.showing.sample_base import SampleBase
-from diffusion_training.training.showing.samples import draw_grid, save_samples
+from diffusion_training.training.showing.samples import save_samples
 
 
 class Interrupted(Exception):

@@ -18,7 +18,6 @@ from diffusion_training.training.scores.metric_flags import METRICS
 from diffusion_training.training.showing.report import (
     DescribeModel,
     Description,
-    list_settings,
     name_best,
     name_run,
     save_loss,
@@ -73,6 +72,16 @@ def save_model_card(step: int, describe: DescribeModel, args: Namespace) -> None
 """
     with saving(output_dir, "the model card") as unfinished:
         (unfinished / "README.md").write_text(text + sign_text(text), encoding="utf-8")
+
+
+def list_settings(args: Namespace) -> dict[str, Any]:
+    """Return the flags for the model card, with local paths cut to their last name."""
+    listed = {}
+    for key, value in vars(args).items():
+        if value is not None and not key.endswith("_dir"):
+            is_local = isinstance(value, str) and os.path.exists(value)
+            listed[key] = Path(value).resolve().name if is_local else value
+    return listed
 
 
 def sign_text(text: str) -> str:

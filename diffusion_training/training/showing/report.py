@@ -229,23 +229,6 @@ def write_usage(
     ).strip()
 
 
-def call_pipeline(about: About, side: int, num_steps: int, guidance: dict[str, float]) -> str:
-    """Return the arguments of a text-to-image pipeline that draw as the samples were drawn."""
-    numbers = {"height": side, "width": side, "num_inference_steps": num_steps}
-    given = (f"{name}={value:g}" for name, value in (numbers | guidance).items())
-    return ", ".join([f"prompt={about.prompt}", *given])
-
-
-def list_settings(args: Namespace) -> dict[str, Any]:
-    """Return the flags for the model card, with local paths cut to their last name."""
-    listed = {}
-    for key, value in vars(args).items():
-        if value is not None and not key.endswith("_dir"):
-            is_local = isinstance(value, str) and os.path.exists(value)
-            listed[key] = Path(value).resolve().name if is_local else value
-    return listed
-
-
 def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tuple[Any, str] | None:
     """Plot values of metrics.jsonl over their steps, one line per name.
 
@@ -291,15 +274,11 @@ def draw_curves(records: list[dict], names: list[str], log: bool = False) -> tup
     )
 
 
-def save_loss(output_dir: str | Path) -> float | None:
-    """Plot the losses in metrics.jsonl as loss.png.
-
-    Returns the last training loss, None if none is recorded.
-    """
+def save_loss(output_dir: str | Path) -> None:
+    """Plot the losses in metrics.jsonl as loss.png."""
     records = read_metrics(output_dir)
     if drawn := draw_curves(records, ["loss", "held_out_loss", "held_out_loss_ema"], log=True):
         drawn[0].savefig(Path(output_dir) / "loss.png", dpi=150)
-    return next((record["loss"] for record in reversed(records) if "loss" in record), None)
 
 
 def name_best(output_dir: str | Path) -> str:

@@ -26,8 +26,9 @@ from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base
 from diffusion_training.families.opening import open_base
+from diffusion_training.host_memory import measure_free
 from diffusion_training.launch import Launch
-from diffusion_training.memory import is_gpu, measure_free
+from diffusion_training.memory import is_gpu
 from diffusion_training.models import find_weight_files, is_component, list_scales, put_on_device
 from diffusion_training.training.lora.lora import add_lora, make_lora_files
 from diffusion_training.training.lora.lora_files import (
@@ -41,7 +42,7 @@ from diffusion_training.training.lora.lora_files import (
 from diffusion_training.training.scores.metric_flags import TURBO
 from diffusion_training.training.showing.sample_base import SampleBase
 from diffusion_training.training.step.denoiser import load_base
-from diffusion_training.training.step.objective import try_sampler
+from diffusion_training.training.step.samplers import try_sampler
 
 # flags of the base that do not hold for --validation_base
 OF_BASE = (

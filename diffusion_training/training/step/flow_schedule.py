@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from diffusion_training.errors.sentences import explained
 from diffusion_training.families.base import Base, Family
-from diffusion_training.training.step.objective import try_sampler
+from diffusion_training.training.step.samplers import try_sampler
 
 
 def make_scheduler(base: Base, resolution: int, args: Namespace) -> FlowMatchEulerDiscreteScheduler:

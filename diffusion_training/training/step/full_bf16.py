@@ -13,7 +13,7 @@ import torch
 from transformers.optimization import Adafactor
 
 from diffusion_training.batches import Models
-from diffusion_training.order import step_seed
+from diffusion_training.draws import step_seed
 
 
 class FullBf16Adafactor(Adafactor):

@@ -1,9 +1,6 @@
-"""The objective: supported schedulers, the min-SNR weight, and predictions as noise."""
+"""The objective of U-Nets: supported schedulers, the min-SNR weight, and predictions as noise."""
 
-import math
 from argparse import Namespace
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import diffusers
@@ -12,9 +9,10 @@ import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMScheduler, SchedulerMixin
 from diffusers.training_utils import compute_snr
 
-from diffusion_training.batches import HeldOutLoss, Models, Objective, Predict, Prepared
+from diffusion_training.batches import HeldOutLoss, Models, Predict
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.repositories import fetch_model
+from diffusion_training.training.step.samplers import try_sampler
 
 
 def objective_flags(args: Namespace) -> dict[str, Any]:
@@ -68,21 +66,6 @@ def load_sampler(source: str | None, options: dict[str, Any], objective: dict[st
             "scheduler such as DDIMScheduler"
         )
     return sampler
-
-
-@torch.no_grad()
-def try_sampler(sampler: Any, num_steps: int, **options: Any) -> None:
-    """Call a sampler as a pipeline does, for at most ten of `num_steps` steps; raises its errors.
-
-    options: for `set_timesteps`.
-    """
-    sampler.set_timesteps(min(num_steps, 10), **options)
-    sample = torch.zeros(1, 4, 8, 8)
-    for timestep in sampler.timesteps:
-        scaled = sample
-        if hasattr(sampler, "scale_model_input"):  # flow matching needs none
-            scaled = sampler.scale_model_input(sample, timestep)
-        sample = sampler.step(torch.zeros_like(scaled), timestep, sample).prev_sample
 
 
 def make_noise_scheduler(args: Namespace) -> DDPMScheduler:
@@ -196,31 +179,3 @@ def held_out_epsilon_loss(noise_scheduler: DDPMScheduler, predict: Predict) -> H
         return F.mse_loss(epsilon, noise, reduction="none").mean(dim=(1, 2, 3))
 
     return HeldOutLoss(add_noise, measure_error)
-
-
-@torch.no_grad()
-def measure_constant(objective: Objective, models: Models, prepared: Prepared) -> float:
-    """The loss of the best constant prediction, for any objective; nan if it can't be measured.
-
-    A model that has learned nothing is not better. As a function of the constant, the loss is a
-    parabola, so three points are measured, with the same noise and timesteps.
-    """
-
-    def predict_constant(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        return constant
-
-    images = prepared.clean
-    weight = torch.full([len(images)], 1 / len(images), device=images.device)
-    losses = torch.zeros(3, device=images.device)
-    try:
-        for seed in range(32):
-            for i, value in enumerate((-1.0, 0.0, 1.0)):
-                torch.manual_seed(seed)  # training steps set their own
-                predict = partial(predict_constant, torch.full_like(images, value))
-                constant = replace(objective, predict=predict)
-                losses[i] += constant.loss(models, prepared, weight)
-    except Exception:  # only signs need it, and a user's loss may need another prediction
-        return math.nan
-    low, middle, high = (losses / 32).tolist()
-    curvature = (low + high) / 2 - middle
-    return middle - (high - low) ** 2 / (16 * curvature) if curvature > 0 else math.nan

@@ -6,12 +6,16 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from diffusion_training.arguments import is_address
+from diffusion_training.batches import Models, Objective, Prepared
 from diffusion_training.files import fits, parse_json
 
 NUMBERS = (
@@ -178,6 +182,34 @@ def judge_loss(losses: list[float], constant: float) -> dict[str, str]:
         )
         return {"nothing": sentence}
     return {}
+
+
+@torch.no_grad()
+def measure_constant(objective: Objective, models: Models, prepared: Prepared) -> float:
+    """The loss of the best constant prediction, for any objective; nan if it can't be measured.
+
+    A model that has learned nothing is not better. As a function of the constant, the loss is a
+    parabola, so three points are measured, with the same noise and timesteps.
+    """
+
+    def predict_constant(constant: torch.Tensor, *inputs: Any) -> torch.Tensor:
+        return constant
+
+    images = prepared.clean
+    weight = torch.full([len(images)], 1 / len(images), device=images.device)
+    losses = torch.zeros(3, device=images.device)
+    try:
+        for seed in range(32):
+            for i, value in enumerate((-1.0, 0.0, 1.0)):
+                torch.manual_seed(seed)  # training steps set their own
+                predict = partial(predict_constant, torch.full_like(images, value))
+                constant = replace(objective, predict=predict)
+                losses[i] += constant.loss(models, prepared, weight)
+    except Exception:  # only signs need it, and a user's loss may need another prediction
+        return math.nan
+    low, middle, high = (losses / 32).tolist()
+    curvature = (low + high) / 2 - middle
+    return middle - (high - low) ** 2 / (16 * curvature) if curvature > 0 else math.nan
 
 
 def judge_end(records: list[dict]) -> str:

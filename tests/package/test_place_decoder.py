@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import torch
 
-from diffusion_training.memory import place_decoder
+from diffusion_training.data.encoders import place_decoder
 
 
 class FullGpu:
