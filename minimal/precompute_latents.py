@@ -162,26 +162,19 @@ def encode_images(images):
     return torch.cat([posterior.mean.float(), (0.5 * posterior.logvar.float()).exp()], dim=1)
 
 
-# A hash of a model's weights, whatever their names, by which a trainer knows the model. Each weight
-# is hashed in the first of three precisions that holds its values, so that copies in 16 and 32 bits
-# are one model. A cache that an older version has begun keeps its hashes, which are of float32.
-begun = json.loads(cache_path.read_text()) if cache_path.exists() else {}
-is_old = bool(begun) and not begun["vae"]["sha256"].startswith("narrow:")
-
-
+# A hash of a model's weights, by which a trainer knows it. Each weight is hashed in the first
+# precision that holds its values, so that copies in 16 and 32 bits are one model.
 def hash_weights(model):
     digests = []
     for weight in model.parameters():
-        shape = tuple(weight.shape)
         flat = weight.detach().flatten()
         for kind in (torch.bfloat16, torch.float16, torch.float32):
-            if not is_old and torch.equal(flat.to(kind).float(), flat):
+            if torch.equal(flat.to(kind).float(), flat):
                 break
-        digest = hashlib.sha256((f"{shape}" if is_old else f"{kind} {shape}").encode())
+        digest = hashlib.sha256(f"{kind} {tuple(weight.shape)}".encode())
         digest.update(flat.to(kind).view(torch.uint8).numpy())
         digests.append(digest.hexdigest())
-    digest = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
-    return digest if is_old else f"narrow:{digest}"
+    return "narrow:" + hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
 
 
 # ---- The settings that decide the content of the cache. A trainer, and a run that resumes, compare
