@@ -88,7 +88,7 @@ class Saver:
         """Copy what a checkpoint holds, and let the thread write it; or write it without a copy."""
         state = self.state
         saved = state.list_models()
-        if not self.launch.shard:
+        if self.launch.num_processes > 1 and not self.launch.shard:
             step = self.progress.global_step
             check_replicas(self.launch.accelerator, state.models, state.averages.ema, step)
         if not self.launch.is_main:

@@ -39,7 +39,7 @@ from diffusion_training.draws import step_seed
 from diffusion_training.models import update_ema
 from diffusion_training.stopping import StopSignal
 from diffusion_training.training import held_out
-from diffusion_training.training.keeping import replicas
+from diffusion_training.training.keeping.checkpoints import get_scale
 from diffusion_training.training.showing import hub, pipelines
 from diffusion_training.training.showing.report import draw_curves
 
@@ -781,7 +781,7 @@ def test_unconditional_records_have_the_seconds_of_pauses(tmp_path, flags, monke
         return wrapper
 
     monkeypatch.setattr(script, "log_validation", slow(script.log_validation, 10_000))
-    patch(monkeypatch, "check_replicas", slow(replicas.check_replicas, 1_000))
+    patch(monkeypatch, "get_scale", slow(get_scale, 1_000))
     patch(monkeypatch, "save_pipeline", slow(pipelines.save_pipeline, 100_000))
     patch(monkeypatch, "log_held_out_loss", slow(held_out.log_held_out_loss, 1_000_000))
     flags += ["--validation_steps=2", "--checkpointing_steps=2", "--holdout=1", "--save_best"]

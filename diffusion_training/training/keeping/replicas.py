@@ -35,8 +35,6 @@ def check_replicas(accelerator: Accelerator, models: Models, averaged: Models, s
     Only the first process writes checkpoints, so another one's weights would be lost at the next
     resume, and until then it computes gradients of another model.
     """
-    if accelerator.num_processes == 1:
-        return
     replicas = list_replicas(models, averaged)
     sums = torch.stack([sum_bits(tensor) for tensor in replicas.values()])
     rows = accelerator.gather(sums).view(accelerator.num_processes, -1).tolist()
