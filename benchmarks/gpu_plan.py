@@ -313,11 +313,12 @@ class Plan:
             yield self.train_recipe(name, model, "compiled", "--compile", **goal)
 
     def list_small(self):
+        rank = "--rank=4" if self.cli.size == "toy" else "--rank=16"  # the toy has 8 channels
         lora = functools.partial(self.train, "batch 1")
-        yield lora("eager", self.cached, "--rank=16", batch=1)
-        yield lora("--compile", self.cached, "--rank=16", "--compile", batch=1)
+        yield lora("eager", self.cached, rank, batch=1)
+        yield lora("--compile", self.cached, rank, "--compile", batch=1)
         mode = "reduce-overhead"
-        yield lora(mode, self.cached, "--rank=16", batch=1, setting=mode)
+        yield lora(mode, self.cached, rank, batch=1, setting=mode)
 
     def list_encode(self):
         flags = [str(16 * self.cli.batch_size), f"--mixed_precision={self.cli.mixed_precision}"]
