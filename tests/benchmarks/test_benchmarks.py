@@ -1110,13 +1110,18 @@ def test_the_plan_runs_on_an_imitated_gpu(only, tmp_path, monkeypatch):
         bench.subprocess = SimpleNamespace(Popen=ForkedProcess)
         gpu_plan.main(flags)
 
-    codes = finish(start(child, log=str(tmp_path / "log")), timeout=3000)
+    (code,) = finish(start(child, log=str(tmp_path / "log")), timeout=3000)
     said = (tmp_path / "log").read_text()
-    assert codes == [0], said
+    assert "The plan: Imitated GPU, torch " in said, said
     kernels, plan = said.split("The plan: Imitated GPU, torch ")
     assert all(float(row[5]) > 0 for row in table(kernels) if row[0] == "whole")
     rows = table(plan)
     assert {row[0] for row in rows} == set(only)
+    failed = {(row[1], row[2]) for row in rows if row[3] == "failed"}
+    # nf4 needs tensors that are not imitated, and int8 wider layers than those of the toy SDXL
+    cannot = {("SDXL", "int8"), ("SDXL", "int8, compiled"), *((row[1], "nf4") for row in rows)}
+    assert failed <= cannot and code == bool(failed), said
+    rows = [row for row in rows if row[3] != "failed"]
     assert all(float(row[4]) > 0 for row in rows)
     assert all(row[5].endswith("%") and row[7].endswith("%") for row in rows if row[0] != "encode")
 
