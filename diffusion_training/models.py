@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch.nn import Linear
 from torch.nn.functional import group_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from diffusion_training.batches import Models
 from diffusion_training.errors.sentences import explained
@@ -192,25 +192,9 @@ def name_inputs(model: torch.nn.Module, args: Sequence[Any], options: dict[str, 
     return {name for name, leaf in named if isinstance(leaf, torch.Tensor)}
 
 
-class Called(Exception):
-    """Ends a call of a model before it computes anything."""
-
-
-def catch_inputs(model: torch.nn.Module, call: Callable[[], Any]) -> set[str]:
-    """The names of the inputs that `call()` gives a model, which computes nothing."""
-    given: set[str] = set()
-
-    def watch(*args: Any, **options: Any) -> None:
-        given.update(name_inputs(model, args, options))
-        raise Called
-
-    model.forward = watch
-    try:
-        with contextlib.suppress(Called):
-            call()
-    finally:
-        del model.forward
-    return given
+def list_tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def freeze_unreached(model: torch.nn.Module, names: Collection[str]) -> None:

@@ -820,6 +820,9 @@ def start(function, num_processes=1, log=os.devnull):
             code = 0
         except SystemExit as stop:
             code = stop.code or 0
+            if isinstance(code, str):  # a sentence; Python prints it and exits with 1
+                print(code, file=sys.stderr)
+                code = 1
         except BaseException:
             import traceback
 

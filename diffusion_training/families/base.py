@@ -4,6 +4,7 @@ To add a family, write a file with a subclass of `Family`, a line in names.py, a
 in the tests.
 """
 
+import contextlib
 import inspect
 import math
 import os
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import fail
-from diffusion_training.models import load_weights
+from diffusion_training.models import load_weights, name_inputs
 from diffusion_training.repositories import Repository, check_variant
 
 VAES_WITHOUT_MOMENTS = ("AutoencoderTiny", "AutoencoderDC")  # they return plain latents
@@ -564,6 +565,27 @@ class Family:
     def merge(self, pipeline: Any) -> dict[str, torch.Tensor]:
         """The weights of a pipeline in the layout of a single file, on the CPU."""
         raise NotImplementedError
+
+
+class Called(Exception):
+    """Ends a call of a model before it computes anything."""
+
+
+def catch_inputs(model: torch.nn.Module, call: Callable[[], Any]) -> set[str]:
+    """The names of the inputs that `call()` gives a model, which computes nothing."""
+    given: set[str] = set()
+
+    def watch(*args: Any, **options: Any) -> None:
+        given.update(name_inputs(model, args, options))
+        raise Called
+
+    model.forward = watch
+    try:
+        with contextlib.suppress(Called):
+            call()
+    finally:
+        del model.forward
+    return given
 
 
 def leave_out_adapter(key: str) -> str:

@@ -8,14 +8,13 @@ import torch
 from diffusers import DDIMScheduler
 from safetensors.torch import load_file
 
-from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens, catch_inputs
 from diffusion_training.families.original_layout import (
     merge_clip,
     merge_open_clip,
     merge_vae,
     rename_unet,
 )
-from diffusion_training.models import catch_inputs
 
 # {kohya's name of a weight of a LoRA: PEFT's}
 KOHYA_PARTS = {

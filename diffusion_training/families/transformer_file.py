@@ -101,7 +101,7 @@ def unpack_transformer(path: str, base: Base, cache_dir: str | None, part: str =
 
     def read() -> Callable[[Path], None]:
         found = convert(Checkpoint(read_tensors(path, names, scales)))
-        broken = [name for name in shapes if not is_finite(widen(found[name]))]
+        broken = [name for name in shapes if not is_finite(fp8_as_bfloat16(found[name]))]
         raise_for_keys(NOT_FINITE, broken)
         return partial(save_denoiser, {name: found[name] for name in shapes}, config)
 
@@ -298,7 +298,7 @@ def name_three(names: Iterable[str]) -> str:
     return ", ".join(first[:3]) + more
 
 
-def widen(weight: torch.Tensor) -> torch.Tensor:
+def fp8_as_bfloat16(weight: torch.Tensor) -> torch.Tensor:
     """A weight in fp8 in bfloat16, which has all its numbers; another one as it is."""
     return weight.bfloat16() if weight.dtype.itemsize == 1 else weight
 
@@ -312,7 +312,7 @@ def save_denoiser(weights: dict[str, torch.Tensor], config: dict[str, Any], fold
         weights, filename_pattern=pattern, max_shard_size=SHARD
     )
     for file, names in split.filename_to_tensors.items():
-        part = {name: widen(weights[name]) for name in names}
+        part = {name: fp8_as_bfloat16(weights[name]) for name in names}
         save_file({key: x.contiguous() for key, x in part.items()}, folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -329,7 +329,7 @@ def save_text_encoder(
     """
     folder.mkdir()
     (folder / "config.json").write_text(config)
-    weights = {name: widen(weight).contiguous() for name, weight in weights.items()}
+    weights = {name: fp8_as_bfloat16(weight).contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with explained(misfit):
         _, info = kind.from_pretrained(folder, output_loading_info=True)

@@ -174,7 +174,7 @@ def plan_caches(
             shape = family.shape_reference(encoders.vae, reference_side)
             about["references"] = {"count": count, "side": reference_side, "shape": shape}
             about["references"]["are_enlarged"] = False  # in caches of before, which lack it
-        settings = describe_settings(
+        settings = describe_cache(
             described | {"latents_shape": list(latents.shape)} | about,
             transform,
             family.features,
@@ -248,7 +248,7 @@ def check_not_cache(output_dir: str) -> None:
             )
 
 
-def describe_settings(
+def describe_cache(
     described: dict[str, Any],
     transform: Transform,
     family_features: tuple[str, ...],

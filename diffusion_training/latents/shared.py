@@ -104,8 +104,8 @@ def cache_folder(launch: Launch, args: Namespace, script: str) -> list[str]:
             flags |= {name: vars(args)[name] for name in WITHOUT_EFFECT}
             flags |= {"batch_size": "auto" if on_gpu else 4, "output_dir": str(folder)}
             path = str(Path(script).with_name("precompute_latents.py"))
-            _, _, words = format_args(flags, start="").partition("\n")
-            make_cache([path, *shlex.split(words)], list_environment(device))
+            words = shlex.split(format_args(flags, start=""), comments=True)
+            make_cache([path, *words], list_environment(device))
     print_once(f"Latents: {folder}, for all runs with these images and models")
     skipped = load_cache(places[0]).settings["skipped"]
     if skipped:

@@ -1120,7 +1120,7 @@ def test_the_plan_runs_on_an_imitated_gpu(only, tmp_path, monkeypatch):
     failed = {(row[1], row[2]) for row in rows if row[3] == "failed"}
     # nf4 needs tensors that are not imitated, and int8 wider layers than those of the toy SDXL
     cannot = {("SDXL", "int8"), ("SDXL", "int8, compiled"), *((row[1], "nf4") for row in rows)}
-    assert failed <= cannot and bool(code) == bool(failed), said
+    assert failed <= cannot and code == bool(failed), said
     rows = [row for row in rows if row[3] != "failed"]
     assert all(float(row[4]) > 0 for row in rows)
     assert all(row[5].endswith("%") and row[7].endswith("%") for row in rows if row[0] != "encode")

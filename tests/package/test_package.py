@@ -49,11 +49,11 @@ ROOMS = [
 # for what is imported at the start. The second one adds what functions import when they are called,
 # and what only types need, since moving an import does not make a script smaller.
 LIMITS = {
-    "caption_images": (21_700, 24_900),
+    "caption_images": (21_700, 24_800),
     "download_images": (17_700, 19_900),
     "precompute_latents": (44_800, 68_800),
-    "precompute_latents_ray": (52_100, 76_200),
-    "reconstruct_ema": (12_600, 13_700),
+    "precompute_latents_ray": (52_200, 76_200),
+    "reconstruct_ema": (12_600, 13_600),
     "train_flow": (89_200, 132_200),
     "train_on_ray": (10_400, 10_400),
     "train_text_to_image": (89_500, 114_700),

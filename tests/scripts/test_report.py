@@ -22,7 +22,7 @@ from PIL import Image
 
 import train_text_to_image
 from diffusion_training.families.known import load_family
-from diffusion_training.training.showing.report import draw_curves, save_report
+from diffusion_training.training.showing.report import draw_curves, embed_picture, save_report
 
 HOSTILE = "<img src=x onerror=document.title=1>&amp;"
 
@@ -166,6 +166,21 @@ def test_report_of_a_long_run_is_cheap_and_lists_rows_the_cache_lacks(tmp_path, 
     # a constant speed and memory need no curve
     names = ["loss", "held-out loss", "held_out_loss_t0.1", "learning rate", "norm of", "share of"]
     assert [text.startswith(name) for text, name in zip(curves(page), names, strict=True)]
+
+
+def test_pictures_in_a_report_are_small(tmp_path):
+    """Digits are PNGs, which keep their edges, and photographs are JPEGs, also without colours."""
+    noise = Image.effect_noise((600, 450), 100)
+    pictures = {"gray": noise, "colours": Image.merge("RGB", [noise, noise.rotate(180), noise])}
+    pictures["digits"] = Image.new("L", (600, 450))
+    kinds = {}
+    for name, picture in pictures.items():
+        path = tmp_path / f"{name}-1.png"
+        picture.convert("RGB").save(path)  # as grids are
+        tag = embed_picture(path, 1100, 0)
+        kinds[name] = re.search("data:image/(.*?);", tag)[1]
+        assert len(tag) < 500_000
+    assert kinds == {"gray": "jpeg", "colours": "jpeg", "digits": "png"}
 
 
 def test_failed_report_keeps_the_old_one_and_the_run_continues(

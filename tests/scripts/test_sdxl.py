@@ -497,6 +497,12 @@ def test_a_pipelines_own_unet_is_checked_only_if_the_run_fails(tmp_path, images,
     said = train.refused(*flags, f"--output_dir={tmp_path / 'new'}")
     assert re.search(r"the U-Net of \S*sdxl can't be trained here \(.*70", said)
     assert len(checked) == 1
+    # an error that the check does not explain keeps its traceback
+    UNet2DConditionModel.from_config(config).save_pretrained(folder)
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(script, "compute_loss", lambda *_: 1 / 0)
+        train(*flags, f"--output_dir={tmp_path / 'new'}")
+    assert len(checked) == 2
     # one channel would fit any number of them, so that torch would only warn
     UNet2DConditionModel.from_config(config | {"out_channels": 1}).save_pretrained(folder)
     assert "its prediction has the shape [1, " in train.refused(*flags)

@@ -30,12 +30,8 @@ from diffusion_training.families.recorded.mask_values import is_whole_numbers, o
 from diffusion_training.families.recorded.pipeline_run import NUM_TIMES, PipelineCode, PipelineTrace
 from diffusion_training.families.recorded.reference_latents import as_argument, make_blanks
 from diffusion_training.families.recorded.tape import Tape, Unrecordable
-from diffusion_training.families.recorded.text_tensors import (
-    TextTensor,
-    is_equal,
-    list_tensors,
-    rebuild_results,
-)
+from diffusion_training.families.recorded.text_tensors import TextTensor, is_equal, rebuild_results
+from diffusion_training.models import list_tensors
 
 PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 PROBED_TIMES = (1.0, 137.5, 250.0, 611.123, 750.0, 999.0)

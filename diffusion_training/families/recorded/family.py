@@ -70,7 +70,6 @@ from diffusion_training.families.recorded.text_tensors import (
     CaptionBytes,
     decode_texts,
     exactly,
-    list_tensors,
     pair_parts,
     plain,
     rebuild_results,
@@ -78,7 +77,7 @@ from diffusion_training.families.recorded.text_tensors import (
     take_rows,
 )
 from diffusion_training.families.recorded.trial import probe_batching
-from diffusion_training.models import hash_rules, load_weights
+from diffusion_training.models import hash_rules, list_tensors, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 USUAL_RATIO = 4  # of the longer side of a reference to the shorter one, at most

@@ -44,11 +44,11 @@ from diffusion_training.families.recorded.text_tensors import (
     describe_result,
     is_equal,
     list_numbers,
-    list_tensors,
     rebuild_results,
     stack_rows,
     take_rows,
 )
+from diffusion_training.models import list_tensors
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")  # arguments of pipelines
 # of pipelines, for the images that an edit starts from

@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 
 import torch
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_flatten
 
 from diffusion_training.families.recorded.tape import Unrecordable
+from diffusion_training.models import list_tensors
 
 SHORT, LONG = "a red car", "three birds, and a blue house by the sea at night"  # probes
 LONGEST = LONG * 20  # FLUX.3 has as many tokens for SHORT as for LONG, and more for this one
@@ -37,10 +37,6 @@ class TextTensor(TypedDict, total=False):
 
 def is_part(node: Any) -> bool:
     return isinstance(node, dict) and "column" in node
-
-
-def list_tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def list_numbers(calls: list[dict[str, Any]]) -> torch.Tensor:

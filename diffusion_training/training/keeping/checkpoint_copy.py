@@ -107,7 +107,7 @@ def hold_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> to
 
 
 def count_copy(saved: Models, moments: int) -> int:
-    """Return the bytes of a `CheckpointCopy`. moments: those of the optimizer's."""
+    """Return the bytes of a `CheckpointCopy`. moments: bytes of the optimizer's."""
     weights = [value.nbytes for model in saved.values() for value in list_saved(model).values()]
     return sum(weights) + moments
 

@@ -13,14 +13,13 @@ from diffusion_training.batches import Models, Predict
 from diffusion_training.blocks import chooses_plan, list_segments
 from diffusion_training.data.captioned_data import Data
 from diffusion_training.errors.sentences import CHECKS, explained, fail
-from diffusion_training.families.base import Base, Family, Prompts
+from diffusion_training.families.base import Base, Family, Prompts, catch_inputs
 from diffusion_training.families.lora_layers import COMMON, LAYER_SETS, LAYERS
 from diffusion_training.files import is_old_hash
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import (
     cast_weights,
-    catch_inputs,
     hash_weights,
     load_weights,
     read_precision,
@@ -207,8 +206,8 @@ def check_denoiser(
     models: {its name: the model}. what: a word for it, such as U-Net. source: where it is from.
     further: additions of the script's `prepare_batch` to the condition, for one image, with any
         values. An entry [1, C, h, w] of the latents' size counts as C more channels.
-    is_own: whether it is the pipeline's own model, which should fit. Then it is only called on the
-        meta device, which takes 0.3 s for SDXL, if the run fails.
+    is_own: whether it is the pipeline's own model, which should fit. Then the call on the meta
+        device, which takes 0.3 s for SDXL, is only made if the run fails.
 
     Returns the names of the weights that the prediction does not depend on, [] with `is_own`.
     """
@@ -242,7 +241,7 @@ def check_denoiser(
     check = partial(check_shapes, models, predict, name, shape, condition | further)
     inputs: set[str] = set()
     unreached: list[str] = []
-    # another number of channels might not fail
+    # the loss would broadcast a prediction of one channel, and the run would not fail
     if is_own and model.config.out_channels == shape[0]:
         with torch.device("meta"), contextlib.suppress(Exception):  # `check` explains it
             given = torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition | further)

@@ -17,11 +17,12 @@ from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from diffusion_training.batches import Models
 from diffusion_training.blocks import ATTENTION, Checkpointed, describe_memory_plan, list_segments
+from diffusion_training.models import list_tensors
 
 
 @dataclass(frozen=True)
@@ -253,10 +254,6 @@ class Recorder:
 def copy_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers without the graph behind them."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def list_tensors(values: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 class Gradients(torch.autograd.Function):
