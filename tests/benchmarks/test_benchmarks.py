@@ -1044,7 +1044,8 @@ def test_the_plan_shows_the_card_and_goals_and_begins_again_on_another_card(piec
 
 def test_the_scripts_take_all_flags_of_the_plan(tmp_path):
     flags = {"mixed_precision": "bf16", "resolution": 512, "batch_size": 64, "no_compile": False}
-    cli = argparse.Namespace(only=gpu_plan.EXPERIMENTS, diffusers="peers", **flags)
+    flags |= {"only": gpu_plan.EXPERIMENTS, "diffusers": "peers", "size": "sd2"}
+    cli = argparse.Namespace(**flags)
     runs = [*gpu_plan.Plan(tmp_path, cli).list_runs()]
     assert len({run.key for run in runs}) == len(runs)
     assert [run.what for run in runs[: len(runs) // 2]] == [
