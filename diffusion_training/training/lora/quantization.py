@@ -93,13 +93,14 @@ def load_quantized(
     variant: str | None = None,
     merge: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     with_old: bool = False,
+    hashed: bool = True,
 ) -> tuple[torch.nn.Module, str]:
     """Load a pretrained model with the layers of `list_quantizable` quantized, on `device`.
 
     Weights are read, hashed and quantized a few at a time, so memory never holds the complete model
-    in the precision of its files. The hash is that of the exact weights. Raises ValueError as
-    `load_weights` does. merge: changes the weights before that, see `read_training_adapter`.
-    with_old: see `hash_weights`.
+    in the precision of its files. The hash is that of the exact weights, "" if they are not
+    `hashed`. Raises ValueError as `load_weights` does. merge: changes the weights before that, see
+    `read_training_adapter`. with_old: see `hash_weights`.
     """
     config = model_class.load_config(source, subfolder=subfolder)
     with no_init_weights(), init_empty_weights():
@@ -130,7 +131,8 @@ def load_quantized(
         if not is_finite(value):
             broken.append(name)
         if name in parameters:
-            digests.append(hash_weight(value, with_old))
+            if hashed:
+                digests.append(hash_weight(value, with_old))
             if attribute == "weight" and layer_name in layers:
                 quantize(layer, value.to(device), dtype)
                 return
@@ -146,7 +148,7 @@ def load_quantized(
     raise_for_keys(NOT_FINITE, broken)
     missing = [name for name, value in model.state_dict().items() if value.is_meta]
     raise_for_keys("missing keys", missing)
-    return model, combine_hashes(digests)
+    return model, combine_hashes(digests) if hashed else ""
 
 
 def list_quantizable(model: torch.nn.Module) -> set[str]:

@@ -115,7 +115,13 @@ class OtherBase(SampleBase):
         device = torch.device("cpu") if swap else launch.device
         source, options = self.base.locate(self.base.transformer, folder)
         model, _ = load_base(
-            type(trained), str(source), args.base_precision, device, launch.dtype, **options
+            type(trained),
+            str(source),
+            args.base_precision,
+            device,
+            launch.dtype,
+            hashed=False,
+            **options,
         )
         speed = read_plain_lora(self.lora, model, self.family) if self.lora else None
         # the factor alpha / rank is in the weights of a file

@@ -266,9 +266,10 @@ def load_base(
     dtype: torch.dtype,
     merge: Merge | None = None,
     with_old: bool = False,
+    hashed: bool = True,
     **options: Any,
 ) -> tuple[torch.nn.Module, str]:
-    """Load the base of a LoRA. Returns (model, `hash_weights` of it).
+    """Load the base of a LoRA. Returns (model, `hash_weights` of it, "" if it is not `hashed`).
 
     base_precision: "int8" or "nf4", or None for the precision of the files. device: the place of
     quantized layers. dtype: that of the computation. merge: changes the weights, see
@@ -279,11 +280,11 @@ def load_base(
 
         return load_quantized(
             model_class, source, base_precision, device, dtype, merge=merge, with_old=with_old,
-            **options,
+            hashed=hashed, **options,
         )  # fmt: skip
     precision = read_precision(source, **options)
     model = load_weights(model_class, source, **options, torch_dtype=precision)
     if merge:
         for name, weight in model.named_parameters():
             weight.data = merge(name, weight.data).to(weight.dtype)
-    return model, hash_weights(model, with_old)
+    return model, hash_weights(model, with_old) if hashed else ""
