@@ -766,7 +766,8 @@ class FirstOfEqual(Recorder):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.known: dict[Any, tuple[Segment, Any]] = {}  # and functions that make its result
+        # and functions that make its result, and the operations of both passes
+        self.known: dict[Any, tuple[Segment, Any, int]] = {}
         self.copies: list[torch.Tensor] = []
 
     @contextlib.contextmanager
@@ -786,18 +787,19 @@ class FirstOfEqual(Recorder):
         key = type(segment), *facts
         meter = self.meter
         if key in self.known:
-            like, make = self.known[key]
+            like, make, operations = self.known[key]
             between = meter.held - self.last
             self.inputs.append((args, options))
             result = tree_map(lambda each: each(), make)
             self.copies.append(torch.empty(like.copies, dtype=torch.uint8))
-            meter.operations += like.operations
+            meter.operations += operations
             self.segments.append(replace(like, place=place, between=between))
             self.last = meter.peak = meter.held
         else:
+            before = meter.operations
             result = super().call(segment, place, forward, *args, **options)
             make = tree_map(copy_later, result)
-            self.known[key] = self.segments[-1], make
+            self.known[key] = self.segments[-1], make, meter.operations - before
         if not torch.is_grad_enabled():  # no graph keeps them
             self.inputs.clear()
         return result

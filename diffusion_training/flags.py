@@ -13,7 +13,7 @@ def add_device_flags(add: Add, trains: bool = True) -> None:
             "--gradient_checkpointing",
             **SWITCH,
             help="compute activations a second time instead of storing them: less memory, and a "
-            "step takes 1.3 to 2 times as long",
+            "third more operations in a step, or half more for a LoRA",
             useless_with="--checkpoint_blocks or --blocks_to_swap",
             strict=False,
         )

@@ -189,8 +189,8 @@ WAN_CHOICE = (
     "the 2,000 images of ai-toolkit, the one that trains from stills, as 1,000 x 2."
 )
 BETWEEN = (
-    "2,000 images, as 500 x 4 and 2,000 x 1 are, but twice the steps of the former: a weight moves "
-    "by rate x steps at most."
+    "1,000 x 2: the sources have 2,000 images, as 500 x 4 or 2,000 x 1. A step of AdamW moves a "
+    "weight by about the rate, so 500 steps may be too few."
 )
 SETTINGS = {
     "sd15": LoraSettings(

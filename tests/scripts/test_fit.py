@@ -34,7 +34,7 @@ FILE = "pytorch_lora_weights.safetensors"
 def make_estimate(swappable=(), gradients=0):
     """Of four segments, whose attention is a third of their operations."""
     segments = [Segment(place, 0, 10, 0, 5, 100, 100, 120, 0, 30, 10) for place in range(4)]
-    return Estimate(StepMemory(segments, 10, 0, gradients, 120), 1000, 0, 0, list(swappable), 0)
+    return Estimate(StepMemory(segments, 10, 0, gradients, 360), 1000, 0, 0, list(swappable), 0)
 
 
 def test_the_fastest_plan_that_fits_is_chosen():

@@ -82,7 +82,7 @@ class StepMemory:
     end: int  # at the most after the last segment, with the loss and the first gradients
     released: int  # since the last segment, when the backward pass comes to it
     gradients: int  # of all weights; 0 if they are freed as soon as they are used
-    operations: int  # of the forward pass
+    operations: int  # of both passes; a LoRA's backward pass has as few as its frozen base allows
     adds_up: bool = False  # the gradients of several micro-batches
 
     def count(self, plan: MemoryPlan) -> int:
@@ -114,16 +114,13 @@ class StepMemory:
         return most + self.gradients if self.adds_up else max(most, self.gradients)
 
     def share_repeated(self, plan: MemoryPlan) -> float:
-        """Return the operations that are computed twice, as a share of the whole step.
-
-        A backward pass takes twice as many as the forward pass.
-        """
+        """Return the operations that are computed twice, as a share of the whole step."""
         repeated = sum(
             each.operations - each.attention_operations * plan.keeps_attention
             for each in self.segments
             if each.place < plan.checkpointed
         )
-        return repeated / max(1, 3 * self.operations + repeated)
+        return repeated / max(1, self.operations + repeated)
 
 
 class Meter(TorchDispatchMode):
@@ -222,7 +219,6 @@ class Recorder:
         of_results = sum(each.nbytes for each in results if each.requires_grad)
         del graph
         differentiate(results)
-        meter.attention, meter.operations, meter.attention_operations = now
         # a segment that is called a second time has the gradients of its results already
         in_backward = max(meter.peak - before, in_forward + of_results)
         gradients = forget_gradients(segment)
@@ -305,8 +301,8 @@ def record_step(
     before = meter.operations
     with recorder.calling():
         results = [compute()]
-    operations = meter.operations - before
     differentiate(results)
+    operations = meter.operations - before
     end = meter.peak - recorder.last
     for model in models.values():
         forget_gradients(model)
