@@ -85,7 +85,7 @@ def drop_equal_blocks(model: torch.nn.Module) -> dict[str, str]:
     """
     blocks = list_blocks(model)
     kinds = {
-        name: [name.split(".")[-2], type(block)]
+        name: [name.rpartition(".")[0], type(block)]
         + [(key, weight.shape) for key, weight in block.named_parameters()]
         for name, block in blocks.items()
     }

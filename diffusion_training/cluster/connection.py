@@ -1,6 +1,7 @@
 """Connect to Ray or start it, and run tasks on it."""
 
 import argparse
+import atexit
 import collections
 import itertools
 import os
@@ -15,7 +16,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diffusion_training.errors.sentences import CHANGED, explained, name_command
-from diffusion_training.errors.stop_signals import end_at_once, end_if_stopped, list_stop_signals
+from diffusion_training.errors.stop_signals import (
+    SIGNALS,
+    end_at_once,
+    end_if_stopped,
+    list_stop_signals,
+)
 
 # Ray reads these when it is imported. The first silences a warning about a future change for GPUs.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -81,6 +87,8 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
                 **options,
             )
         except SystemExit:
+            # of a signal; Python's own end would abort in a Ray that has only half begun
+            atexit.register(lambda: os._exit(128 + SIGNALS[-1]))
             end_if_stopped()  # by our handler, which Ray keeps for Ctrl-C
             end_at_once(signal.SIGTERM, None)  # by Ray's, which replaces ours in the meantime
     for number, handler in handlers.items():  # Ray has replaced them

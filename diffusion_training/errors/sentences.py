@@ -107,13 +107,13 @@ def describe_expected(error: BaseException, args: argparse.Namespace) -> str | N
     return None
 
 
-def find_reason() -> str | None:
-    """The sentence of the first of `CHECKS` that ends the program, or None."""
+def find_reason() -> Refused | None:
+    """What the first of `CHECKS` that ends the program raises, or None."""
     for check in CHECKS:
         try:
             check()
         except Refused as refused:
-            return str(refused)
+            return refused
     return None
 
 
@@ -174,10 +174,13 @@ def in_one_sentence(
             if not SIGNALS:  # its message is printed already
                 raise
         except Exception as error:
-            sentence = describe_expected(error, args) or find_reason()
-            sentence = sentence and shorten(sentence)
+            sentence = describe_expected(error, args)
             alone = True
             status = status_of(error)
+            if sentence is None and (refused := find_reason()):
+                sentence = str(refused)
+                alone = refused.alone
+            sentence = sentence and shorten(sentence)
             if sentence is None and not SIGNALS:
                 raise
         finally:

@@ -22,6 +22,7 @@ from diffusion_training.data.images import describe_decoder, name_image
 from diffusion_training.errors.printing import hide_secrets
 from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.files import (
+    NARROW,
     check_output_dir,
     delete,
     digest_file,
@@ -360,7 +361,10 @@ def open_cache(
             if not (output_dir / "cache.json").exists():
                 made_with = list_flags(planned)
                 about = {"decoder": decoder, "made_with": made_with, "version": __version__}
-                write_file(output_dir / "cache.json", json.dumps({**settings, **about}, indent=1))
+                text = json.dumps({**settings, **about}, indent=1)
+                # the hashes of older versions are for caches that these have begun
+                text = re.sub(rf"({NARROW}\w+) \w+", r"\1", text)
+                write_file(output_dir / "cache.json", text)
             (output_dir / "unfinished").mkdir(exist_ok=True)
             for leftover in output_dir.rglob(".tmp-*"):  # left by a run that was killed
                 delete(leftover)

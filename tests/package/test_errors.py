@@ -25,6 +25,7 @@ from diffusion_training.arguments import Flags, make_parser
 from diffusion_training.errors.faults import explain, is_machines_fault
 from diffusion_training.errors.printing import hide_secrets, note_secrets, printable
 from diffusion_training.errors.sentences import (
+    CHECKS,
     PEER_ENDED,
     UNDO,
     describe_expected,
@@ -58,9 +59,15 @@ def test_only_one_process_prints_an_error_unless_alone(
 ):
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with pytest.raises(SystemExit) as stop:
-        in_one_sentence(lambda args: fail("why", alone))(None)
-    assert stop.value.code == 1 and ("why" in capsys.readouterr().err) is said
+
+    def check_late(args):
+        CHECKS.append(lambda: fail("why", alone))
+        raise ZeroDivisionError
+
+    for main in (lambda args: fail("why", alone), check_late):
+        with pytest.raises(SystemExit) as stop:
+            in_one_sentence(main)(None)
+        assert stop.value.code == 1 and ("why" in capsys.readouterr().err) is said
 
 
 @pytest.mark.parametrize("flag, said", [

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel, UNet2DConditionModel
+from diffusers import ModelMixin, QwenImageTransformer2DModel, UNet2DConditionModel
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.transformers import transformer_qwenimage
 
 from diffusion_training.shapes import call_on_meta, check_shapes, list_reached
@@ -42,7 +43,7 @@ def call_unet(models, noisy, times, condition):
     ("kind", "config", "call", "block", "counts"),
     [
         (QwenImageTransformer2DModel, QWEN, call_qwen, "QwenImageTransformerBlock", (5, 2)),
-        (UNet2DConditionModel, UNET, call_unet, "BasicTransformerBlock", (16, 2)),
+        (UNet2DConditionModel, UNET, call_unet, "BasicTransformerBlock", (16, 8)),
         (CountsItsBlocks, QWEN, call_qwen, "QwenImageTransformerBlock", (5, 5)),
     ],
 )
@@ -81,6 +82,43 @@ def test_weights_that_do_nothing_in_each_block_are_named_in_all_blocks(monkeypat
     short = check_shapes(models, call_qwen, "the model", [4, 8, 8], CONDITION)
     assert sorted(short.unreached) == sorted(whole.unreached)
     assert sum("idle" in name for name in whole.unreached) == 2 * QWEN["num_layers"]
+
+
+class Part(torch.nn.Module):
+    """A block, whose second layer is used in all blocks of a stack but the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, is_last):
+        return self.first(x) if is_last else self.second(self.first(x))
+
+
+class TwoStacks(ModelMixin, ConfigMixin):
+    _repeated_blocks = ["Part"]
+
+    @register_to_config
+    def __init__(self, depth=4):
+        super().__init__()
+        for name in ("text", "image"):
+            blocks = torch.nn.ModuleList([Part() for _ in range(depth)])
+            self.add_module(name, torch.nn.ModuleDict({"blocks": blocks}))
+
+    def forward(self, x, timestep):
+        for stack, keeps in ((self.text, False), (self.image, True)):
+            blocks = [*stack["blocks"]]
+            for block in blocks:
+                x = block(x, is_last=block is blocks[-1] and not keeps)
+        return x
+
+
+def test_blocks_of_two_stacks_are_not_taken_for_one():
+    with torch.device("meta"):
+        models = {"model": TwoStacks()}
+    given = models, lambda models, noisy, times, _: models["model"](noisy, times)
+    found = check_shapes(*given, "the model", [4, 8, 4], CONDITION)
+    assert found.unreached == [f"text.blocks.3.second.{name}" for name in ("weight", "bias")]
 
 
 def test_a_model_that_does_not_fit_ends_with_its_own_reason():

@@ -27,6 +27,7 @@ from conftest import (
     wait_until,
 )
 from PIL import Image
+from transformers import CLIPTextConfig, CLIPTextModel
 
 from diffusion_training.files import checksum_files
 from diffusion_training.host_memory import HostMemory, measure_free
@@ -407,6 +408,37 @@ def test_a_later_copy_takes_no_new_memory_and_has_what_the_optimizer_adds():
     assert memory.place == place
     optimizer.state[model.weight]["slow"] = torch.ones(7)
     assert_copied()
+
+
+class Pair(torch.nn.Module):
+    """A module with a `save_pretrained` of its own, which reads another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 2)
+
+    def save_pretrained(self, folder):
+        torch.save(self.inner.state_dict(), folder / "inner.pt")
+
+
+def test_a_copy_of_any_kind_of_model_is_saved_with_the_weights_of_its_step(tmp_path):
+    """A trained text encoder is one of transformers' models, whose saving reads more of it."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = CLIPTextConfig(vocab_size=9, num_attention_heads=2, **sizes)
+    saved = {"text_encoder": CLIPTextModel(config), "pair": Pair()}
+    cpu = torch.device("cpu")
+    copy = CheckpointCopy(saved, HostMemory(count_copy(saved, 0), cpu), cpu)
+    weights = [weight for model in saved.values() for weight in model.parameters()]
+    copy.take(torch.optim.SGD(weights))
+    before = [weight.clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(1)  # the training goes on
+    for _, model in copy.models():
+        model.save_pretrained(tmp_path)
+    kept = [*CLIPTextModel.from_pretrained(tmp_path).parameters()]
+    kept += torch.load(tmp_path / "inner.pt").values()
+    assert all(map(torch.equal, kept, before)) and len(kept) == len(before)
 
 
 def test_free_memory_respects_the_limits_of_containers(tmp_path, monkeypatch):

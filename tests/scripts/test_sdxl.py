@@ -503,6 +503,10 @@ def test_a_pipelines_own_unet_is_checked_only_if_the_run_fails(tmp_path, images,
         broken.setattr(script, "compute_loss", lambda *_: 1 / 0)
         train(*flags, f"--output_dir={tmp_path / 'new'}")
     assert len(checked) == 2
+    # one that takes more inputs than the data has is refused before the run leaves a file
+    UNet2DConditionModel.from_config(config | {"num_class_embeds": 3}).save_pretrained(folder)
+    said = train.refused(*images, "--max_train_steps=1", f"--output_dir={tmp_path / 'labels'}")
+    assert "class_labels should be provided" in said and not (tmp_path / "labels").exists()
     # one channel would fit any number of them, so that torch would only warn
     UNet2DConditionModel.from_config(config | {"out_channels": 1}).save_pretrained(folder)
     assert "its prediction has the shape [1, " in train.refused(*flags)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from torch.utils._pytree import tree_map_only
 
 from diffusion_training.batches import Models
@@ -14,8 +15,8 @@ from diffusion_training.host_memory import HostMemory, measure_free
 from diffusion_training.launch import Launch
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import is_adapted
-from diffusion_training.training.step.costs import count_trained
-from diffusion_training.training.step.sharding import copy_empty, is_sharded, whole
+from diffusion_training.training.step.costs import copy_shapes, count_trained
+from diffusion_training.training.step.sharding import is_sharded, whole
 
 
 class CheckpointCopy:
@@ -75,7 +76,7 @@ class CheckpointCopy:
             self.copied = stream.record_event()
 
     def models(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Each name and copy, when they are complete. The copy of a LoRA has no base."""
+        """Each name and copy, when they are complete. See `hold_weights`."""
         if is_gpu(self.device):
             self.copied.synchronize()
         yield from self.copies.items()
@@ -99,10 +100,18 @@ def list_saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def hold_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """A model that is saved like another one, but with these weights. Nothing else is copied."""
-    held: Any = copy_empty(model) if is_sharded(model) else copy.copy(model)
-    held.state_dict = lambda: weights
-    held.named_parameters = weights.items
+    """A model that is saved like another one, but with these weights.
+
+    LoRAs and diffusers' models are saved by `named_parameters` and `state_dict` alone, so the
+    modules of these copies are those of the training. Other models may read their modules.
+    """
+    if is_adapted(model) or (isinstance(model, ModelMixin) and not is_sharded(model)):
+        held: Any = copy.copy(model)
+        held.state_dict = lambda: weights
+        held.named_parameters = weights.items
+    else:
+        held = copy_shapes(model, {"": model})
+        held.load_state_dict(weights, strict=False, assign=True)
     return held
 
 

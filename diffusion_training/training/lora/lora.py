@@ -69,8 +69,9 @@ class Adapter(dict[str, Any]):
     ) -> Callable[[Path], None]:
         """Return a function that writes the files for other programs into a folder.
 
-        copies: of `models`, whole when the function is called. They have no base, of which a DoRA
-            needs the norms; so the files of a DoRA are made now. name: see `write_lora_files`.
+        copies: of `models`, whole when the function is called. Their modules are those of the
+            training (see `hold_weights`), and a DoRA reads its norms from modules; so the files of
+            a DoRA are made now. name: see `write_lora_files`.
         """
         if self.get("use_dora") and metadata is not None:
             return partial(write_lora_files, make_lora_files(models, metadata), name=name)

@@ -35,6 +35,9 @@ from diffusion_training.training.lora.lora import (
 from diffusion_training.training.lora.lora_files import read_lora_file
 from diffusion_training.training.lora.lora_flags import read_settings
 
+# entries of a U-Net's config with which it takes more inputs than captions
+FURTHER = ("class_embed_type", "num_class_embeds", "encoder_hid_dim_type")
+
 
 def load_denoiser(
     kind: Any,
@@ -241,8 +244,9 @@ def check_denoiser(
     check = partial(check_shapes, models, predict, name, shape, condition | further)
     inputs: set[str] = set()
     unreached: list[str] = []
+    takes_more = any(model.config.get(name) for name in FURTHER)
     # the loss would broadcast a prediction of one channel, and the run would not fail
-    if is_own and model.config.out_channels == shape[0]:
+    if is_own and not takes_more and model.config.out_channels == shape[0]:
         with torch.device("meta"), contextlib.suppress(Exception):  # `check` explains it
             given = torch.zeros(1, *shape), torch.zeros(1), take_shapes(condition | further)
             inputs = catch_inputs(model, partial(predict, models, *given))
