@@ -130,7 +130,7 @@ def find_damaged(
     bar = tqdm(checked, total=len(groups), desc="Checking", disable=not names, leave=False)
     for group, of_group, reason in bar:
         if reason:
-            fail(f"{group[0]} could not be checked: {reason}")
+            fail(f"{group[0]} could not be checked: {reason}; run the same command to resume")
         for name, damage in zip(group, of_group, strict=True):
             if damage:
                 damages[name] = damage

@@ -111,13 +111,42 @@ def test_an_error_of_ray_init_becomes_one_sentence(calls, monkeypatch):
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_ray_starts_has_its_own_status(calls, monkeypatch, number, code):
     """Ray replaces the handler of SIGTERM before it is ready."""
+    ends = []
+    monkeypatch.setattr(module.atexit, "register", ends.append)  # would end the tests
     start = ray.init
     monkeypatch.setattr(ray, "init", lambda *args, **options: [
         start(*args, **options), signal.raise_signal(number)])  # fmt: skip
     run = in_one_sentence(lambda args: module.connect(None, []))
     with pytest.raises(SystemExit) as stop:
         run(argparse.Namespace())
-    assert stop.value.code == code
+    assert stop.value.code == code and len(ends) == 1
+
+
+STOPPED = """
+import argparse, os, signal, threading
+import ray._private.worker as worker
+from diffusion_training.cluster.connection import connect
+from diffusion_training.errors.sentences import in_one_sentence
+
+begin = worker.connect
+
+def interrupted(*args, **options):
+    threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    return begin(*args, **options)
+
+worker.connect = interrupted
+in_one_sentence(lambda args: connect(None, []))(argparse.Namespace())
+"""
+
+
+@pytest.mark.long
+def test_a_real_ray_that_is_stopped_while_it_starts_does_not_abort(tmp_path):
+    """Python's own end would abort, with the status 134, in a Ray that has only half begun."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", STOPPED]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 143, run.stderr
+    assert "Stopped by SIGTERM; saved files are complete" in run.stdout
 
 
 def test_a_run_that_is_refused_after_it_has_connected_reports_no_death_of_ray(calls, monkeypatch):

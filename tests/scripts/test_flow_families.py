@@ -173,7 +173,7 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
     assert re.fullmatch(r"dog-step0000000\d\.safetensors", second.name)
     picture = np.array(Image.open(max(out.glob("samples/step-*.png"))).convert("RGB")).astype(int)
     rows = picture[:64, -68:-4], picture[68:132, -68:-4]
-    assert np.abs(rows[0] - rows[1]).max() > 3  # only the second one has a negative prompt
+    assert (rows[0] != rows[1]).any()  # only the second one has a negative prompt
     assert (out / "dog.safetensors").samefile(out / "pytorch_lora_weights.safetensors")
     following = capfd.readouterr().out.strip().splitlines()[-1]
     copied = f"ComfyUI reads this LoRA: copy {out}/dog.safetensors to models/loras/dog.safetensors"

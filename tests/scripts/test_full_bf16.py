@@ -284,7 +284,9 @@ def test_a_run_killed_in_an_update_ends_with_the_same_bits(tmp_path, bases, name
         load_file(tmp_path / "plain" / file),
         load_file(tmp_path / "plain/checkpoint-3" / file),
     )
-    changed = [not torch.equal(trained[key], before[key]) for key in trained]
+    # those for references, which FLUX.3 has and this run lacks, do nothing
+    keys = [key for key in trained if "image_cond" not in key]
+    changed = [not torch.equal(trained[key], before[key]) for key in keys]
     assert sum(changed) > 0.8 * len(changed)
     assert BF16 in {weight.dtype for weight in trained.values()}
 
