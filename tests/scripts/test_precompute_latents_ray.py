@@ -1518,7 +1518,7 @@ def test_ray_run_uses_late_nodes_and_survives_a_lost_node(tmp_path, flags, drive
     assert "Ray has a place for 0 of 2 encoders (0 GPUs, 1 CPU and 10.7 GB each); the" in said
     phases = [
         "0 encoders, 2 starting or waiting for a place",
-        "waiting for images, 2 encoders]",
+        ", 2 encoders]",
         "waiting for images, 1 encoder, 1 starting or waiting for a place",
     ]
     found = [said.find(phase) for phase in phases]

@@ -134,8 +134,11 @@ def make_trainer(name, folder):
         data = f"--train_data_dir={demo}/nines --resolution=8 --dataloader_num_workers=0"
         return Script("train_text_to_image"), f"{base} {data} {samples} --rank=4"
     family = "prx" if name == "flow" else "sd"
-    Script("precompute_latents")(f"--output_dir={folder}/cache", f"--model_family={family}")
-    models = f"--pretrained_model_name_or_path={demo}/models --latents_dir={folder}/cache"
+    base = f"--pretrained_model_name_or_path={demo}/models"
+    data = [f"--train_data_dir={demo}/digits", "--resolution=8", "--dataloader_num_workers=0"]
+    precompute = Script("precompute_latents")
+    precompute(base, *data, f"--model_family={family}", f"--output_dir={folder}/cache")
+    models = f"{base} --latents_dir={folder}/cache"
     if name == "flow":
         config = f"--transformer_config_name_or_path={demo}/digits_flow_transformer.json"
         return Script("train_flow"), f"{models} {samples} {config} --train_batch_size=64"
