@@ -407,7 +407,9 @@ def test_card_and_report_have_code_for_the_turbo_first(tmp_path, bases, monkeypa
     card = (tmp_path / "out/README.md").read_text()
     _, code, *_ = card.split("```python\n")
     code = code.partition("```")[0]
-    heading = "# turbo with Hyper-4steps.safetensors, 4 steps, no guidance\n"
+    heading = '# Put the path or the id of this base in place of "turbo"\n'
+    heading += '# Put the path or the id of this base in place of "base"\n'
+    heading += "# turbo with Hyper-4steps.safetensors, 4 steps, no guidance\n"
     assert code.startswith(heading) and "\n# base, 2 steps, guidance 7.5\n" in code
     assert code.index('from_pretrained("turbo"') < code.index('from_pretrained("base"')
     assert 'pipeline.set_adapters(["trained", "speed"])' in code

@@ -115,8 +115,11 @@ def describe_text_to_image(
     for other in bases[1:]:
         what += f"\nSamples were also drawn with {other.describe()}."
         usage = f"# {other.describe()}\n{write_code(other)}\n\n# {bases[0].describe()}\n{usage}"
-    if args.rank and about.base != args.pretrained_model_name_or_path:  # a card cuts paths
-        usage = f'# Put the path or the id of this base in place of "{about.base}"\n{usage}'
+    paths = {about.base: args.pretrained_model_name_or_path}
+    paths[about.validation_base] = args.validation_base
+    for shown, path in paths.items():
+        if args.rank and shown != path:  # a card cuts paths
+            usage = f'# Put the path or the id of this base in place of "{shown}"\n{usage}'
     tag = family.title.lower().replace(" ", "-").replace(".", "")
     task = "image-to-image" if references else "text-to-image"
     tags = [task, tag, "diffusers-training"]
