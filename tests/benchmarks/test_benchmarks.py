@@ -611,7 +611,7 @@ def test_memory_of_all_models_matches_the_pages(capsys):
         plan, step, *_ = plans[card]
         number = re.fullmatch(r"--checkpoint_blocks (\d+) --keep_attention", plan)[1]
         said.append(f"| {card} | {number} blocks are computed twice: {step} GB in a step")
-    said.append(f"less room: {memory.count_step('SDXL', memory.LORA[3]) / 1e9:.1f} GB in a step |")
+    said.append(f"int8`: {memory.count_step('SDXL', memory.LORA[3]) / 1e9:.1f} GB in a step |")
     page = (ROOT / "docs/lora.md").read_text()
     assert [part for part in said if part not in page] == []
     page = " ".join((ROOT / "docs/latent-cache.md").read_text().split())
