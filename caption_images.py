@@ -36,6 +36,7 @@ except ModuleNotFoundError:
 check_version("0.1.0", Path(__file__).name)  # first: another version may lack the modules below
 
 import collections
+import glob
 import json
 import math
 import os
@@ -308,7 +309,7 @@ class Journal:
         self.settings = settings
 
     def list_files(self) -> list[Path]:
-        return sorted(self.folder.glob(f"{self.name}-*"))
+        return sorted(self.folder.glob(f"{glob.escape(self.name)}-*"))
 
     def read(self) -> dict[int, Made]:
         """{row: what was made of it}, by all processes. A kill may have cut the last line off."""
@@ -341,8 +342,8 @@ class Journal:
             path.unlink()
 
 
-def name_caption_files(images: ImageRows, args: Namespace) -> list[Path]:
-    """The caption file of each row. Stops with an error if two images would share one."""
+def list_paths(images: ImageRows, args: Namespace) -> list[str]:
+    """The path of each row's image. Stops with an error if one is not a file of its own."""
     source = get_source(args)
     items = images.rows[images.column] if len(images.rows) else []
     paths = [item["path"] for item in items]
@@ -350,6 +351,12 @@ def name_caption_files(images: ImageRows, args: Namespace) -> list[Path]:
         if path is None or not os.path.isfile(path):
             name = name_image(row, items[row], source)
             fail(f"{name} of {source} is not a file of its own: give --output_file NAME.parquet")
+    return paths
+
+
+def name_caption_files(images: ImageRows, args: Namespace) -> list[Path]:
+    """The caption file of each row. Stops with an error if two images would share one."""
+    paths = list_paths(images, args)
     extension = "." + args.caption_extension.lstrip(".")
     files = [Path(path).with_suffix(extension) for path in paths]
     if taken := {*files} & {*map(Path, paths)}:
@@ -370,10 +377,10 @@ def write_captions(images: ImageRows, made: Iterable[Made], args: Namespace) -> 
     captions = [each.caption for each in made if each.caption is not None]
     if path.suffix == ".jsonl":
         source = get_source(args)
-        items = images.rows.select(rows)[images.column]
+        paths = list_paths(images, args)
         lines = (
-            json.dumps({"file_name": name_image(row, item, source), "text": caption})
-            for row, item, caption in zip(rows, items, captions, strict=True)
+            json.dumps({"file_name": os.path.relpath(paths[row], source), "text": caption})
+            for row, caption in zip(rows, captions, strict=True)
         )
         with explained(f"{path} can't be written"):
             write_file(path, (f"{line}\n" for line in lines))
@@ -401,6 +408,8 @@ def main(args: Namespace) -> None:
 
     images = load_rows(args)
     files = None if args.output_file else name_caption_files(images, args)
+    if files is None and args.output_file.endswith(".jsonl"):
+        list_paths(images, args)  # it stops, before hours of work, if images have no names
     about = [args.pretrained_model_name_or_path, args.revision, args.prompt, args.system_prompt]
     # the fingerprint of a folder covers the caption files, which this run adds
     data = [*map(str, files)] if files else images.rows._fingerprint

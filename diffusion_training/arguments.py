@@ -141,7 +141,7 @@ class Parser(Needs, argparse.ArgumentParser):
                 names = [other.name for other in path.parent.glob("*") if not path.exists()]
                 near = difflib.get_close_matches(path.name, names, 1)
                 hint = f"did you mean @{path.with_name(near[0])}?" if near else str(error)
-                renamed = path.with_name("renamed.tsv")  # recipes of before, for one GPU each
+                renamed = path.parent / "renamed.tsv"  # recipes of before, for one GPU each
                 for line in renamed.read_text().splitlines() if renamed.is_file() else ():
                     old, _, new = line.partition("\t")
                     if old == path.name:

@@ -117,8 +117,14 @@ def delete_if_empty(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a folder or a link, if it exists; the target of a link is never touched."""
+    """Delete a file, a folder or a link, if it exists; the target of a link is never touched.
+
+    A folder is renamed first, so that a half-deleted one, after a kill, is never taken for whole.
+    """
     if path.is_dir() and not path.is_symlink():
+        if not path.name.startswith(".tmp-"):
+            delete(path.with_name(f".tmp-{path.name}"))
+            path = path.rename(path.with_name(f".tmp-{path.name}"))
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -40,11 +40,19 @@ def split_prompt(line: str) -> tuple[str, dict[str, Any]]:
 
 
 def join_prompt(values: dict[str, Any]) -> str:
-    """Write an entry of a JSON list as a line. Raises ValueError for an unknown key."""
+    """Write an entry of a JSON list as a line. Raises ValueError for one that is no line.
+
+    A value that is null counts as left out.
+    """
+    values = {name: value for name, value in values.items() if value is not None}
     switches = {name: f"--{switch}" for switch, (name, _) in SWITCHES.items()}
     if unknown := values.keys() - switches.keys() - {"prompt"}:
         raise ValueError(f"there is no key {min(unknown)}: {', '.join(switches)} are known")
-    words = [values.get("prompt", "")]
+    if nested := [name for name, value in values.items() if isinstance(value, dict | list)]:
+        raise ValueError(f"{nested[0]} is no text or number")
+    if split := [name for name, value in values.items() if re.search(r"(^|\s)--\S", str(value))]:
+        raise ValueError(f"{split[0]} has a word that begins with --, as switches do")
+    words = [str(values.get("prompt", ""))]
     words += [f"{switch} {values[name]}" for name, switch in switches.items() if name in values]
     return " ".join(words)
 
@@ -79,7 +87,9 @@ def read_prompt_file(parser: Any, args: argparse.Namespace) -> None:
         lines = []
         for entry in entries:
             where = f" in {str(entry)!r}"
-            lines.append(join_prompt(entry) if isinstance(entry, dict) else str(entry))
+            if not isinstance(entry, dict | str):
+                raise ValueError("it is no text and no object with a prompt")
+            lines.append(join_prompt(entry) if isinstance(entry, dict) else entry)
             split_prompt(lines[-1])
     except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--validation_prompts_file {path}{where}: {error}")

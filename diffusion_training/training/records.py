@@ -399,11 +399,12 @@ def init_trackers(accelerator: Accelerator, args: Namespace, reached: int) -> No
 
     reached: the step of the checkpoint, or -1.
     """
-    values = {
-        name: " | ".join(map(str, value)) if isinstance(value, list) else value
-        for name, value in vars(args).items()
-        if value is not None
-    }
+    values = {}
+    for name, value in vars(args).items():
+        if isinstance(value, list):
+            value = " | ".join(map(str, value))
+        if value is not None:
+            values[name] = json.dumps(value) if isinstance(value, dict) else value
     uses_wandb = args.report_to in ("wandb", "all")
     advice = "run `wandb login`, set WANDB_MODE=offline, or " if uses_wandb else ""
     with explained(f"--report_to {args.report_to} does not work: {advice}pass --report_to none"):

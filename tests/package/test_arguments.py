@@ -108,9 +108,10 @@ def test_flag_files_may_have_comments_and_several_flags_per_line(parser, tmp_pat
     (tmp_path / "own.args").write_text("# mine\n--size 32  # small\n\n--name 'a b' --flip\n")
     args = parser.parse_args([f"@{tmp_path}/own.args", "--no-flip"])
     assert (args.size, args.name, args.flip) == (32, "a b", False)
-    with pytest.raises(SystemExit) as stop:
-        parser.parse_args([f"@{tmp_path}/nowhere.args"])
-    assert stop.value.code == 2 and "nowhere.args" in capsys.readouterr().err
+    for name in (f"@{tmp_path}/nowhere.args", "@"):
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args([name])
+        assert stop.value.code == 2 and f"{name} can't be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

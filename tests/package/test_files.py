@@ -234,6 +234,23 @@ def test_saving_replaces_links_and_keeps_their_targets(tmp_path):
     delete(tmp_path / "out/nothing")
 
 
+def test_a_kill_while_a_folder_is_deleted_leaves_no_half_of_it(tmp_path, monkeypatch):
+    folder = tmp_path / "best"
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        fill(folder)
+
+        def stop(path):
+            next(path.iterdir()).unlink()
+            raise KeyboardInterrupt
+
+        killed.setattr("shutil.rmtree", stop)
+        delete(folder)
+    assert not folder.exists() and len([*tmp_path.iterdir()]) == 1
+    fill(folder)
+    delete(folder)  # what the kill has left is in its way
+    assert not [*tmp_path.iterdir()]
+
+
 def test_checksum_files_covers_all_files_except_trainer_state(tmp_path):
     fill(tmp_path / "out")
     (tmp_path / "out/trainer_state.json").write_text("{}")

@@ -425,7 +425,8 @@ def test_a_data_file_becomes_a_cache_for_each_folder(tmp_path, flags, forked, mo
     content = tomllib.loads(file.read_text())
     (tmp_path / "data.json").write_text(json.dumps(content))
     assert read_data_file(str(tmp_path / "data.json")) == read_data_file(str(file))
-    own = [*own, f"--data={file}", "--train_batch_size=8"]
+    # a tracker takes numbers and texts, and the settings have a dict of folders
+    own = [*own, f"--data={file}", "--train_batch_size=8", "--report_to=tensorboard"]
     getitem, choose = CachedLatents.__getitem__, train.module.choose_rows
 
     def spy(self, keys):

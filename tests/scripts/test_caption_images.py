@@ -231,7 +231,9 @@ def test_a_torn_line_of_the_journal_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_all_captions_go_into_one_file(flags, drawings, tmp_path, suffix):
-    file = tmp_path / f"captions.{suffix}"
+    file = tmp_path / f"captions[1].{suffix}"
+    first = min(drawings.glob("*.png"))
+    first.rename(first.with_name("Screenshot at 3.45.12\u202fPM.png"))  # as macOS names them
     caption(*flags, f"--output_file={file}", "--max_train_samples=6")
     if suffix == "jsonl":
         file = file.rename(drawings / "metadata.jsonl").parent
@@ -240,10 +242,12 @@ def test_all_captions_go_into_one_file(flags, drawings, tmp_path, suffix):
         rows = datasets.load_dataset(str(file), split="train", cache_dir=cache)
         names = [json.loads(line)["file_name"] for line in open(drawings / "metadata.jsonl")]
     else:
+        file = file.rename(tmp_path / "captions.parquet")  # `datasets` takes names for patterns
         rows = datasets.Dataset.from_parquet(str(file), cache_dir=cache)
     assert len(rows) == 6 and rows[0]["image"].size == (64, 64)
     assert all("duck" in text for text in rows["text"])
     if suffix == "jsonl":
+        assert all((drawings / name).is_file() for name in names)
         text = describe_alone(drawings / names[0])
         assert json.loads(open(drawings / "metadata.jsonl").readline())["text"] == text
     assert not read_texts(drawings)
@@ -255,6 +259,8 @@ def test_a_table_needs_an_output_file(flags, tmp_path, capsys):
     caption(*flags, source, f"--output_file={tmp_path / 'a.parquet'}", "--max_train_samples=3")
     rows = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"))
     assert len(rows) == 3 and rows.column_names == ["image", "text"]
+    said = caption.refused(*flags, source, f"--output_file={tmp_path / 'a.jsonl'}")
+    assert "is not a file of its own: give --output_file NAME.parquet" in said
     said = caption.refused(*flags, source, f"--output_file={tmp_path / 'a.parquet'}", status=2)
     assert "exists: choose another, or give --overwrite" in said
 

@@ -26,6 +26,7 @@ def test_a_line_is_split_into_the_prompt_and_its_values():
     assert split_prompt(line) == ("a high-res dog", values)
     assert join_prompt({"prompt": "a high-res dog", **values}) == line
     assert split_prompt("a -- b--c") == ("a -- b--c", {})
+    assert join_prompt({"prompt": "a -- b", "negative_prompt": None}) == "a -- b"
 
 
 @pytest.fixture
@@ -41,6 +42,9 @@ def flags(tmp_path, sd_inputs):
     ("a dog --w wide", "--w has a wrong value"),
     ("a dog --l 0.5", "0.5 is not between 1 and 1000"),
     ('[{"prompt": "a dog", "steps": 3}]', "there is no key steps: width, height, seed, sample"),
+    ('["a dog", null]', "it is no text and no object with a prompt"),
+    ('[{"prompt": ["a dog"]}]', "prompt is no text or number"),
+    ('[{"negative_prompt": "x --w 512"}]', "has a word that begins with --, as switches do"),
     ("{", "Expecting property name"),
     ("[]", "it has no list of prompts"),
     ("[" * 10**5, "recursion depth exceeded"),

@@ -168,7 +168,7 @@ def test_report_of_a_long_run_is_cheap_and_lists_rows_the_cache_lacks(tmp_path, 
     assert [text.startswith(name) for text, name in zip(curves(page), names, strict=True)]
 
 
-def test_pictures_in_a_report_are_small(tmp_path):
+def test_pictures_in_a_report_are_small(tmp_path, monkeypatch):
     """Digits are PNGs, which keep their edges, and photographs are JPEGs, also without colours."""
     noise = Image.effect_noise((600, 450), 100)
     pictures = {"gray": noise, "colours": Image.merge("RGB", [noise, noise.rotate(180), noise])}
@@ -181,6 +181,8 @@ def test_pictures_in_a_report_are_small(tmp_path):
         kinds[name] = re.search("data:image/(.*?);", tag)[1]
         assert len(tag) < 500_000
     assert kinds == {"gray": "jpeg", "colours": "jpeg", "digits": "png"}
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # 45 prompts at 1024 px exceed Pillow's
+    assert embed_picture(path, 500, 0)
 
 
 def test_failed_report_keeps_the_old_one_and_the_run_continues(

@@ -170,8 +170,7 @@ def prune_checkpoints(saved: Path, total_limit: int | None, held: Path | None = 
     others = [checkpoint for checkpoint in find_checkpoints(saved.parent) if checkpoint != saved]
     for checkpoint in others[: max(0, len(others) - total_limit + 1)]:
         if checkpoint != held:
-            # Rename it first, so that a half-deleted folder is never taken for a checkpoint.
-            delete(checkpoint.rename(checkpoint.with_name(f".tmp-{checkpoint.name}")))
+            delete(checkpoint)
 
 
 def save_weights(model: torch.nn.Module, folder: Path) -> None:

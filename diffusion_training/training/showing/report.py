@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import jinja2
 import numpy as np
-from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from diffusion_training.arguments import list_values, name_start
 from diffusion_training.errors.faults import explain
@@ -412,7 +412,7 @@ def list_curves(records: list[dict], facts: dict[str, str]) -> list[tuple[list[s
 def embed_picture(path: Path, side: int, modified: int) -> str:
     """Return a picture of samples as an <img>, at most `side` pixels wide. modified: its time."""
     buffer, kind = io.BytesIO(), "png"  # it keeps the edges of digits
-    with Image.open(path) as picture:
+    with PngImageFile(path) as picture:  # `Image.open` refuses very large ones
         picture.thumbnail((side, 4 * side))
         if picture.getcolors(2**15):  # a PNG of photographs would take seconds
             picture.save(buffer, kind, optimize=True)
