@@ -109,9 +109,14 @@ device = accelerator.device
 source = args.dataset_name or args.train_data_dir
 if os.path.isdir(source):
     source = os.path.realpath(source)  # names of images are relative to it
-images = [p for p in Path(source).rglob("*") if p.suffix.lower() in Image.registered_extensions()]
+# Folders such as val/ are left out. `datasets` would look for these words in names of images, too.
+splits = {"test", "testing", "eval", "evaluation", "dev", "val", "valid", "validation"}
+names = [path.relative_to(source) for path in Path(source).rglob("*") if path.is_file()]
+names = [name for name in names if not any(p in splits or p[0] == "." for p in name.parts)]
+paths = sorted(os.path.join(source, name) for name in names)
+images = [p for p in map(Path, paths) if p.suffix.lower() in Image.registered_extensions()]
 has_texts = any(path.with_suffix(".txt").is_file() for path in images)  # beside photo.png
-files = {"path": "imagefolder", "data_dir": source} if has_texts else {"path": source}
+files = {"path": "imagefolder", "data_files": {"train": paths}} if images else {"path": source}
 try:
     rows = datasets.load_dataset(**files, split="train")
 except Exception as error:

@@ -266,8 +266,13 @@ Pipeline = getattr(diffusers, index["_class_name"])
 # ---- The data: each row is an image and its caption. To bring a data set of your own, replace
 # `files` (strings), `captions` and `load_image`. To augment it, repeat both lists, such as
 # `files *= 8`, and change the image in `load_image`, by random numbers of its row.
+# Folders such as val/ are left out. `datasets` would look for these words in names of images, too.
+splits = {"test", "testing", "eval", "evaluation", "dev", "val", "valid", "validation"}
+names = [p.relative_to(args.train_data_dir) for p in args.train_data_dir.rglob("*") if p.is_file()]
+names = [name for name in names if not any(p in splits or p[0] == "." for p in name.parts)]
+names = sorted(str(args.train_data_dir / name) for name in names)
 try:
-    rows = datasets.load_dataset("imagefolder", data_dir=str(args.train_data_dir), split="train")
+    rows = datasets.load_dataset("imagefolder", data_files={"train": names}, split="train")
 except Exception as error:
     sys.exit(f"{args.train_data_dir} can't be read as images: {error}")
 files = [each["path"] for each in rows.cast_column("image", datasets.Image(decode=False))["image"]]

@@ -169,8 +169,18 @@ noise_scheduler = DDPMScheduler(**objective)
 predicts_velocity = args.prediction_type == "v_prediction"
 
 # ---- The data. The rows hold image files, which are decoded when a step needs them.
+# Folders such as val/ are left out. `datasets` would look for these words in names of images, too.
+splits = {"test", "testing", "eval", "evaluation", "dev", "val", "valid", "validation"}
+root = Path(args.train_data_dir)
+names = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+names = [name for name in names if not any(p in splits or p[0] == "." for p in name.parts)]
+images = [name for name in names if name.suffix.lower() in Image.registered_extensions()]
+images = sorted(str(root / name) for name in images)
+files = {"path": str(root)}
+if images:
+    files = {"path": "imagefolder", "data_files": {"train": images}}
 try:
-    rows = datasets.load_dataset(str(args.train_data_dir), split="train").select_columns("image")
+    rows = datasets.load_dataset(**files, split="train").select_columns("image")
 except Exception as error:
     sys.exit(f"{args.train_data_dir} can't be read as images or parquet files alone: {error}")
 rows = rows.cast_column("image", datasets.Image(decode=False))

@@ -74,7 +74,9 @@ def inputs(tmp_path_factory):
     for i in range(7):
         channels = [4] if i == 5 else [3]
         pixels = rng.integers(0, 256, [66 + i % 3, 64 + 4 * (i % 2), *channels], np.uint8)
-        path = folder / "photos" / f"{i:02}.{'png' if i % 2 else 'jpg'}"
+        # `datasets` would take the word in a name for a split
+        name = f"{i:02}{' train' * (i == 4)}.{'png' if i % 2 else 'jpg'}"
+        path = folder / "photos" / name
         Image.fromarray(pixels).save(path)
         path.with_suffix(".txt").write_text(" ".join(WORDS[: 1 + i]) + "\n")
     return folder
