@@ -328,6 +328,8 @@ def test_a_run_killed_100_times_with_its_disk_ends_with_the_same_bits(
     if store != "disk":
         boto3 = pytest.importorskip("boto3", reason="no S3 server")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        bucket = boto3.resource("s3", endpoint_url=storage).create_bucket(Bucket="killed")
+        # of its own, since the server keeps what an earlier test has copied
+        name = f"killed-{num_processes}-{store.split()[0]}"
+        bucket = boto3.resource("s3", endpoint_url=storage).create_bucket(Bucket=name)
     address = CopiesAddress(tmp_path / "copies", bucket)
     kill_and_resume(tmp_path, flags, num_processes, int(os.environ.get("KILLS", 100)), address)
