@@ -116,7 +116,9 @@ names = [name for name in names if not any(p in splits or p[0] == "." for p in n
 paths = sorted(os.path.join(source, name) for name in names)
 images = [p for p in map(Path, paths) if p.suffix.lower() in Image.registered_extensions()]
 has_texts = any(path.with_suffix(".txt").is_file() for path in images)  # beside photo.png
-files = {"path": "imagefolder", "data_files": {"train": paths}} if images else {"path": source}
+files = {"path": source}
+if images and not any(Path(source).rglob("*.parquet")):  # a card may have pictures
+    files = {"path": "imagefolder", "data_files": {"train": paths}}
 try:
     rows = datasets.load_dataset(**files, split="train")
 except Exception as error:

@@ -177,7 +177,7 @@ names = [name for name in names if not any(p in splits or p[0] == "." for p in n
 images = [name for name in names if name.suffix.lower() in Image.registered_extensions()]
 images = sorted(str(root / name) for name in images)
 files = {"path": str(root)}
-if images:
+if images and not any(root.rglob("*.parquet")):  # a card may have pictures
     files = {"path": "imagefolder", "data_files": {"train": images}}
 try:
     rows = datasets.load_dataset(**files, split="train").select_columns("image")
