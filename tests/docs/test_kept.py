@@ -28,7 +28,7 @@ KEPT = {
         ["rise from 1e-7 to 1", "a tenth of"],
         ["`--scale_lr auto --base_batch_size 64`", "linearly up to 512"],
         ["one device", "small size", "`--max_train_samples 1000`"],  # the guides: start simple
-        ["twice the side", "four times", "181 MB at 64 px", "2,895 MB at 256 px"],
+        ["twice the side", "four times", "181 MB at 64 px", "2,900 MB at 256 px"],
         ["256 px on 40 GB", "512 px on 80 GB"],
         ["| images | side, px | steps | epochs | hours, RTX 4090 | hours, H100 |"],
     ],

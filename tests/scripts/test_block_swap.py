@@ -106,7 +106,8 @@ def list_cases():
     quick = {("flux", "int8", 1), ("sd", "float32", 2)}
     for name in MAKE:
         for kind in KINDS:
-            if name == "hunyuan_image" and kind != "float32":  # its norms need a GPU for that
+            # whose norms need a GPU for that
+            if name in ("hunyuan_image", "lumina") and kind != "float32":
                 continue
             for processes in (1, 2):
                 case = name, kind, processes
