@@ -342,7 +342,7 @@ class Journal:
             path.unlink()
 
 
-def list_paths(images: ImageRows, args: Namespace) -> list[str]:
+def list_image_files(images: ImageRows, args: Namespace) -> list[str]:
     """The path of each row's image. Stops with an error if one is not a file of its own."""
     source = get_source(args)
     items = images.rows[images.column] if len(images.rows) else []
@@ -356,7 +356,7 @@ def list_paths(images: ImageRows, args: Namespace) -> list[str]:
 
 def name_caption_files(images: ImageRows, args: Namespace) -> list[Path]:
     """The caption file of each row. Stops with an error if two images would share one."""
-    paths = list_paths(images, args)
+    paths = list_image_files(images, args)
     extension = "." + args.caption_extension.lstrip(".")
     files = [Path(path).with_suffix(extension) for path in paths]
     if taken := {*files} & {*map(Path, paths)}:
@@ -377,10 +377,10 @@ def write_captions(images: ImageRows, made: Iterable[Made], args: Namespace) -> 
     captions = [each.caption for each in made if each.caption is not None]
     if path.suffix == ".jsonl":
         source = get_source(args)
-        paths = list_paths(images, args)
+        items = images.rows.select(rows)[images.column]
         lines = (
-            json.dumps({"file_name": os.path.relpath(paths[row], source), "text": caption})
-            for row, caption in zip(rows, captions, strict=True)
+            json.dumps({"file_name": os.path.relpath(item["path"], source), "text": caption})
+            for item, caption in zip(items, captions, strict=True)
         )
         with explained(f"{path} can't be written"):
             write_file(path, (f"{line}\n" for line in lines))
@@ -409,7 +409,7 @@ def main(args: Namespace) -> None:
     images = load_rows(args)
     files = None if args.output_file else name_caption_files(images, args)
     if files is None and args.output_file.endswith(".jsonl"):
-        list_paths(images, args)  # it stops, before hours of work, if images have no names
+        list_image_files(images, args)  # it stops now, not after hours, if images have no files
     about = [args.pretrained_model_name_or_path, args.revision, args.prompt, args.system_prompt]
     # the fingerprint of a folder covers the caption files, which this run adds
     data = [*map(str, files)] if files else images.rows._fingerprint

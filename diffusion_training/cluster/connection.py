@@ -87,7 +87,7 @@ def connect(address: str | None, modules: list[str], **options: Any) -> Callable
                 **options,
             )
         except SystemExit:
-            # of a signal; Python's own end would abort in a Ray that has only half begun
+            # A signal came. Python's own end would abort, since Ray has only half begun.
             atexit.register(lambda: os._exit(128 + SIGNALS[-1]))
             end_if_stopped()  # by our handler, which Ray keeps for Ctrl-C
             end_at_once(signal.SIGTERM, None)  # by Ray's, which replaces ours in the meantime

@@ -40,7 +40,7 @@ def split_prompt(line: str) -> tuple[str, dict[str, Any]]:
 
 
 def join_prompt(values: dict[str, Any]) -> str:
-    """Write an entry of a JSON list as a line. Raises ValueError for one that is no line.
+    """Write an entry of a JSON list as a line. Raises ValueError if that is impossible.
 
     A value that is null counts as left out.
     """

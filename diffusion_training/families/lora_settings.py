@@ -188,10 +188,7 @@ WAN_CHOICE = (
     "Attention, MLP and rank 32, as all but SimpleTuner; 1e-4, the middle of the five rates; and "
     "the 2,000 images of ai-toolkit, the one that trains from stills, as 1,000 x 2."
 )
-BETWEEN = (
-    "1,000 x 2: the sources have 2,000 images, as 500 x 4 or 2,000 x 1. A step of AdamW moves a "
-    "weight by about the rate, so 500 steps may be too few."
-)
+BETWEEN = "1,000 x 2, as explained above."
 SETTINGS = {
     "sd15": LoraSettings(
         "Stable Diffusion 1.5",
