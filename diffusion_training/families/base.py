@@ -263,6 +263,8 @@ class Family:
         known = text_encoder.get_input_embeddings().num_embeddings
         if len(tokenizer) > known or tokenizer.pad_token is None:
             raise ValueError("it has more tokens than the text encoder, or no padding token")
+        if not isinstance(tokenizer.model_max_length, int | float):
+            raise ValueError("its model_max_length is no number")
         return tokenizer
 
     def count_max_tokens(

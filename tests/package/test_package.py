@@ -51,7 +51,7 @@ ROOMS = [
 LIMITS = {
     "caption_images": (21_700, 24_900),
     "download_images": (17_800, 20_000),
-    "precompute_latents": (44_800, 68_900),
+    "precompute_latents": (44_900, 68_900),
     "precompute_latents_ray": (52_200, 76_300),
     "reconstruct_ema": (12_600, 13_700),
     "train_flow": (89_400, 132_400),
