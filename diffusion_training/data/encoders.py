@@ -75,8 +75,8 @@ def load_vae(base: Base, dtype: torch.dtype) -> torch.nn.Module:
             if vae.config.get(name):
                 raise ValueError(f"its config has {name}, by which latents are not scaled here")
         for name, scale in family.describe_scale(vae).items():
-            if scale is None:
-                raise ValueError(f"its config has no {name}")
+            if not isinstance(scale, int | float | list) or scale == []:
+                raise ValueError(f"its config has no {name} that is a number")
     return vae.eval()
 
 

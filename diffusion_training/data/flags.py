@@ -236,7 +236,7 @@ def add_image_flags(add: Add, trains: bool = True) -> None:
     if trains:
         add(
             "--prefetch_factor",
-            type=COUNT,
+            type=number(1, 1000, int),
             help="batches that each process of --dataloader_num_workers loads ahead (default: 2)",
             useless_with="--latents_dir or --cache_latents or --data or --dataloader_num_workers 0",
         )

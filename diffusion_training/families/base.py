@@ -249,9 +249,15 @@ class Family:
         suffix: str,
         dtype: torch.dtype,
     ) -> torch.nn.Module:
-        """Load a text encoder, on the CPU. source, options: see `Base.locate`."""
+        """Load a text encoder, on the CPU. Raises ValueError if its config can't be true.
+
+        source, options: see `Base.locate`.
+        """
         text_class, more = self.choose_text_encoder(base, source, options, suffix)
-        return load_weights(text_class, source, **options, **more, torch_dtype=dtype)
+        text_encoder = load_weights(text_class, source, **options, **more, torch_dtype=dtype)
+        if getattr(text_encoder.config, "num_attention_heads", 1) < 1:
+            raise ValueError("num_attention_heads in its config is less than 1")
+        return text_encoder
 
     def load_tokenizer(
         self, source: str | None, options: dict[str, Any], text_encoder: torch.nn.Module

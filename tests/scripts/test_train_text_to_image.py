@@ -167,6 +167,9 @@ def test_broken_parts_of_a_base_pipeline_give_a_one_sentence_error(
 ):
     for part, name, changes, sentence in (
         ("vae", "config", {"scaling_factor": None}, "its config has no scaling_factor"),
+        ("vae", "config", {"scaling_factor": []}, "its config has no scaling_factor"),
+        ("text_encoder", "config", {"num_attention_heads": -1}, "num_attention_heads in its"),
+        ("tokenizer", "tokenizer_config", {"model_max_length": []}, "max_length is no number"),
         (
             "tokenizer",
             "tokenizer_config",

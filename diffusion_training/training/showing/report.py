@@ -342,7 +342,11 @@ def save_report(
         for folder in vars(args).get("latents_dir") or []:
             path = Path(folder) / "skipped.jsonl"
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            for row in map(json.loads, text.splitlines()):
+            try:
+                rows = list(map(json.loads, text.splitlines()))
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
+            for row in rows:
                 skipped[hide_secrets(row["key"])] = hide_secrets(row["reason"])
         flags = {name: value for name, value in vars(args).items() if value is not None}
         given = {name: flags[name] for name in args.given if name in flags}
