@@ -741,6 +741,11 @@ def metrics(folder):
     return [record for line in lines if len(record := json.loads(line)) > 2]
 
 
+def read_losses(folder):
+    """The loss of each step that a run has logged."""
+    return [record["loss"] for record in metrics(folder) if "loss" in record]
+
+
 def weights(folder):
     return load_file(Path(folder) / "diffusion_pytorch_model.safetensors")
 

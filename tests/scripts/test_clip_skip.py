@@ -11,8 +11,8 @@ from conftest import (
     make_models,
     make_prx,
     make_sdxl,
-    metrics,
     open_pipeline,
+    read_losses,
     replace,
 )
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
@@ -129,9 +129,7 @@ def test_a_cache_made_with_clip_skip_trains_and_samples_with_it(tmp_path, models
         more = ["--validation_prompts=a digit", "--no-validate_first"]
         more.append(f"--output_dir={tmp_path / 'runs' / name}")
         train(*list_train_flags(tmp_path, models, *argv, *more))
-        losses[name] = [
-            record["loss"] for record in metrics(tmp_path / "runs" / name) if "loss" in record
-        ]
+        losses[name] = read_losses(tmp_path / "runs" / name)
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4)
     assert losses["ids"] == pytest.approx(losses["images"], rel=2e-4) != losses["last"]
     pipeline = open_pipeline(models)

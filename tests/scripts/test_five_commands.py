@@ -23,7 +23,7 @@ from conftest import (
     finish,
     kill,
     make_models,
-    metrics,
+    read_losses,
     reset,
     start,
     wait_until,
@@ -204,10 +204,7 @@ def test_the_guides_five_commands_give_the_same_results_after_kills(
         said()
     )
     assert_same_weights(tmp_path / "whole/unet", killed / "unet")
-    losses = [
-        [record["loss"] for record in metrics(tmp_path / name) if "loss" in record]
-        for name in ("whole", "killed")
-    ]
+    losses = [read_losses(tmp_path / name) for name in ("whole", "killed")]
     assert losses[0] == losses[1] and len(losses[0]) == 4 * 15
 
     # 5. A picture

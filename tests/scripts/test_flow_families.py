@@ -22,6 +22,7 @@ from conftest import (
     make_qwen_image,
     make_z_image,
     metrics,
+    read_losses,
 )
 from diffusers import (
     AutoencoderKLFlux2,
@@ -125,10 +126,6 @@ def cached(root, flags):
     return [*flags, f"--latents_dir={root / 'embeddings'}"]
 
 
-def losses(folder):
-    return [record["loss"] for record in metrics(folder) if "loss" in record]
-
-
 # ------------------------------------------------------------------- caches
 
 
@@ -178,10 +175,10 @@ def test_flow_family_caches_give_the_same_losses_as_images(root, tmp_path, flags
     following = capfd.readouterr().out.strip().splitlines()[-1]
     copied = f"ComfyUI reads this LoRA: copy {out}/dog.safetensors to models/loras/dog.safetensors"
     assert following.endswith(copied)
-    expected = losses(tmp_path / "images")
+    expected = read_losses(tmp_path / "images")
     assert len(expected) >= 6
     for kind in ("embeddings", "ids"):
-        assert losses(tmp_path / kind) == pytest.approx(expected, rel=2e-3)
+        assert read_losses(tmp_path / kind) == pytest.approx(expected, rel=2e-3)
 
 
 @each_family
@@ -259,7 +256,7 @@ def test_killed_flow_family_runs_resume_bit_identically(name, tmp_path, cached):
         others = load_file(tmp_path / "killed" / part / path.name)
         assert weights.keys() == others.keys()
         assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+    assert read_losses(tmp_path / "whole") == read_losses(tmp_path / "killed")
 
 
 # ------------------------------------------------------------------- LoRAs

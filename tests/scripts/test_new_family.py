@@ -16,7 +16,15 @@ import tiny_pipelines
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import Script, assert_same_weights, checkpoints, make_captioned, make_masked, metrics
+from conftest import (
+    Script,
+    assert_same_weights,
+    checkpoints,
+    make_captioned,
+    make_masked,
+    metrics,
+    read_losses,
+)
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file
@@ -181,10 +189,6 @@ def cached(root, flags):
     return [*flags, f"--latents_dir={root / 'embeddings'}"]
 
 
-def losses(folder):
-    return [record["loss"] for record in metrics(folder) if "loss" in record]
-
-
 # ------------------------------------------------------------------- its name and its pipeline
 
 
@@ -314,10 +318,10 @@ def test_a_new_familys_caches_give_the_same_losses_as_images(root, tmp_path, fla
     }
     for name, argv in data.items():
         train(*flags, *argv, "--num_train_epochs=2", f"--output_dir={tmp_path / name}")
-    expected = losses(tmp_path / "images")
+    expected = read_losses(tmp_path / "images")
     assert len(expected) == 12
     for name in ("embeddings", "ids"):
-        assert losses(tmp_path / name) == pytest.approx(expected, rel=5e-4)
+        assert read_losses(tmp_path / name) == pytest.approx(expected, rel=5e-4)
 
 
 @pytest.mark.long
@@ -345,8 +349,8 @@ def test_a_new_family_trains_on_several_captions_and_sizes(tmp_path, flags):
     flags = [*flags, "--train_batch_size=2"]
     train(*flags, *data, f"--output_dir={tmp_path / 'online'}")
     train(*flags, f"--latents_dir={tmp_path / 'cache'}")
-    expected = losses(tmp_path / "online")
-    assert len(expected) >= 6 and losses(tmp_path / "out") == pytest.approx(expected, rel=5e-4)
+    expected = read_losses(tmp_path / "online")
+    assert len(expected) >= 6 and read_losses(tmp_path / "out") == pytest.approx(expected, rel=5e-4)
 
 
 @pytest.mark.long
@@ -363,7 +367,7 @@ def test_killed_runs_of_a_new_family_resume_bit_identically(tmp_path, cached, nu
     last = max(checkpoints(tmp_path / "whole"), key=lambda name: int(name.split("-")[1]))
     for part in (f"{last}/transformer", f"{last}/transformer_ema", "transformer"):
         assert_same_weights(tmp_path / "whole" / part, tmp_path / "killed" / part)
-    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+    assert read_losses(tmp_path / "whole") == read_losses(tmp_path / "killed")
 
 
 @pytest.mark.ci

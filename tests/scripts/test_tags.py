@@ -7,7 +7,7 @@ import collections
 
 import pytest
 import torch
-from conftest import MODELS, Script, make_captioned, metrics, replace
+from conftest import MODELS, Script, make_captioned, read_losses, replace
 from datasets import load_from_disk
 from test_several_captions import (
     KEYS,
@@ -139,9 +139,7 @@ def test_shuffled_tags_train_the_same_from_a_cache_and_resume_exactly(
     for name, argv in runs.items():
         steps = ["--max_train_steps=8", "--checkpointing_steps=4"]
         train(*list_train_flags(tmp_path / f"{name}-run", *argv, *steps))
-        losses[name] = [
-            record["loss"] for record in metrics(tmp_path / f"{name}-run") if "loss" in record
-        ]
+        losses[name] = read_losses(tmp_path / f"{name}-run")
     assert losses["cache"] == pytest.approx(losses["images"], rel=2e-4)
     assert losses["again"] == losses["cache"] and len(losses["cache"]) == 8
     whole, again = (

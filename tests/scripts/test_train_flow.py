@@ -35,6 +35,7 @@ from conftest import (
     make_z_image,
     metrics,
     patch,
+    read_losses,
     replace,
     weights,
 )
@@ -123,10 +124,6 @@ def open_data(argv):
     return script.open_data(
         launch, open_base(args, "train_flow.py", record=record_family), None, {}, args
     )
-
-
-def losses(folder):
-    return [record["loss"] for record in metrics(folder) if "loss" in record]
 
 
 # ------------------------------------------------------------------- captions
@@ -277,7 +274,7 @@ def test_flow_cache_trains_like_its_images(tmp_path, images, flags, text_cache, 
         f"--latents_dir={tmp_path / 'cache'}",
         f"--output_dir={tmp_path / 'cache-out'}",
     )
-    one, other = losses(tmp_path / "images-out"), losses(tmp_path / "cache-out")
+    one, other = read_losses(tmp_path / "images-out"), read_losses(tmp_path / "cache-out")
     assert len(one) == 12 and one == pytest.approx(other, rel=5e-4)
 
 
@@ -293,7 +290,7 @@ def test_flow_cache_with_buckets_and_masks_trains_like_its_images(tmp_path, flag
     flags = [*flags, "--random_flip", "--train_batch_size=2"]
     train(*flags, *data, "--dataloader_num_workers=0", f"--output_dir={tmp_path / 'images-out'}")
     train(*flags, f"--latents_dir={tmp_path / 'cache'}", f"--output_dir={tmp_path / 'cache-out'}")
-    one, other = losses(tmp_path / "images-out"), losses(tmp_path / "cache-out")
+    one, other = read_losses(tmp_path / "images-out"), read_losses(tmp_path / "cache-out")
     assert len(one) >= 6 and one == pytest.approx(other, rel=5e-4)
 
 
@@ -332,7 +329,7 @@ def test_flow_training_from_a_remote_cache_is_bit_identical(tmp_path, cached, mo
         assert_same_weights(
             tmp_path / order / "transformer", tmp_path / f"{order}-stored" / "transformer"
         )
-    assert losses(tmp_path / "full") != losses(tmp_path / "ranges")
+    assert read_losses(tmp_path / "full") != read_losses(tmp_path / "ranges")
 
 
 def test_signal_interrupts_flow_sampling_after_the_checkpoint(tmp_path, cached):
@@ -584,7 +581,9 @@ def test_flow_trains_from_scratch_with_t5_and_a_vae_with_shift(tmp_path, flags):
     ]
     train(*flags, *argv, *parts, "--center_crop", f"--output_dir={tmp_path / 'online'}")
     train(*flags, *parts, f"--latents_dir={tmp_path / 'cache'}", "--validation_prompts", "one")
-    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "online"), rel=5e-4)
+    assert read_losses(tmp_path / "out") == pytest.approx(
+        read_losses(tmp_path / "online"), rel=5e-4
+    )
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")
     assert pipeline.tokenizer.model_max_length == 12 and pipeline.vae.config.shift_factor == 0.25
     image = pipeline(
@@ -874,7 +873,7 @@ def test_accelerate_launch_trains_flow_on_one_and_two_processes(tmp_path, cached
         )
         assert run.returncode == 0, run.stderr
         assert run.stdout.count(f"Processes: {count} on cpu") == 1
-        assert math.isfinite(losses(tmp_path / str(count))[-1])
+        assert math.isfinite(read_losses(tmp_path / str(count))[-1])
 
 
 def judge(pipeline, guidance_scale, count, prompt="a handwritten digit {}"):
