@@ -303,7 +303,7 @@ def find_newest(folder):
     return max((int(path.name[11:]) for path in folder.glob("checkpoint-*")), default=0)
 
 
-NUM_KILLS = int(os.environ.get("KILLS", 100))  # of each test marked `long`, half with shards
+NUM_KILLS = int(os.environ.get("KILLS", 100))  # of each test marked `long`, of all processes
 KILLS = {  # {name: (processes, further flags)}
     "1 process": (1, []),
     "2 processes": (2, []),
@@ -316,8 +316,10 @@ KILLS = {  # {name: (processes, further flags)}
     "name, count",
     [
         ("copies", 3),
-        *(pytest.param(name, NUM_KILLS, marks=pytest.mark.long) for name in KILLS if name != "shard"),
-        pytest.param("shard", NUM_KILLS // 2, marks=pytest.mark.long),
+        *(
+            pytest.param(name, NUM_KILLS // KILLS[name][0], marks=pytest.mark.long)
+            for name in KILLS
+        ),
     ],
 )
 def test_runs_killed_while_they_write_a_checkpoint_end_with_the_same_bits(
