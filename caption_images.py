@@ -180,8 +180,9 @@ from diffusion_training.errors.printing import amount
 from diffusion_training.errors.sentences import explained, fail, in_one_sentence
 from diffusion_training.errors.stop_signals import end_if_stopped
 from diffusion_training.files import hash_values, saving, write_file
-from diffusion_training.launch import Launch, Meeting, accelerator_options, make_launch
+from diffusion_training.launch import Launch, accelerator_options, make_launch
 from diffusion_training.loading import load_batches
+from diffusion_training.meeting import Meeting
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

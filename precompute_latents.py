@@ -159,8 +159,9 @@ from diffusion_training.latents.published import (
     read_row,
 )
 from diffusion_training.latents.settings import describe_prompts, name_shard
-from diffusion_training.launch import Launch, Meeting, accelerator_options, make_launch
+from diffusion_training.launch import Launch, accelerator_options, make_launch
 from diffusion_training.loading import load_batches, seconds_between
+from diffusion_training.meeting import Meeting
 from diffusion_training.memory import is_gpu
 from diffusion_training.models import DTYPES, EXACT
 

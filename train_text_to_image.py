@@ -231,10 +231,10 @@ from diffusion_training.training.showing.captioned_samples import (
     draw_prompts,
 )
 from diffusion_training.training.showing.metadata import describe_file
-from diffusion_training.training.showing.pipelines import SINGLE_FILE, save_whole
 from diffusion_training.training.showing.readers import advise_copy, list_lora_files, name_readers
 from diffusion_training.training.showing.report import About, Description
 from diffusion_training.training.showing.sample_base import SampleBase
+from diffusion_training.training.showing.single_file_output import SINGLE_FILE, save_whole
 from diffusion_training.training.state import TrainState, describe_settings, place_models
 from diffusion_training.training.step.costs import Costs
 from diffusion_training.training.step.denoiser import (

@@ -159,23 +159,6 @@ def wait_for_first_machine() -> None:
         time.sleep(0.5)
 
 
-class Meeting:
-    """A point at which all processes wait for the last one, perhaps for days. A signal ends it."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.group = None
-        if launch.num_processes > 1:
-            days = timedelta(days=100)
-            self.group = torch.distributed.new_group(backend="gloo", timeout=days)
-
-    def wait(self) -> None:
-        if self.group is not None:
-            work = torch.distributed.barrier(self.group, async_op=True)
-            while not work.is_completed():  # not work.wait(), in which Python handles no signal
-                time.sleep(0.1)
-            work.wait()  # raises its error
-
-
 def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:
     """Check the device and the processes of an Accelerator, and the launcher's other settings.
 

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import inspect
 import itertools
-import json
 import math
 import os
 import re
@@ -147,20 +146,6 @@ def hash_as(dtype: torch.dtype, parts: list[torch.Tensor], start: str) -> str:
             return ""
         digest.update(cast.cpu().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def hash_rules(tokenizer: Any) -> str:
-    """A hash of all that determines the token ids of a tokenizer's vocabulary.
-
-    For example the order of merges: two tokenizers with the same vocabulary may differ in it.
-    """
-    # the last is an attribute of `CaptionBytes`
-    names = ("padding_side", "truncation_side", "pad_token", "chat_template", "rules")
-    rules = {name: getattr(tokenizer, name, None) for name in names}
-    if backend := getattr(tokenizer, "backend_tokenizer", None):
-        rules |= json.loads(backend.to_str())
-        del rules["padding"], rules["truncation"]  # those of the last call
-    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
 
 
 def combine_hashes(digests: Iterable[list[str]]) -> str:

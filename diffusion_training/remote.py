@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -201,22 +200,6 @@ def read_bytes(path: str) -> bytes:
     hopeless = ("FileNotFoundError", "PermissionError", "NoCredentialsError", "ValueError")
     with naming_silence(path):
         return persist(path, lambda fs, location: fs.cat_file(location), hopeless)
-
-
-def find_hub_fault(address: str) -> str | None:
-    """Why a file is missing at an address of the hub; None if its repository can be read."""
-    match = re.match(r"hf://(datasets/|spaces/|)([^/@]+/[^/@]+)(?:@([^/]+))?", address)
-    if not match:
-        return None
-    from huggingface_hub import repo_info  # here: the workers of a download don't need it
-
-    kind, name, revision = match.groups()
-    revision = revision and unquote(revision)
-    try:
-        repo_info(name, revision=revision, repo_type=kind.removesuffix("s/") or None)
-    except Exception as error:
-        return explain(error)
-    return None
 
 
 def persist(

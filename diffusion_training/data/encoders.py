@@ -15,8 +15,16 @@ import torch
 
 from diffusion_training.data.captions import tokenize
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokenizers, Tokens
-from diffusion_training.models import EXACT, compile_model, hash_rules, hash_weights, put_on_device
+from diffusion_training.families.base import (
+    Base,
+    Encoders,
+    Family,
+    Prompts,
+    Tokenizers,
+    Tokens,
+    hash_rules,
+)
+from diffusion_training.models import EXACT, compile_model, hash_weights, put_on_device
 
 
 @dataclass(frozen=True)

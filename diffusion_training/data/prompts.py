@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 
 from diffusion_training.data.encoders import encode_caption, encode_empty_prompt, load_encoders
 from diffusion_training.data.prompt_file import split_prompt
-from diffusion_training.errors.sentences import fail
+from diffusion_training.errors.sentences import explained, fail
 from diffusion_training.families.base import Base, Encoders, Prompts
 from diffusion_training.launch import Launch
 from diffusion_training.memory import move
@@ -120,7 +120,9 @@ def encode_for_all(
             return {name: embeds[None] for name, embeds in empty.items()}
 
         of_each = images or [[]] * len(prompts)
-        encoded = [encode_caption(encoders, *pair) for pair in zip(prompts, of_each, strict=True)]
+        pairs = zip(prompts, of_each, strict=True)
+        with explained("the text encoder does not work"):
+            encoded = [encode_caption(encoders, *pair) for pair in pairs]
         empties: Sequence[Any] = ()
         if any(negatives) or (images and encoders.family.reads_references):
             empties = [*map(encode_empty, of_each, negatives or [""] * len(prompts))]

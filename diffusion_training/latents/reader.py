@@ -8,13 +8,16 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from urllib.parse import unquote
 
 import numpy as np
 import torch
 import xxhash
+from huggingface_hub import repo_info
 
 from diffusion_training.arguments import is_address
 from diffusion_training.batches import LatentBatch
@@ -22,6 +25,7 @@ from diffusion_training.data.captions import tokenize_batch, tokenize_longest
 from diffusion_training.data.folders import is_shared
 from diffusion_training.data.texts import CaptionChoice
 from diffusion_training.draws import Key, draw_caption, draw_choices, step_seed
+from diffusion_training.errors.faults import explain
 from diffusion_training.errors.printing import print_once, printable
 from diffusion_training.errors.sentences import fail
 from diffusion_training.families.base import Tokenizers
@@ -41,7 +45,7 @@ from diffusion_training.latents.settings import (
     fingerprint_cache,
 )
 from diffusion_training.latents.shards import OpenShard, Shards, describe_repeats, name_repair
-from diffusion_training.remote import find_hub_fault, read_bytes
+from diffusion_training.remote import read_bytes
 
 CHOOSE = "diffusion_training.latents.filtered"
 FILTERED = "filtered "  # so begins the fingerprint of a source that `CHOOSE` has made
@@ -139,6 +143,20 @@ def load_cache(
         if not is_chosen and not cache.get("made_with", {}).get("folder_repeats"):
             print_once(describe_repeats(shards, opened))
     return Cache(cache, empty_prompt, shards)
+
+
+def find_hub_fault(address: str) -> str | None:
+    """Why a file is missing at an address of the hub; None if its repository can be read."""
+    match = re.match(r"hf://(datasets/|spaces/|)([^/@]+/[^/@]+)(?:@([^/]+))?", address)
+    if not match:
+        return None
+    kind, name, revision = match.groups()
+    revision = revision and unquote(revision)
+    try:
+        repo_info(name, revision=revision, repo_type=kind.removesuffix("s/") or None)
+    except Exception as error:
+        return explain(error)
+    return None
 
 
 class CachedLatents(torch.utils.data.Dataset):

@@ -21,11 +21,12 @@ import precompute_latents
 from diffusion_training.blocks import compute_in_float32
 from diffusion_training.data import encoders as module
 from diffusion_training.data.encoders import encode_prompts
+from diffusion_training.families.base import hash_rules
 from diffusion_training.families.opening import open_base
 from diffusion_training.families.recorded.family import Recorded
 from diffusion_training.families.recording import record_family
 from diffusion_training.latents.settings import compare_settings
-from diffusion_training.models import EXACT, hash_rules, hash_weights
+from diffusion_training.models import EXACT, hash_weights
 
 # ------------------------------------------------------------------- a file of one part
 

@@ -23,13 +23,13 @@ from diffusion_training.arguments import Flags
 from diffusion_training.errors.sentences import AGAIN, CHANGED, PEER_ENDED, fail, in_one_sentence
 from diffusion_training.launch import (
     Launch,
-    Meeting,
     accelerator_options,
     advise_launcher,
     advise_precision,
     keep_memory,
     make_launch,
 )
+from diffusion_training.meeting import Meeting
 from diffusion_training.stopping import StopSignal, end_stopped
 from diffusion_training.training.run_folder import RunFolder, end_run, open_run
 from diffusion_training.training.showing import hub

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_on
 
 from diffusion_training.errors.faults import explain
 from diffusion_training.errors.sentences import explained, fail
-from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens
+from diffusion_training.families.base import Base, Encoders, Family, Prompts, Tokens, hash_rules
 from diffusion_training.families.names import NAMED_REFERENCES
 from diffusion_training.families.recorded.calls import DenoiserCalls, find_difference
 from diffusion_training.families.recorded.findings import (
@@ -77,7 +77,7 @@ from diffusion_training.families.recorded.text_tensors import (
     take_rows,
 )
 from diffusion_training.families.recorded.trial import probe_batching
-from diffusion_training.models import hash_rules, list_tensors, load_weights
+from diffusion_training.models import list_tensors, load_weights
 
 EMBEDDED_GUIDANCE = ("distilled_guidance_scale", "guidance_scale")  # arguments of pipelines
 USUAL_RATIO = 4  # of the longer side of a reference to the shorter one, at most
