@@ -14,6 +14,7 @@ class Meeting:
     def __init__(self, launch: Launch) -> None:
         self.group = None
         if launch.num_processes > 1:
+            torch.distributed.barrier()  # for one that has ended, a new group would wait for days
             days = timedelta(days=100)
             self.group = torch.distributed.new_group(backend="gloo", timeout=days)
 

@@ -367,15 +367,17 @@ def test_a_first_machine_that_does_not_answer_ends_in_a_sentence(tmp_path, monke
     assert "has not answered for 0 seconds ([Errno 111] Connection refused): is it running" in said
 
 
-@pytest.mark.parametrize("late", ["works", "dies", "is interrupted"])
+@pytest.mark.parametrize("late", ["works", "dies", "dies at once", "is interrupted"])
 def test_processes_meet_after_any_time_or_stop(tmp_path, monkeypatch, late):
     """The first process waits longer than torch's time-out. If the other one dies, it ends."""
     patch(monkeypatch, "TIMEOUT", timedelta(seconds=4))
 
     def work(args):
         launch = make_launch(Accelerator(**accelerator_options(args)), args)
-        end = Meeting(launch)
         (tmp_path / f"begun-{launch.rank}").touch()
+        if launch.rank and late == "dies at once":
+            os._exit(1)
+        end = Meeting(launch)
         if launch.rank:
             time.sleep(5 if late == "works" else 0.5)
             os._exit(1) if late == "dies" else time.sleep(300 * (late == "is interrupted"))
@@ -389,4 +391,4 @@ def test_processes_meet_after_any_time_or_stop(tmp_path, monkeypatch, late):
         os.kill(pids[0], signal.SIGTERM)
     codes = finish(pids[:1], 200)
     kill(pids[1:]) if late == "is interrupted" else finish(pids[1:])
-    assert codes == [{"works": 0, "dies": PEER_ENDED, "is interrupted": 143}[late]]
+    assert codes == [{"works": 0, "is interrupted": 143}.get(late, PEER_ENDED)]
