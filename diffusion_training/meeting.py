@@ -14,7 +14,8 @@ class Meeting:
     def __init__(self, launch: Launch) -> None:
         self.group = None
         if launch.num_processes > 1:
-            torch.distributed.barrier()  # for one that has ended, a new group would wait for days
+            # fails if a process has ended, for which a new group would wait for days
+            launch.accelerator.wait_for_everyone()
             days = timedelta(days=100)
             self.group = torch.distributed.new_group(backend="gloo", timeout=days)
 
