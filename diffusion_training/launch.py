@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import (
     AutocastKwargs,
@@ -157,6 +157,16 @@ def wait_for_first_machine() -> None:
                     f"seconds ({explain(error)}): is it running, and can it be reached from here?"
                 )
         time.sleep(0.5)
+
+
+def make_group(timeout: timedelta) -> torch.distributed.ProcessGroup:
+    """Make a group of all processes over gloo, so that no device has to wait.
+
+    timeout: how long one process waits for another.
+    """
+    # fails if a process has ended, for which a new group would wait all this time
+    PartialState().wait_for_everyone()
+    return torch.distributed.new_group(backend="gloo", timeout=timeout)
 
 
 def make_launch(accelerator: Accelerator, args: Namespace) -> Launch:

@@ -5,19 +5,14 @@ from datetime import timedelta
 
 import torch
 
-from diffusion_training.launch import Launch
+from diffusion_training.launch import Launch, make_group
 
 
 class Meeting:
     """A point at which all processes wait for the last one, perhaps for days. A signal ends it."""
 
     def __init__(self, launch: Launch) -> None:
-        self.group = None
-        if launch.num_processes > 1:
-            # fails if a process has ended, for which a new group would wait for days
-            launch.accelerator.wait_for_everyone()
-            days = timedelta(days=100)
-            self.group = torch.distributed.new_group(backend="gloo", timeout=days)
+        self.group = make_group(timedelta(days=100)) if launch.num_processes > 1 else None
 
     def wait(self) -> None:
         if self.group is not None:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -13,7 +12,7 @@ from accelerate import Accelerator
 
 from diffusion_training.errors.sentences import name_command, surviving
 from diffusion_training.errors.stop_signals import SIGNALS, handling
-from diffusion_training.launch import TIMEOUT
+from diffusion_training.launch import TIMEOUT, make_group
 
 
 class StopSignal:
@@ -30,9 +29,7 @@ class StopSignal:
         self.starved_because = ""  # why --follow ends the run
         self.handlers = contextlib.ExitStack()
         self.handlers.enter_context(handling(self.note))
-        # The processes agree over gloo, so that no device has to wait.
-        new_group = partial(torch.distributed.new_group, backend="gloo", timeout=TIMEOUT)
-        self.group = new_group() if num_processes > 1 else None
+        self.group = make_group(TIMEOUT) if num_processes > 1 else None
 
     @property
     def received(self) -> int:
