@@ -391,8 +391,10 @@ class Target:
             return self.judge_sentence(codes, said, reproduction) and "one sentence"
         assert "Traceback" not in said and "Done" in said, f"{reproduction}\n{said}"
         if self.name != NAMES[0]:
-            unet = self.out / "unet/diffusion_pytorch_model.safetensors"
-            path = unet if unet.exists() else self.out / "pytorch_lora_weights.safetensors"
+            whole = self.out.glob("*/diffusion_pytorch_model.safetensors")
+            paths = {path.parent.name: path for path in whole}
+            adapter = self.out / "pytorch_lora_weights.safetensors"
+            path = paths.get("unet") or paths.get("transformer") or adapter
             numbers = [
                 torch.tensor([record.get("loss", 0.0) for record in metrics(self.out)]),
                 *safetensors.torch.load_file(path).values(),
@@ -928,7 +930,7 @@ def test_caption_columns_of_any_type_are_used_or_refused(targets, tmp_path):
     verdicts.show("kinds of columns")
 
 
-@cases(10**9, {})
+@cases(10**9, {}, {}, [*NAMES, FLOW])
 def test_numeric_flags_at_their_limits_are_refused_or_work(targets, name, count, capsys):
     """Run one step with each flag at its limits, if the parser accepts the value.
 
@@ -980,12 +982,12 @@ def limit_memory_and_ignore_warnings():
     limit_memory()
 
 
-@cases(150, {NAMES[2]: 3})
+@cases(150, {NAMES[2]: 3}, {}, [*NAMES, FLOW])
 def test_changed_values_in_model_configs_are_refused_or_work(targets, name, count):
     """Replace values in the models' JSON files with null, 0, -1, "x", [], true, a large number."""
     target, verdicts = targets(name), Verdicts()
     folder, copied = (
-        target.folder / {NAMES[1]: "tiny-unet", NAMES[2]: "sd"}.get(name, "none"),
+        target.folder / {NAMES[1]: "tiny-unet", NAMES[2]: "sd", FLOW: "prx"}.get(name, "none"),
         target.folder / "odd",
     )
     folder = folder if folder.exists() else MODELS

@@ -232,7 +232,7 @@ def check_denoiser(
         fail(f"{name} {sentence}")
     multiple = family.patch_size(model) * data.latents.downscale
     side = data.bucket_step or data.resolution
-    if side % multiple:
+    if not multiple or side % multiple:
         fail(f"{name} needs sides that are multiples of {multiple} pixels, not {side}")
     family.try_model(model, data.resolution)
     condition = {key: embeds[None] for key, embeds in data.empty_prompt.items()}
