@@ -314,22 +314,30 @@ def test_a_run_killed_with_its_disk_ends_with_the_same_bits(tmp_path, flags):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "num_processes, store",
-    [(1, "disk"), (2, "disk"), (2, "bucket"), (1, "faulty bucket"), (2, "faulty bucket")],
-)
+@pytest.mark.parametrize("num_processes, store", [(1, "disk"), (2, "disk"), (2, "bucket")])
 def test_a_run_killed_100_times_with_its_disk_ends_with_the_same_bits(
-    tmp_path, flags, num_processes, store, storage, faulty, monkeypatch
+    tmp_path, flags, num_processes, store, storage, monkeypatch
 ):
-    """KILLS=5 for fewer. Each fifth request of a faulty bucket fails."""
-    bucket = None
-    if store == "faulty bucket":
-        faulty({"": 0.2})
-    if store != "disk":
-        boto3 = pytest.importorskip("boto3", reason="no S3 server")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        # of its own, since the server keeps what an earlier test has copied
-        name = f"killed-{num_processes}-{store.split()[0]}"
-        bucket = boto3.resource("s3", endpoint_url=storage).create_bucket(Bucket=name)
+    """KILLS=5 for fewer."""
+    bucket = make_bucket(storage, "killed", monkeypatch) if store == "bucket" else None
     address = CopiesAddress(tmp_path / "copies", bucket)
     kill_and_resume(tmp_path, flags, num_processes, int(os.environ.get("KILLS", 100)), address)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_killed_40_times_beside_a_faulty_bucket_ends_with_the_same_bits(
+    tmp_path, flags, num_processes, storage, faulty, monkeypatch
+):
+    """Each fifth request of the bucket fails. KILLS=5 for fewer."""
+    faulty({"": 0.2})
+    # of its own, since the server keeps what an earlier test has copied
+    bucket = make_bucket(storage, f"killed-{num_processes}-faulty", monkeypatch)
+    address = CopiesAddress(tmp_path / "copies", bucket)
+    kill_and_resume(tmp_path, flags, num_processes, int(os.environ.get("KILLS", 40)), address)
+
+
+def make_bucket(storage, name, monkeypatch):
+    boto3 = pytest.importorskip("boto3", reason="no S3 server")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    return boto3.resource("s3", endpoint_url=storage).create_bucket(Bucket=name)
