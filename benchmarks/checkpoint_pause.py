@@ -89,10 +89,11 @@ def measure(kind, model, folder, argv, every):
     for (begin, _), (end, _) in steps[3:]:
         is_beside = any(begin < last and first < end for first, last, _ in written)
         (beside if is_beside else quiet).append(end - begin)
+    none = [float("nan")]  # few steps may all be beside a thread that writes, or none
     return {
         **pauses,
-        "quiet": statistics.median(quiet),
-        "beside": statistics.median(beside or [float("nan")]),
+        "quiet": statistics.median(quiet or none),
+        "beside": statistics.median(beside or none),
         "write": statistics.median(last - first for first, last, _ in written),
         "bytes": written[0][2],
     }
