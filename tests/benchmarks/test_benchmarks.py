@@ -1157,7 +1157,7 @@ def test_training_benchmarks_print_their_tables(tmp_path, capsys):
         (peers, TOY),
         (
             checkpoint_pause,
-            "--size=toy --steps=7 --rounds=1 --channels 8 8 --rank=4 --every=2".split(),
+            "--size=toy --steps=13 --rounds=1 --channels 8 8 --rank=4 --every=4".split(),
         ),
         (evaluation_pause, "--steps=12 --images=2 --side=32 --every=3".split()),
         (
