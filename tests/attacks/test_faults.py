@@ -391,10 +391,8 @@ class Target:
             return self.judge_sentence(codes, said, reproduction) and "one sentence"
         assert "Traceback" not in said and "Done" in said, f"{reproduction}\n{said}"
         if self.name != NAMES[0]:
-            whole = self.out.glob("*/diffusion_pytorch_model.safetensors")
-            paths = {path.parent.name: path for path in whole}
-            adapter = self.out / "pytorch_lora_weights.safetensors"
-            path = paths.get("unet") or paths.get("transformer") or adapter
+            whole = self.out.glob("[tu]*/diffusion_pytorch_model.safetensors")
+            path = next(whole, self.out / "pytorch_lora_weights.safetensors")
             numbers = [
                 torch.tensor([record.get("loss", 0.0) for record in metrics(self.out)]),
                 *safetensors.torch.load_file(path).values(),
@@ -717,7 +715,7 @@ def test_damaged_files_are_repaired_or_refused(targets, name, count):
                 (folder / each).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(good / folder.name / each, folder / each)
             codes, again = target.run()
-            target.judge_same(codes, said + again, reproduction, left_out=left_out)
+            target.judge_same(codes, said + again, reproduction, left_out="checkpoint-3/")
     for place in (target.out, folder):
         shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(good / folder.name, folder)

@@ -303,7 +303,7 @@ def find_newest(folder):
     return max((int(path.name[11:]) for path in folder.glob("checkpoint-*")), default=0)
 
 
-NUM_KILLS = int(os.environ.get("KILLS", 100))  # of each test marked `long`, of all processes
+NUM_KILLS = int(os.environ.get("KILLS", 100))  # processes that a test marked `long` kills
 KILLS = {  # {name: (processes, further flags)}
     "1 process": (1, []),
     "2 processes": (2, []),
